@@ -1,0 +1,199 @@
+"""From one reward per sample to one advantage and one return per action token.
+
+The order is fixed: shape within the group, clip, spread over the tokens with the KL term,
+accumulate, normalise. Shapes: B samples, N action tokens of all of them end to end, A actions of
+the longest one. Tokens of the environment are not in N, so they neither discount nor carry value.
+Failed samples must have been left out before: they have no part in a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.tokens import last_action_index, pad_flat, unpad
+
+STD_EPSILON = 1e-9
+MIN_VARIANCE = 1e-8
+
+
+def unshaped(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """Rewards as they are, (B,)."""
+    return rewards_B
+
+
+def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """r_i - mean of the others of its group (arXiv 2402.14740); 0 in a group of one, (B,)."""
+    mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
+    # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1)
+    return ((rewards_B - mean_B) * size_B / (size_B - 1).clamp(min=1)).to(rewards_B.dtype)
+
+
+def group_centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """r_i - mean of its group (Dr. GRPO, arXiv 2503.20783); 0 in a group of one, (B,)."""
+    mean_B, _ = _group_mean_and_size(rewards_B, group_ids_B)
+    return (rewards_B - mean_B).to(rewards_B.dtype)
+
+
+def group_standardised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """(r_i - mean) / (std + 1e-9) in the group, std with n - 1 (GRPO, arXiv 2402.03300), (B,)."""
+    mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
+    centred_B = rewards_B - mean_B
+    mean_square_B, _ = _group_mean_and_size(centred_B.square(), group_ids_B)
+    std_B = (mean_square_B * size_B / (size_B - 1).clamp(min=1)).sqrt()
+    return (centred_B / (std_B + STD_EPSILON)).to(rewards_B.dtype)
+
+
+def _group_mean_and_size(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and size of every sample's group, (B,) each.
+
+    The mean is float64, so that equal rewards differ from it by exactly 0: their std is 0 as well,
+    and a rounding error divided by 1e-9 would be an advantage.
+    """
+    assert values_B.shape == group_ids_B.shape, "one group id per reward is needed"
+    _, owner_B, size_G = group_ids_B.unique(return_inverse=True, return_counts=True)
+    sum_G = torch.zeros(len(size_G), dtype=torch.float64, device=values_B.device)
+    sum_G.index_add_(0, owner_B, values_B.double())
+    return (sum_G / size_G)[owner_B], size_G[owner_B]
+
+
+def token_rewards(
+    rewards_B: Tensor, kl_N: Tensor, num_actions_B: Tensor, *, kl_coef: float
+) -> Tensor:
+    """-kl_coef * kl on every action token, plus the sample's reward on its last one, (N,)."""
+    assert len(kl_N) == int(num_actions_B.sum()), "one KL per action token is needed"
+    rewards_N = -kl_coef * kl_N
+    last = last_action_index(num_actions_B)
+    return rewards_N.index_add(0, last, rewards_B[num_actions_B > 0].to(rewards_N.dtype))
+
+
+def discounted_sums(rewards_BA: Tensor, discount: float) -> Tensor:
+    """S_t = r_t + discount * S_{t+1} along the last dimension, (B, A)."""
+    if discount == 1:
+        return rewards_BA.flip(-1).cumsum(-1).flip(-1)
+    sums_BA = torch.empty_like(rewards_BA)
+    running_B = rewards_BA.new_zeros(len(rewards_BA))
+    for step in reversed(range(rewards_BA.size(-1))):
+        running_B = rewards_BA[:, step] + discount * running_B
+        sums_BA[:, step] = running_B
+    return sums_BA
+
+
+def gae(
+    rewards_BA: Tensor, values_BA: Tensor, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation on zero-padded blocks; advantages and returns, (B, A) each.
+
+    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 past the end,
+    A_t = delta_t + gamma lambd A_{t+1}, R_t = A_t + V_t (arXiv 1506.02438).
+    """
+    assert rewards_BA.shape == values_BA.shape, "one value per reward is needed"
+    next_values_BA = torch.nn.functional.pad(values_BA[:, 1:], (0, 1))[:, : values_BA.size(-1)]
+    deltas_BA = rewards_BA + gamma * next_values_BA - values_BA
+    advantages_BA = discounted_sums(deltas_BA, gamma * lambd)
+    return advantages_BA, advantages_BA + values_BA
+
+
+def moments(values_N: Tensor) -> Tensor:
+    """Count, sum and sum of squares, (3,) float64; those of several ranks may be added."""
+    values_N = values_N.double()
+    count = values_N.new_tensor(len(values_N))
+    return torch.stack((count, values_N.sum(), values_N.square().sum()))
+
+
+def normalise(values_N: Tensor, moments_3: Tensor, *, subtract_only: bool = False) -> Tensor:
+    """(x - mean) / std, both from `moments`: population std, variance at least 1e-8, (N,)."""
+    count, total, total_square = moments_3.to(values_N.device, torch.float64)
+    mean = total / count.clamp(min=1)
+    centred_N = values_N.double() - mean
+    if not subtract_only:
+        variance = total_square / count.clamp(min=1) - mean.square()
+        centred_N = centred_N / variance.clamp(min=MIN_VARIANCE).sqrt()
+    return centred_N.to(values_N.dtype)
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """What tells one estimator from another; made by `estimator`."""
+
+    name: str
+    shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
+    needs_critic: bool = False
+    needs_group: bool = False  # compares samples of one prompt, so it wants several
+    is_normalised: bool = False  # over all action tokens of the rollout batch
+    gamma: float = 1.0
+    lambd: float = 1.0
+    no_std_norm: bool = False
+
+    def compute(  # noqa: PLR0913 - the record of a rollout batch lives in a layer above
+        self,
+        rewards_B: Tensor,
+        group_ids_B: Tensor,
+        kl_N: Tensor,
+        values_N: Tensor | None,
+        num_actions_B: Tensor,
+        *,
+        kl_coef: float,
+        clip_range: tuple[float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of the whole rollout batch, (N,) each, in fp32.
+
+        `kl_N` is 0 where the reward holds no KL term. `values_N` is needed by, and only by, gae.
+        Samples without actions have no part in the baseline of their group.
+        """
+        assert not self.needs_critic or values_N is not None, f"{self.name} needs values"
+        has_actions_B = num_actions_B > 0
+        num_actions_B = num_actions_B[has_actions_B]
+        shaped_B = self.shape(rewards_B[has_actions_B].float(), group_ids_B[has_actions_B])
+        shaped_B = shaped_B.clamp(*clip_range)
+        rewards_N = token_rewards(shaped_B, kl_N.float(), num_actions_B, kl_coef=kl_coef)
+        advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)
+        if self.is_normalised:
+            batch_moments = moments(advantages_N)
+            advantages_N = normalise(advantages_N, batch_moments, subtract_only=self.no_std_norm)
+        return advantages_N, returns_N
+
+    def _accumulate(
+        self, rewards_N: Tensor, values_N: Tensor | None, num_actions_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rewards_BA = pad_flat(rewards_N, num_actions_B)
+        if not self.needs_critic or values_N is None:
+            returns_N = unpad(discounted_sums(rewards_BA, self.gamma), num_actions_B)
+            return returns_N, returns_N
+        values_BA = pad_flat(values_N.float(), num_actions_B)
+        advantages_BA, returns_BA = gae(rewards_BA, values_BA, gamma=self.gamma, lambd=self.lambd)
+        return unpad(advantages_BA, num_actions_B), unpad(returns_BA, num_actions_B)
+
+
+ESTIMATORS = {
+    estimator.name: estimator
+    for estimator in (
+        AdvantageEstimator("gae", unshaped, needs_critic=True, is_normalised=True),
+        AdvantageEstimator("reinforce", unshaped, is_normalised=True),
+        AdvantageEstimator("rloo", rloo, needs_group=True),
+        AdvantageEstimator(
+            "reinforce_baseline", group_centred, needs_group=True, is_normalised=True
+        ),
+        AdvantageEstimator("group_norm", group_standardised, needs_group=True),
+        AdvantageEstimator("dr_grpo", group_centred, needs_group=True),
+    )
+}
+
+
+def estimator(
+    name: str, *, gamma: float = 1.0, lambd: float = 1.0, no_std_norm: bool = False
+) -> AdvantageEstimator:
+    """The named estimator; with `no_std_norm` it divides by no std, neither group's nor batch's."""
+    found = ESTIMATORS[name]
+    assert gamma == 1 or not found.needs_group, f"{name} is defined for gamma 1 only"
+    is_plain_group = no_std_norm and found.shape is group_standardised
+    return replace(
+        found,
+        shape=group_centred if is_plain_group else found.shape,
+        gamma=gamma,
+        lambd=lambd,
+        no_std_norm=no_std_norm,
+    )

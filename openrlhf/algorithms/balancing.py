@@ -1,0 +1,78 @@
+"""Splitting samples by length: over ranks evenly, over micro-batches within a token budget.
+
+Everything here is plain Python on a list of lengths (or costs) and answers lists of indices into
+it; the same input gives the same split on every rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Split into `num_parts` lists of nearly equal total length; their counts may differ.
+
+    Longest first, each to the part that is shortest so far (LPT: the longest part is at most 4/3 of
+    the best possible one). No part is empty unless there are fewer samples than parts.
+    """
+    assert num_parts > 0, "at least one part is needed"
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, 0, part) for part in range(num_parts)]  # (total length, count, part)
+    for index in _longest_first(lengths):
+        total, count, part = heap[0]
+        parts[part].append(index)
+        heapq.heapreplace(heap, (total + lengths[index], count + 1, part))
+    return [sorted(part) for part in parts]
+
+
+def token_budget_batches(
+    lengths: Sequence[int], max_tokens: int, *, min_batches: int = 1
+) -> list[list[int]]:
+    """Split into few batches of at most `max_tokens` each; a longer sample is a batch of its own.
+
+    Longest first, each into the fullest batch with room for it (best fit decreasing: at most 11/9
+    of the fewest possible, plus one). `min_batches`, at most the number of samples, is for ranks
+    that must all run the same number: the longest batches are halved until there are that many.
+    """
+    assert min_batches <= max(len(lengths), 1), f"{len(lengths)} samples in {min_batches} batches"
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # ascending (tokens still free, batch)
+    for index in _longest_first(lengths):
+        position = bisect_left(rooms, (lengths[index], -1))
+        if position == len(rooms):
+            batches.append([index])
+            insort(rooms, (max_tokens - lengths[index], len(batches) - 1))
+        else:
+            room, batch = rooms.pop(position)
+            batches[batch].append(index)
+            insort(rooms, (room - lengths[index], batch))
+    return _halve_until(batches, lengths, min_batches)
+
+
+def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
+    """Consecutive indices, `batch_size` at a time; the last batch may be smaller."""
+    assert batch_size > 0, "a batch holds at least one sample"
+    starts = range(0, num_samples, batch_size)
+    return [list(range(start, min(start + batch_size, num_samples))) for start in starts]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _halve_until(
+    batches: list[list[int]], lengths: Sequence[int], num_batches: int
+) -> list[list[int]]:
+    """Halve the longest batch that can be, again and again, until there are `num_batches`."""
+    batches = [sorted(batch) for batch in batches]
+    while batches and len(batches) < num_batches:
+        longest = max(
+            (position for position, batch in enumerate(batches) if len(batch) > 1),
+            key=lambda position: sum(lengths[index] for index in batches[position]),
+        )
+        batch = batches.pop(longest)
+        halves = balanced_partitions([lengths[index] for index in batch], 2)
+        batches += [[batch[position] for position in half] for half in halves]
+    return batches

@@ -1,0 +1,51 @@
+"""KL estimators per token and the controller of the KL coefficient.
+
+With d = logp - logref of a token sampled from the policy, the mean of each estimator estimates
+KL(policy || reference); Schulman, "Approximating KL divergence" (2020). Shapes: N tokens. Knows
+nothing of where the term goes: into the reward (detached) or into the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MAX_ABS_KL = 10.0
+# Beyond it every estimator is at its bound; without it the backward would hold 0 * inf.
+MAX_ABS_DIFFERENCE = 20.0
+
+
+def k1(difference_N: Tensor) -> Tensor:
+    """d: unbiased, of either sign, (N,)."""
+    return difference_N
+
+
+def k2(difference_N: Tensor) -> Tensor:
+    """d^2 / 2: biased, low variance; its gradient is that of the KL, (N,)."""
+    return difference_N.square() / 2
+
+
+def k3(difference_N: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased and never negative, (N,)."""
+    return torch.expm1(-difference_N) + difference_N
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_per_token(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: str = "k1") -> Tensor:
+    """The named estimator of KL(policy || reference) in fp32, clamped to +-10, (N,)."""
+    assert logprobs_N.shape == ref_logprobs_N.shape, "log-probs of the same tokens are needed"
+    difference_N = logprobs_N.float() - ref_logprobs_N.float()
+    difference_N = difference_N.clamp(-MAX_ABS_DIFFERENCE, MAX_ABS_DIFFERENCE)
+    return KL_ESTIMATORS[estimator](difference_N).clamp(-MAX_ABS_KL, MAX_ABS_KL)
+
+
+def adaptive_kl_coef(
+    coef: float, kl: float, *, target: float, horizon: float, num_samples: int
+) -> float:
+    """coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon) (arXiv 1909.08593)."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)

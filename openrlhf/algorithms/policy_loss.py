@@ -1,0 +1,152 @@
+"""Policy and value losses per token, and the one way in which per-token losses become a number.
+
+Shapes: N action tokens of a micro-batch end to end, B its samples. A loss here never divides by
+what it sees: the denominators of the whole optimizer step come in, so that the losses (policy,
+value, KL, entropy alike) of micro-batches and ranks may simply be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.tokens import repeat_per_action, segment_mean
+
+MAX_ABS_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """The ratio is held in [1 - low, 1 + high]; where A < 0, the loss is at most dual * |A|."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+class PolicyLossTerms(NamedTuple):
+    """Loss and what to log of it; only loss_N carries a gradient."""
+
+    loss_N: Tensor
+    ratio_N: Tensor  # policy now over policy then
+    is_clipped_N: Tensor  # bool, the clipped surrogate is the one in force
+    log_ratio_N: Tensor  # logp - old per token, not clipped; minus its mean is the metric ppo_kl
+
+
+def ppo_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    *,
+    advantages_N: Tensor,
+    num_actions_B: Tensor,
+    clip: ClipRange,
+) -> PolicyLossTerms:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) with ratio = exp(clip(logp - old, +-20)).
+
+    PPO, arXiv 1707.06347.
+    """
+    log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B)
+    return _clipped_surrogate(log_ratio_N, log_ratio_N.detach(), advantages_N, clip)
+
+
+def gspo_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    *,
+    advantages_N: Tensor,
+    num_actions_B: Tensor,
+    clip: ClipRange,
+) -> PolicyLossTerms:
+    """PPO's loss with one ratio per sequence, exp(mean of logp - old over its tokens).
+
+    GSPO, arXiv 2507.18071; defined with the aggregation seq_mean.
+    """
+    log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B)
+    sequence_B = segment_mean(log_ratio_N, num_actions_B)
+    sequence_N = repeat_per_action(sequence_B, num_actions_B)
+    return _clipped_surrogate(sequence_N, log_ratio_N.detach(), advantages_N, clip)
+
+
+def _log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, num_actions_B: Tensor) -> Tensor:
+    assert logprobs_N.shape == old_logprobs_N.shape, "log-probs of the same tokens are needed"
+    assert len(logprobs_N) == int(num_actions_B.sum()), "samples do not add up to the tokens"
+    return logprobs_N.float() - old_logprobs_N.float()
+
+
+def _clipped_surrogate(
+    log_ratio_N: Tensor, token_log_ratio_N: Tensor, advantages_N: Tensor, clip: ClipRange
+) -> PolicyLossTerms:
+    """The pessimistic surrogate; with dual clip -max(min(...), dual A) where A < 0 (1912.09729)."""
+    assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
+    ratio_N = log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+    free_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high) * advantages_N
+    surrogate_N = torch.minimum(free_N, clipped_N)
+    if clip.dual is not None:
+        floor_N = torch.maximum(surrogate_N, clip.dual * advantages_N)
+        surrogate_N = torch.where(advantages_N < 0, floor_N, surrogate_N)
+    is_clipped_N = clipped_N.detach() < free_N.detach()
+    return PolicyLossTerms(-surrogate_N, ratio_N.detach(), is_clipped_N, token_log_ratio_N)
+
+
+class ValueLossTerms(NamedTuple):
+    """Loss and what to log of it; only loss_N carries a gradient."""
+
+    loss_N: Tensor
+    is_clipped_N: Tensor  # bool, the clipped error is the one in force
+
+
+def value_loss(
+    values_N: Tensor, old_values_N: Tensor, *, returns_N: Tensor, clip: float | None
+) -> ValueLossTerms:
+    """max((clip(V, V_old +- clip) - R)^2, (V - R)^2) / 2, (N,); with clip None (V - R)^2 / 2."""
+    assert values_N.shape == old_values_N.shape == returns_N.shape, "one value per token is needed"
+    free_N = (values_N - returns_N).square()
+    if clip is None:
+        return ValueLossTerms(free_N / 2, torch.zeros_like(free_N, dtype=torch.bool))
+    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    clipped_N = (near_N - returns_N).square()
+    return ValueLossTerms(torch.maximum(free_N, clipped_N) / 2, (clipped_N > free_N).detach())
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss with the aggregation it is defined for, None where any will do."""
+
+    terms: Callable[..., PolicyLossTerms]
+    own_aggregation: str | None = None
+
+
+POLICY_LOSSES = {
+    "ppo": PolicyLoss(ppo_loss),
+    "gspo": PolicyLoss(gspo_loss, own_aggregation="seq_mean"),
+}
+AGGREGATIONS = ("token_mean", "seq_mean", "seq_sum_norm")
+
+
+def aggregate(
+    loss_N: Tensor,
+    num_actions_B: Tensor,
+    *,
+    mode: str,
+    num_tokens_global: int | float | Tensor,
+    num_seqs_global: int | float | Tensor,
+    max_new_tokens: int,
+) -> Tensor:
+    """This micro-batch's part of the loss of the whole optimizer step, (); the parts add up.
+
+    token_mean: sum / tokens; seq_mean: sum of the samples' token means / samples; seq_sum_norm:
+    sum / (samples * max_new_tokens) (Dr. GRPO, arXiv 2503.20783). Tokens and samples (those with an
+    action) are counted over all micro-batches and ranks of the step. No tokens: 0, gradient 0.
+    """
+    assert len(loss_N) == int(num_actions_B.sum()), "samples do not add up to the tokens"
+    if mode == "token_mean":
+        return loss_N.sum() / num_tokens_global
+    if mode == "seq_mean":
+        return segment_mean(loss_N, num_actions_B).sum() / num_seqs_global
+    assert mode == "seq_sum_norm", f"aggregation {mode!r} is none of {AGGREGATIONS}"
+    return loss_N.sum() / (num_seqs_global * max_new_tokens)

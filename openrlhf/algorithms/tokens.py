@@ -1,0 +1,270 @@
+"""Reductions over ragged tokens, and log-probs of an LM head without ever holding all logits.
+
+Shapes: N tokens of all samples end to end (flat), B samples, A actions of the longest sample,
+H hidden, V vocabulary, C tokens of one chunk. `num_actions_B` (int64, summing to N) says where
+samples end in a flat vector; a sample may be empty. Knows nothing of models: whoever calls has
+already picked the tokens that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# All blocks of size V together stay under this many fp32 rows: half of the 1,024 promised, since
+# the matrix product and the gradient of the hidden states want memory too. More is not faster.
+MAX_LOGIT_ROWS = 512
+MIN_BLOCK_ELEMENTS = 1 << 20  # a block may always be this large: tiny chunks are slow
+
+
+def action_mask(num_actions_B: Tensor) -> Tensor:
+    """True at the actions of a right-padded block, (B, A)."""
+    longest = int(num_actions_B.max()) if len(num_actions_B) else 0
+    return torch.arange(longest, device=num_actions_B.device) < num_actions_B.unsqueeze(-1)
+
+
+def pad_flat(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
+    """Lay a flat vector out as (B, A), with zeros at the right."""
+    mask_BA = action_mask(num_actions_B)
+    assert len(flat_N) == int(num_actions_B.sum()), "one number per action token is needed"
+    return flat_N.new_zeros(mask_BA.shape).masked_scatter(mask_BA, flat_N)
+
+
+def unpad(padded_BA: Tensor, num_actions_B: Tensor) -> Tensor:
+    """The inverse of `pad_flat`: (B, A) to (N,)."""
+    return padded_BA[action_mask(num_actions_B)]
+
+
+def repeat_per_action(values_B: Tensor, num_actions_B: Tensor) -> Tensor:
+    """Give every action token the number of its sample, (N,)."""
+    return values_B.repeat_interleave(num_actions_B)
+
+
+def segment_sum(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
+    """Sum over the tokens of each sample, (B,); 0 for an empty one."""
+    samples_B = torch.arange(len(num_actions_B), device=num_actions_B.device)
+    owner_N = repeat_per_action(samples_B, num_actions_B)
+    assert flat_N.shape == owner_N.shape, "one number per action token is needed"
+    return flat_N.new_zeros(len(num_actions_B)).index_add(0, owner_N, flat_N)
+
+
+def segment_mean(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
+    """Mean over the tokens of each sample, (B,); 0 for an empty one."""
+    return segment_sum(flat_N, num_actions_B) / num_actions_B.clamp(min=1)
+
+
+def last_action_index(num_actions_B: Tensor) -> Tensor:
+    """Flat index of the last action of every sample that has one, (samples with actions,)."""
+    return num_actions_B.cumsum(0)[num_actions_B > 0] - 1
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum where the mask is True, (); what lies under False, NaN included, has no effect."""
+    return values.masked_fill(~mask.bool(), 0).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean where the mask is True, (); 0 when it is True nowhere."""
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+
+
+def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the options of LM heads
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn from.
+
+    z = cap(logit_scale * (hidden @ weight.T + bias)) / temperature with cap(x) = softcap *
+    tanh(x / softcap); the product is taken in the dtype of hidden and weight, all else in fp32.
+    The log-prob is z[target] - logsumexp(z), the entropy logsumexp(z) - sum(softmax(z) * z).
+
+    Logits live for one chunk of tokens at a time and are computed anew in the backward: all
+    temporaries of size V together take less than 1,024 x V fp32 numbers (or 4 MiB each, where that
+    is more) in either direction. `chunk_tokens` can only shorten the chunk. The gradient of the
+    weight adds up, chunk by chunk, in the weight's dtype.
+    """
+    assert hidden_NH.dtype == weight_VH.dtype, f"{hidden_NH.dtype} hidden, {weight_VH.dtype} weight"
+    assert hidden_NH.dim() == 2 and targets_N.shape == hidden_NH.shape[:1], "one target per state"
+    assert temperature > 0, "greedy decoding has no log-probs"
+    head = _Head(temperature, softcap, logit_scale, with_entropy, chunk_tokens)
+    return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, head)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How tempered logits follow from raw ones, and what is wanted of them."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    with_entropy: bool
+    chunk_tokens: int | None
+
+    def transform_(self, logits_CV: Tensor) -> Tensor:
+        """Scale, cap and temper raw logits in place."""
+        if self.softcap is not None:
+            logits_CV.mul_(self.logit_scale / self.softcap).tanh_()
+            return logits_CV.mul_(self.softcap / self.temperature)
+        scale = self.logit_scale / self.temperature
+        return logits_CV if scale == 1 else logits_CV.mul_(scale)
+
+    def tanh_derivative(self, tempered_CV: Tensor, *, out: Tensor) -> Tensor:
+        """1 - tanh^2, found again from tempered logits (only with a softcap)."""
+        assert self.softcap is not None
+        torch.mul(tempered_CV, self.temperature / self.softcap, out=out)
+        return out.square_().neg_().add_(1)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Memory for the logits of one chunk of tokens."""
+
+    rows: slice  # of the N tokens
+    logits_CV: Tensor  # fp32
+    raw_CV: Tensor  # in the head's dtype; the same memory as logits_CV when that is fp32 too
+    spares_CV: list[Tensor]  # fp32
+
+    def compute_logits(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Raw logits of the chunk in fp32, (C, V)."""
+        torch.mm(hidden_NH[self.rows], weight_VH.t(), out=self.raw_CV)
+        if bias_V is not None:
+            self.raw_CV.add_(bias_V)
+        is_cast = self.raw_CV is not self.logits_CV
+        return self.logits_CV.copy_(self.raw_CV) if is_cast else self.logits_CV
+
+
+def _blocks(
+    hidden_NH: Tensor, weight_VH: Tensor, head: _Head, *, num_spares: int
+) -> Iterator[_Block]:
+    """Walk over the tokens in chunks, handing out the same memory again and again."""
+    num_tokens, vocab_size, dtype = len(hidden_NH), len(weight_VH), _compute_dtype(weight_VH)
+    is_cast = weight_VH.dtype != dtype
+    num_bytes = 4 * (1 + num_spares) + (weight_VH.element_size() if is_cast else 0)
+    most = max(1, 4 * MAX_LOGIT_ROWS // num_bytes, MIN_BLOCK_ELEMENTS // vocab_size)
+    chunk = min(num_tokens, most, head.chunk_tokens or most)
+    buffers = [hidden_NH.new_empty(chunk, vocab_size, dtype=dtype) for _ in range(1 + num_spares)]
+    raw_CV = hidden_NH.new_empty(chunk, vocab_size) if is_cast else buffers[0]
+    for start in range(0, num_tokens, max(chunk, 1)):
+        length = min(chunk, num_tokens - start)
+        logits_CV, *spares_CV = [buffer[:length] for buffer in buffers]
+        raw = raw_CV[:length] if is_cast else logits_CV
+        yield _Block(slice(start, start + length), logits_CV, raw, spares_CV)
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Keeps its inputs and one or two numbers per token for the backward, nothing of size V."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        head: _Head,
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
+        logsumexp_N = torch.empty_like(logprobs_N)
+        entropy_N = torch.empty_like(logprobs_N) if head.with_entropy else None
+        for block in _blocks(hidden_NH, weight_VH, head, num_spares=int(head.with_entropy)):
+            logits_CV = head.transform_(block.compute_logits(hidden_NH, weight_VH, bias_V))
+            max_C = logits_CV.amax(-1)
+            logits_CV.sub_(max_C.unsqueeze(-1))
+            chosen_C = logits_CV.gather(-1, targets_N[block.rows].unsqueeze(-1)).squeeze(-1)
+            # The entropy needs the logits again, so their exponentials go to a block of their own.
+            exps_CV = block.spares_CV[0] if head.with_entropy else logits_CV
+            torch.exp(logits_CV, out=exps_CV)
+            total_C = exps_CV.sum(-1)
+            logprobs_N[block.rows] = chosen_C - total_C.log()
+            logsumexp_N[block.rows] = max_C + total_C.log()
+            if entropy_N is not None:
+                entropy_N[block.rows] = total_C.log() - exps_CV.mul_(logits_CV).sum(-1) / total_C
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        head: _Head = ctx.head
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(logsumexp_N)
+        token = _PerToken(targets_N, logsumexp_N, grad_logprobs_N, entropy_N, grad_entropy_N)
+        grads = [
+            torch.zeros_like(tensor) if is_wanted else None
+            for tensor, is_wanted in zip(
+                (hidden_NH, weight_VH, bias_V), ctx.needs_input_grad[:3], strict=True
+            )
+        ]
+        num_spares = int(grad_entropy_N is not None) + int(head.softcap is not None)
+        for block in _blocks(hidden_NH, weight_VH, head, num_spares=num_spares):
+            logits_CV = head.transform_(block.compute_logits(hidden_NH, weight_VH, bias_V))
+            grad_CV = _grad_of_raw_logits(logits_CV, head, token.at(block.rows), block.spares_CV)
+            grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
+            if grad_bias_V is not None:
+                grad_bias_V.add_(grad_CV.sum(0))
+            if block.raw_CV is not grad_CV:
+                grad_CV = block.raw_CV.copy_(grad_CV)
+            if grad_hidden_NH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[block.rows])
+            if grad_weight_VH is not None:
+                grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[block.rows])
+        return *grads, None, None
+
+
+class _PerToken(NamedTuple):
+    """What the backward knows of each token; no grad_entropy where nothing flows through it."""
+
+    targets_N: Tensor
+    logsumexp_N: Tensor
+    grad_logprobs_N: Tensor
+    entropy_N: Tensor | None
+    grad_entropy_N: Tensor | None
+
+    def at(self, rows: slice) -> _PerToken:
+        """The same for some of the tokens, each (C, 1)."""
+        return _PerToken(*(None if x is None else x[rows].unsqueeze(-1) for x in self))
+
+
+def _grad_of_raw_logits(
+    logits_CV: Tensor, head: _Head, token: _PerToken, spares_CV: list[Tensor]
+) -> Tensor:
+    """Turn tempered logits z in place into the gradient with respect to the raw ones, (C, V).
+
+    d logp / dz_j = [j is target] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy).
+    """
+    slope = head.logit_scale / head.temperature
+    slope_CV = None
+    if head.softcap is not None:
+        slope_CV = head.tanh_derivative(logits_CV, out=spares_CV[-1]).mul_(slope)
+    log_p_CV = logits_CV.sub_(token.logsumexp_N)
+    pull = -token.grad_logprobs_N
+    if token.grad_entropy_N is not None and token.entropy_N is not None:
+        pull_CV = torch.add(log_p_CV, token.entropy_N, out=spares_CV[0])
+        pull = pull_CV.mul_(-token.grad_entropy_N).sub_(token.grad_logprobs_N)
+    grad_CV = log_p_CV.exp_().mul_(pull)
+    grad_CV.scatter_add_(-1, token.targets_N, token.grad_logprobs_N)
+    if slope_CV is not None:
+        return grad_CV.mul_(slope_CV)
+    return grad_CV if slope == 1 else grad_CV.mul_(slope)

@@ -1,0 +1,105 @@
+"""What a config field is: a typed value with its help text, its other names and its range in one declaration.
+
+The path of a field in the tree is its dotted flag (`--ds.zero_stage`). Other names stand beside the field; a name
+that stands beside several fields of one tree sets all of them. Knows nothing of argv or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a field; `meanings` translates what is typed after it (`--bf16` -> "bf16").
+
+    A name with a leading dot is a sibling of the field (`.no_nesterov` -> `actor.muon.no_nesterov`).
+    """
+
+    name: str
+    meanings: Mapping[str, object] | None = None  # typed word -> field value; None: taken as typed
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """What a field declares beyond its type."""
+
+    aliases: tuple[Alias, ...] = ()
+    bare: str | None = None  # value of the flag typed without one; bool fields need none
+    env: str | None = None  # environment variable that gives the default
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of a config tree."""
+
+    path: str  # dotted
+    field: FieldInfo
+    info: OptionInfo = field(default_factory=OptionInfo)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag may stand without a value, meaning true."""
+        return self.field.annotation is bool or bool in get_args(self.field.annotation)
+
+
+class Base(BaseModel):
+    """A frozen part of the config tree; a name it does not have is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def option(
+    default: object,
+    description: str,
+    *names: str | Alias,
+    bare: str | None = None,
+    env: str | None = None,
+    **limits: object,
+) -> Any:  # noqa: ANN401 - stands where the field's own type is expected
+    """Declare a field: default (or factory), help text, other names, range (`gt=0` and the like)."""
+    aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
+    start = {"default_factory": default} if callable(default) else {"default": default}
+    extra = {"option": OptionInfo(aliases, bare, env)}
+    return Field(**start, **limits, description=description, json_schema_extra=extra)  # type: ignore[call-overload]
+
+
+def walk(config_class: type[BaseModel], prefix: str = "") -> Iterator[Option]:
+    """Every leaf of the tree, in the order of declaration."""
+    for name, info in config_class.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from walk(section, f"{prefix}{name}.")
+        else:
+            extra = info.json_schema_extra
+            declared = extra.get("option") if isinstance(extra, dict) else None
+            assert isinstance(declared, OptionInfo), f"{prefix}{name} is not declared with option()"
+            yield Option(prefix + name, info, declared)
+
+
+def value_at(config: BaseModel, path: str) -> Any:  # noqa: ANN401 - any leaf
+    """The value of the leaf with this dotted path."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def is_given(config: BaseModel, path: str) -> bool:
+    """Whether this leaf was set by whoever built the tree, rather than left at its default."""
+    head, _, rest = path.partition(".")
+    return head in config.model_fields_set and (not rest or is_given(getattr(config, head), rest))
+
+
+def with_value(config: ModelT, path: str, value: object) -> ModelT:
+    """The same tree with another value at this leaf, which must be of the leaf's type."""
+    head, _, rest = path.partition(".")
+    part = with_value(getattr(config, head), rest, value) if rest else value
+    return config.model_copy(update={head: part})

@@ -1,0 +1,44 @@
+"""Rules that several commands share; each yields one line for a problem: what is wrong, the value, what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+# The names of transformers.SchedulerType; written out because importing transformers takes seconds.
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+)
+
+
+def is_blank(text: str | None) -> bool:
+    """Whether a name is unset or empty."""
+    return text is None or not text.strip()
+
+
+def batch_problems(micro_batch_size: int, batch_size: int) -> Iterator[str]:
+    """A micro-batch cannot hold more than the batch it is a part of."""
+    if micro_batch_size > batch_size:
+        yield (
+            f"--micro_train_batch_size {micro_batch_size} is more than --train_batch_size "
+            f"{batch_size}. Type --micro_train_batch_size {batch_size} or "
+            f"--train_batch_size {micro_batch_size}."
+        )
+
+
+def schedule_problems(name: str) -> Iterator[str]:
+    """The schedule is one that transformers has."""
+    if name not in SCHEDULERS:
+        near = get_close_matches(name, SCHEDULERS, n=1, cutoff=0.0)[0]
+        yield f"--lr_scheduler is not a known schedule: {name}. Type --lr_scheduler {near}."

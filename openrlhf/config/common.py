@@ -1,0 +1,207 @@
+"""Parts of the config tree that several commands share: optimizer, LoRA, DeepSpeed, checkpoints, logging, evaluation.
+
+Defaults and flat names are those of the 0.8 command lines; a command with another default subclasses the part.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from openrlhf.config.base import Alias, Base, option
+
+DType = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+def timed_name(stem: str) -> str:
+    """`ppo_0131T23:59`."""
+    return f"{stem}_{datetime.now():%m%dT%H:%M}"
+
+
+class AdamConfig(Base):
+    """`adam.*`: AdamW."""
+
+    lr: float = option(5e-6, "Peak learning rate.", "learning_rate", ge=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas")
+    weight_decay: float = option(0.0, "Weight decay (not on biases and norms).", "l2", ge=0)
+    eps: float = option(1e-8, "Adam epsilon.", gt=0)
+
+
+class MuonConfig(Base):
+    """`muon.*`: the Muon group of the optimizer."""
+
+    lr: float = option(0.02, "Learning rate of the Muon group.", ge=0)
+    momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1)
+    ns_steps: int = option(5, "Newton-Schulz steps.", gt=0)
+    nesterov: bool = option(
+        True, "Nesterov momentum.", Alias(".no_nesterov", {"true": False, "false": True})
+    )
+
+
+class OptimizerConfig(Base):
+    """Optimizer and schedule of one model; stands at the top of the tree or under actor and critic."""
+
+    optim: Literal["adam", "muon"] = option("adam", "Optimizer.", "optim")
+    adam: AdamConfig = AdamConfig()
+    muon: MuonConfig = MuonConfig()
+    max_norm: float = option(1.0, "Gradient norm to clip at.", "max_norm", gt=0)
+    lr_scheduler: str = option(
+        "cosine_with_min_lr", "Any Hugging Face schedule name.", "lr_scheduler"
+    )
+    lr_warmup_ratio: float = option(
+        0.03, "Warm-up, as a part of all updates.", "lr_warmup_ratio", ge=0, le=1
+    )
+    min_lr_ratio: float = option(
+        0.1, "Last learning rate, as a part of the peak.", "min_lr_ratio", ge=0, le=1
+    )
+
+
+class LoraConfig(Base):
+    """`ds.lora.*`: low-rank adapters."""
+
+    rank: int = option(0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0)
+    alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0)
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules that get an adapter.", "target_modules", min_length=1
+    )
+    dropout: float = option(0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1)
+
+
+class DeepSpeedConfig(Base):
+    """`ds.*`: how weights are loaded, held, sharded and computed with."""
+
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
+    param_dtype: DType = option(
+        "auto",
+        "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
+        Alias("bf16", {"true": "bf16"}),
+    )
+    zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
+    adam_offload: bool = option(False, "Keep the optimizer in CPU memory.", "adam_offload")
+    overlap_comm: bool = option(
+        False, "Overlap gradient reduction with the backward pass.", "overlap_comm"
+    )
+    grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
+        None, "Type gradients are accumulated in; unset: DeepSpeed's choice.", "grad_accum_dtype"
+    )
+    deepcompile: bool = option(False, "DeepSpeed DeepCompile.", "deepcompile")
+    tensor_parallel_size: int = option(
+        1, "DeepSpeed AutoTP degree.", "ds_tensor_parallel_size", ge=1
+    )
+    attn_implementation: str = option(
+        "flash_attention_2",
+        "Attention; without CUDA or the flash-attn package SDPA is used. "
+        "`--flash_attn` means flash_attention_2.",
+        "attn_implementation",
+        Alias("flash_attn", {"true": "flash_attention_2"}),
+    )
+    use_liger_kernel: bool = option(False, "Liger kernels.", "use_liger_kernel")
+    packing_samples: bool = option(
+        False,
+        "Accepted for old commands: batches are always packed, on every device.",
+        "packing_samples",
+    )
+    ring_attn_size: int = option(1, "Ranks that share a sequence.", "ring_attn_size", ge=1)
+    ring_attn_head_stride: int = option(
+        1, "Heads processed in one ring step.", "ring_head_stride", ge=1
+    )
+    enable_sleep: bool = option(
+        False,
+        "Offload training states to CPU memory between phases.",
+        "deepspeed_enable_sleep",
+    )
+    value_head_prefix: str = option(
+        "score",
+        "Attribute name of the scalar head; the model's own config wins.",
+        "value_head_prefix",
+        "value_prefix_head",
+    )
+    load_in_4bit: bool = option(False, "QLoRA: base weights in 4 bits.", "load_in_4bit")
+    lora: LoraConfig = LoraConfig()
+    use_universal_ckpt: bool = option(
+        False, "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
+    )
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
+        option(None, "Kernels of mixture-of-experts layers.")
+    )
+    config: str | None = option(
+        None, "A DeepSpeed JSON file; its `auto` values are filled in.", "deepspeed_config"
+    )
+
+
+class CheckpointConfig(Base):
+    """`ckpt.*`: what is written, where, and how much of it is kept."""
+
+    output_dir: str = option(
+        "./ckpt", "Run folder and exported model.", "save_path", "output_dir", min_length=1
+    )
+    path: str = option("./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path")
+    save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
+    save_hf: bool = option(False, "Export a model with each checkpoint.", "save_hf_ckpt")
+    disable_ds: bool = option(
+        False, "Leave out the resumable part of checkpoints.", "disable_ds_ckpt"
+    )
+    max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
+    max_mem: float = option(
+        float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0
+    )
+    load_enable: bool = option(False, "Resume from the checkpoint root.", "load_checkpoint")
+    best_metric_key: str = option(
+        "", "Metric of the best checkpoint; empty: the first pass rate, `none`: off."
+    )
+
+
+class WandbConfig(Base):
+    """`logger.wandb.*`: Weights & Biases."""
+
+    key: str | None = option(
+        None,
+        "`true`: log to W&B with the environment's key. A key is moved to WANDB_API_KEY.",
+        "use_wandb",
+        Alias("report_to", {"wandb": "true", "all": "true"}),
+        bare="true",
+    )
+    org: str | None = option(None, "W&B entity.", "wandb_org")
+    group: str | None = option(None, "W&B group.", "wandb_group")
+    project: str = option("openrlhf", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("run"), "Name of the run.", "wandb_run_name")
+
+
+class LoggerConfig(Base):
+    """`logger.*`: where metrics go beside the run folder."""
+
+    logging_steps: int = option(1, "Log every N global steps.", "logging_steps", ge=1)
+    wandb: WandbConfig = WandbConfig()
+    tensorboard_dir: str | None = option(
+        None,
+        "TensorBoard directory; `true`: `tensorboard` in the run folder.",
+        "use_tensorboard",
+        Alias("report_to", {"tensorboard": "true", "all": "true"}),
+        bare="true",
+    )
+
+
+class EvalConfig(Base):
+    """`eval.*`: held-out data."""
+
+    dataset: str | None = option(None, "Evaluation data.", "eval_dataset")
+    split: str = option("train", "Split of the evaluation data.", "eval_split")
+    steps: int = option(
+        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps"
+    )
+
+
+class TrainConfig(Base):
+    """`train.*`: batches, epochs and randomness."""
+
+    batch_size: int = option(128, "Samples in an optimizer step.", "train_batch_size", gt=0)
+    micro_batch_size: int = option(
+        8,
+        "Samples in a micro-batch of one device.",
+        "micro_train_batch_size",
+        "per_device_train_batch_size",
+        gt=0,
+    )
+    max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
+    seed: int = option(42, "Seed of everything random.", "seed")
+    full_determinism_enable: bool = option(False, "Deterministic kernels only.", "full_determinism")

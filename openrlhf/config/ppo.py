@@ -1,0 +1,261 @@
+"""Config of train_ppo_ray and train_ppo: `PPOConfig`, and every rule that its fields keep among each other.
+
+Each rule is a method `check_...` (refused) or `note_...` (said, then on we go) that yields one line for each case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import ClassVar
+
+from openrlhf.config.base import is_given
+from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
+from openrlhf.config.ppo_parts import (
+    DEFAULT_GROUP_SIZE,
+    GROUP_ESTIMATORS,
+    AlgoConfig,
+    PPOCheckpointConfig,
+    PPODataConfig,
+    PPOEvalConfig,
+    PPOLoggerConfig,
+    PPOTrainConfig,
+    RolloutConfig,
+    VLLMConfig,
+)
+from openrlhf.config.run import RunConfig
+
+
+class PPOConfig(RunConfig):
+    """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
+
+    dead_flags: ClassVar[tuple[str, ...]] = ("actor_init_on_gpu", "perf")
+
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    ref: RefConfig = RefConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: PPOTrainConfig = PPOTrainConfig()
+    data: PPODataConfig = PPODataConfig()
+    eval: PPOEvalConfig = PPOEvalConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
+    ckpt: PPOCheckpointConfig = PPOCheckpointConfig()
+    logger: PPOLoggerConfig = PPOLoggerConfig()
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: group size, room for the prompt, micro-batch, the critic's memory plan."""
+        yield from super().derived()
+        if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
+            yield "rollout.n_samples_per_prompt", DEFAULT_GROUP_SIZE
+        if not is_given(self, "rollout.micro_batch_size"):
+            smaller = min(self.rollout.micro_batch_size, self.num_rollout_samples)
+            yield "rollout.micro_batch_size", smaller
+        for name in ("gradient_checkpointing_enable", "gradient_checkpointing_reentrant"):
+            if not is_given(self, f"critic.{name}"):
+                yield f"critic.{name}", getattr(self.actor, name)
+        total = self.data.max_len
+        if total is not None and not is_given(self, "data.prompt_max_len"):
+            yield "data.prompt_max_len", max(1, total - self.rollout.max_new_tokens)
+
+    @property
+    def has_group_estimator(self) -> bool:
+        """Whether rewards are compared within the samples of a prompt."""
+        return self.algo.advantage.estimator in GROUP_ESTIMATORS
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained: with the estimator gae only."""
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def num_rollout_samples(self) -> int:
+        """Samples in a step."""
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    def check_actor_model_is_named(self) -> Iterator[str]:
+        """There is no default policy."""
+        if is_blank(self.actor.model_name_or_path):
+            yield "No policy model is named. Type --pretrain with a hub id or a path."
+
+    def check_prompts_are_named(self) -> Iterator[str]:
+        """There are no default prompts."""
+        if is_blank(self.data.prompt_dataset):
+            yield "No prompts are named. Type --prompt_data with a hub id or a path."
+
+    def check_there_is_a_reward(self) -> Iterator[str]:
+        """Something scores the responses."""
+        sources = (
+            self.reward.model_name_or_path,
+            self.reward.remote_url,
+            self.train.agent_func_path,
+        )
+        if all(is_blank(source) for source in sources):
+            yield (
+                "There is no reward. Type --reward_pretrain with a model, "
+                "--remote_rm_url with a .py file, or --agent_func_path."
+            )
+
+    def check_groups_have_several_samples(self) -> Iterator[str]:
+        """A group of one has no baseline."""
+        if self.has_group_estimator and self.rollout.n_samples_per_prompt == 1:
+            yield (
+                f"--advantage_estimator {self.algo.advantage.estimator} compares the samples of a "
+                "prompt, and --n_samples_per_prompt is 1. Type --n_samples_per_prompt "
+                f"{DEFAULT_GROUP_SIZE} (or any number above 1)."
+            )
+
+    def check_group_estimators_do_not_discount(self) -> Iterator[str]:
+        """Group baselines compare whole returns, so gamma is 1."""
+        gamma = self.algo.advantage.gamma
+        if self.has_group_estimator and gamma != 1:
+            yield (
+                f"--advantage_estimator {self.algo.advantage.estimator} needs --gamma 1: {gamma}. "
+                "Type --gamma 1."
+            )
+
+    def check_optimizer_batch_fits_the_rollout(self) -> Iterator[str]:
+        """One optimizer step takes no more samples than a rollout makes."""
+        prompts, group = self.rollout.batch_size, self.rollout.n_samples_per_prompt
+        batch_size, num_samples = self.train.batch_size, self.num_rollout_samples
+        if batch_size > num_samples:
+            yield (
+                f"--train_batch_size {batch_size} is more than the {num_samples} samples of a step "
+                f"(--rollout_batch_size {prompts} x --n_samples_per_prompt {group}). Type "
+                f"--train_batch_size {num_samples} or --rollout_batch_size {-(-batch_size // group)}."
+            )
+
+    def check_micro_batches_fit(self) -> Iterator[str]:
+        """A micro-batch is a part of a batch."""
+        yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
+        micro, num_samples = self.rollout.micro_batch_size, self.num_rollout_samples
+        if micro > num_samples:
+            yield (
+                f"--micro_rollout_batch_size {micro} is more than the {num_samples} samples of a "
+                f"step. Type --micro_rollout_batch_size {num_samples}."
+            )
+
+    def check_lengths_fit(self) -> Iterator[str]:
+        """Prompt and response fit into the total, and so does the penalty zone."""
+        total, prompt = self.data.max_len, self.data.prompt_max_len
+        response = self.rollout.max_new_tokens
+        if total is not None and total < prompt + response:
+            yield (
+                f"--max_len {total} is less than --prompt_max_len {prompt} + --generate_max_len "
+                f"{response}. Type --max_len {prompt + response}."
+            )
+        buffer = self.reward.overlong_buffer_len
+        if buffer is not None and not 0 < buffer <= response:
+            yield (
+                f"--overlong_buffer_len must be above 0 and at most --generate_max_len {response}: "
+                f"{buffer}. Type --overlong_buffer_len {response // 4}."
+            )
+
+    def check_colocated_models_have_one_shape(self) -> Iterator[str]:
+        """Models that share GPUs ask for the same ones."""
+        pairs = []
+        if self.train.colocate_all or self.train.colocate_actor_ref:
+            pairs.append(("actor", "ref"))
+        if self.train.colocate_all:
+            pairs += [("actor", "reward")] + [("actor", "critic")] * self.has_critic
+        elif self.train.colocate_critic_reward:
+            pairs.append(("critic", "reward"))
+        for first, second in pairs:
+            yield from self._shape_problems(first, second)
+
+    def _shape_problems(self, first: str, second: str) -> Iterator[str]:
+        wanted, other = getattr(self, first), getattr(self, second)
+        for name in ("num_nodes", "num_gpus_per_node"):
+            mine, theirs = getattr(wanted, name), getattr(other, name)
+            if None not in (mine, theirs) and mine != theirs and is_given(self, f"{second}.{name}"):
+                yield (
+                    f"--{second}_{name} {theirs} differs from --{first}_{name} {mine}, and the two "
+                    f"models share their GPUs. Type --{second}_{name} {mine}."
+                )
+
+    def check_clip_ranges(self) -> Iterator[str]:
+        """Bounds stand in order and on the right side of their limits."""
+        dual_clip, ranges = self.actor.dual_clip, self.actor.eps_clip_low_high
+        if dual_clip is not None and dual_clip <= 1:
+            yield f"--dual_clip must be above 1: {dual_clip}. Type --dual_clip 3."
+        if ranges is not None and not (0 < ranges[0] < 1 and ranges[1] > 0):
+            yield (
+                "--eps_clip_low_high needs a low between 0 and 1 and a high above 0: "
+                f"{ranges[0]} {ranges[1]}. Type --eps_clip_low_high 0.2 0.27."
+            )
+        for flag, (low, high) in (
+            ("reward_clip_range", self.reward.clip_range),
+            ("dynamic_filtering_reward_range", self.algo.dynamic_filtering_range),
+        ):
+            if not low < high:
+                yield f"--{flag} needs low < high: {low} {high}. Type --{flag} {high} {low}."
+
+    def check_reward_weights_match_the_models(self) -> Iterator[str]:
+        """One weight for each reward model."""
+        models = [name for name in (self.reward.model_name_or_path or "").split(",") if name]
+        weights = self.reward.weights
+        if weights is not None and len(weights) != len(models):
+            yield (
+                f"--reward_weights has {len(weights)} values for {len(models)} models of "
+                "--reward_pretrain. Type one weight for each model."
+            )
+
+    def check_reward_failure_policy(self) -> Iterator[str]:
+        """The policy is one of three."""
+        value = self.reward.failure
+        if not re.fullmatch(r"fail|drop_group|retry\(\d+\)", value):
+            yield f"--reward_failure is unknown: {value}. Type fail, drop_group or retry(3)."
+
+    def check_normalised_reward_has_a_model(self) -> Iterator[str]:
+        """Mean and std are read from a reward model's config."""
+        if self.reward.normalize_enable and is_blank(self.reward.model_name_or_path):
+            yield (
+                "--normalize_reward is set without a local reward model to take mean and std from. "
+                "Leave it out or type --reward_pretrain."
+            )
+
+    def check_learning_rate_schedules(self) -> Iterator[str]:
+        """The schedules have names that exist."""
+        for name in dict.fromkeys((self.actor.lr_scheduler, self.critic.lr_scheduler)):
+            yield from schedule_problems(name)
+
+    def note_group_size(self) -> Iterator[str]:
+        """The default number of samples depends on the estimator."""
+        estimator, group = self.algo.advantage.estimator, self.rollout.n_samples_per_prompt
+        if self.has_group_estimator:
+            yield f"--advantage_estimator {estimator}: {group} samples of each prompt."
+
+    def note_kl_estimator(self) -> Iterator[str]:
+        """Each place of the KL term has an estimator that is unbiased there (semantics: k1 in rewards)."""
+        kl = self.algo.kl
+        if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1":
+            yield (
+                "--use_kl_loss with --kl_estimator k1: its gradient does not pull to the "
+                "reference. Type --kl_estimator k2 or k3."
+            )
+        if kl.init_coef > 0 and not kl.use_loss and kl.estimator != "k1":
+            yield (
+                f"--kl_estimator {kl.estimator} without --use_kl_loss: as a reward term it is "
+                "biased. Type --kl_estimator k1, or add --use_kl_loss."
+            )
+
+    def note_sleep_without_sharing(self) -> Iterator[str]:
+        """Engines sleep to make room for training on the same GPUs."""
+        if self.vllm.enable_sleep and not self.train.colocate_all:
+            yield "--vllm_enable_sleep has no effect without --colocate_all_models."
+
+    def note_last_batch_is_smaller(self) -> Iterator[str]:
+        """Samples that do not fill the last optimizer step are trained on all the same."""
+        batch_size, num_samples = self.train.batch_size, self.num_rollout_samples
+        rest = num_samples % batch_size
+        if rest:
+            below = num_samples - rest
+            yield (
+                f"--train_batch_size {batch_size} does not divide the {num_samples} samples of a "
+                f"step: the last update of a step has {rest}. Even: {below} or "
+                f"{below + batch_size} samples."
+            )

@@ -1,0 +1,262 @@
+"""Parts of the PPO config tree: rollouts, vLLM, algorithm, training, data, evaluation.
+
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face users type.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from openrlhf.config.base import Base, option
+from openrlhf.config.common import (
+    CheckpointConfig,
+    EvalConfig,
+    LoggerConfig,
+    TrainConfig,
+    WandbConfig,
+    timed_name,
+)
+
+Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+DEFAULT_GROUP_SIZE = 8
+
+
+class RolloutConfig(Base):
+    """`rollout.*`: how samples are made."""
+
+    batch_size: int = option(1024, "Prompts in a step.", "rollout_batch_size", gt=0)
+    micro_batch_size: int = option(
+        8, "Samples in one forward pass of a device.", "micro_rollout_batch_size", gt=0
+    )
+    vllm_generate_batch_size: int | None = option(
+        None, "Prompts in a generation call; unset: a step's.", "vllm_generate_batch_size", gt=0
+    )
+    n_samples_per_prompt: int = option(
+        1,
+        f"Samples of a prompt; unset: 1, for group estimators {DEFAULT_GROUP_SIZE}.",
+        "n_samples_per_prompt",
+        "num_generations",
+        gt=0,
+    )
+    max_new_tokens: int = option(
+        1024, "Most tokens in a response.", "generate_max_len", "max_completion_length", gt=0
+    )
+    temperature: float = option(1.0, "Sampling temperature.", "temperature", gt=0)
+    top_p: float = option(1.0, "Nucleus sampling.", "top_p", gt=0, le=1)
+    max_tokens_per_gpu: int | None = option(
+        None,
+        "Token budget of a forward pass; unset: --train_max_tokens_per_gpu.",
+        "rollout_max_tokens_per_gpu",
+        gt=0,
+    )
+
+
+class VLLMConfig(Base):
+    """`vllm.*`: the engines that generate."""
+
+    num_engines: int | None = option(
+        None,
+        "Engines; unset: one for each rank group of the actor, 0: the actor generates itself.",
+        "vllm_num_engines",
+        ge=0,
+    )
+    tensor_parallel_size: int = option(1, "GPUs of an engine.", "vllm_tensor_parallel_size", ge=1)
+    sync_backend: Literal["nccl", "gloo"] = option(
+        "nccl", "How weights travel to engines.", "vllm_sync_backend"
+    )
+    sync_with_ray: bool = option(False, "Send weights through Ray.", "vllm_sync_with_ray")
+    enable_prefix_caching: bool = option(
+        False, "Cache common prefixes between weight updates.", "enable_prefix_caching"
+    )
+    enforce_eager: bool = option(False, "No CUDA graphs.", "enforce_eager")
+    enable_sleep: bool = option(
+        False, "Engines give memory back while training runs.", "vllm_enable_sleep"
+    )
+    gpu_memory_utilization: float = option(
+        0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
+    )
+
+
+class AdvantageConfig(Base):
+    """`algo.advantage.*`: from rewards to advantages."""
+
+    estimator: Estimator = option("gae", "Advantage estimator.", "advantage_estimator")
+    gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
+    lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
+    no_std_norm: bool = option(
+        False, "Do not divide by the standard deviation.", "no_advantage_std_norm"
+    )
+    is_correction_enable: bool = option(
+        False, "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
+    )
+    is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
+        "tis", "Kind of correction."
+    )
+    is_correction_threshold: tuple[float, float] = option(
+        (0.5, 5.0), "Band of importance ratios.", "vllm_is_truncated_threshold"
+    )
+
+
+class KLConfig(Base):
+    """`algo.kl.*`: staying near the reference model."""
+
+    init_coef: float = option(
+        0.01, "KL coefficient; 0: no reference model is started.", "init_kl_coef", "beta", ge=0
+    )
+    target: float | None = option(
+        None, "KL that the coefficient adapts to; unset: fixed.", "kl_target", gt=0
+    )
+    horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
+    estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
+    use_loss: bool = option(False, "KL in the loss, not in the reward.", "use_kl_loss")
+
+
+class AlgoConfig(Base):
+    """`algo.*`."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KLConfig = KLConfig()
+    loss_aggregation: Literal["token_mean", "seq_mean", "seq_sum_norm"] = option(
+        "token_mean", "What a loss is averaged over.", "loss_aggregation"
+    )
+    dynamic_filtering_enable: bool = option(
+        False, "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
+    )
+    dynamic_filtering_range: tuple[float, float] = option(
+        (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
+    )
+    dynamic_filtering_max_empty: int = option(
+        10, "Batches without a kept group before stopping.", "dynamic_filtering_max_empty", gt=0
+    )
+
+
+class PPOTrainConfig(TrainConfig):
+    """`train.*`: steps, memory and placement."""
+
+    micro_batch_size: int = option(
+        4,
+        "Samples in a micro-batch of one device.",
+        "micro_train_batch_size",
+        "per_device_train_batch_size",
+        gt=0,
+    )
+    max_epochs: int = option(1, "Passes over a step's samples.", "max_epochs", gt=0)
+    num_episodes: int = option(
+        1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
+    )
+    dynamic_batch_enable: bool = option(
+        False, "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
+    )
+    max_tokens_per_gpu: int = option(
+        16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
+    )
+    colocate_all: bool = option(
+        False, "All models and engines share the GPUs.", "colocate_all_models"
+    )
+    colocate_actor_ref: bool = option(
+        False, "Actor and reference share GPUs.", "colocate_actor_ref"
+    )
+    colocate_critic_reward: bool = option(
+        False, "Critic and reward model share GPUs.", "colocate_critic_reward"
+    )
+    enable_ema: bool = option(False, "Export an average of the weights.", "enable_ema")
+    ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
+    async_enable: bool = option(False, "Generate while training.", "async_train")
+    async_queue_size: int = option(
+        1,
+        "Batches that may wait for training.",
+        "async_queue_size",
+        env="OPENRLHF_ASYNC_QUEUE_SIZE",
+        gt=0,
+    )
+    async_num_tasks: int = option(
+        128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
+    )
+    partial_rollout_enable: bool = option(
+        False, "Weight updates pause samples instead of waiting.", "partial_rollout"
+    )
+    agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", "agent_func_path")
+
+
+class PPODataConfig(Base):
+    """`data.*`: where prompts come from."""
+
+    prompt_dataset: str | None = option(
+        None, "Prompts: hub ids or paths, with commas between.", "prompt_data", "dataset_name"
+    )
+    prompt_probs: str | None = option(
+        None, "Mixing probabilities, with commas; unset: one after the other.", "prompt_data_probs"
+    )
+    prompt_split: str = option("train", "Split of the prompts.", "prompt_split")
+    max_len: int | None = option(
+        None, "Most tokens of prompt and response; unset: both limits together.", "max_len", gt=0
+    )
+    prompt_max_len: int = option(
+        1024,
+        "Most tokens in a prompt; unset with --max_len: what the response leaves.",
+        "prompt_max_len",
+        gt=0,
+    )
+    max_samples: int = option(100_000_000, "Most prompts of a dataset.", "max_samples", gt=0)
+    overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
+        "filter",
+        "Prompts over --prompt_max_len: counted and left out, cut, or refused.",
+        "overlong_prompts",
+    )
+    input_key: str = option("input", "Column of the prompt or messages.", "input_key")
+    label_key: str | None = option(None, "Column handed to the reward function.", "label_key")
+    input_template: str | None = option(
+        None, "Text around a plain prompt, with {} for it.", "input_template"
+    )
+    apply_chat_template: bool = option(
+        False, "Use the tokenizer's chat template.", "apply_chat_template"
+    )
+    tokenizer_chat_template: str | None = option(
+        None, "A chat template to use instead.", "tokenizer_chat_template"
+    )
+    disable_fast_tokenizer: bool = option(
+        False, "Use the slow tokenizer.", "disable_fast_tokenizer"
+    )
+    dataloader_num_workers: int = option(
+        0, "Processes that prepare prompts.", "dataloader_num_workers", ge=0
+    )
+    pretrain_dataset: str | None = option(
+        None, "Text whose language-modelling loss is mixed in.", "pretrain_data"
+    )
+    pretrain_probs: str | None = option(
+        None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
+    )
+    image_key: str = option("images", "Column of the images.", "image_key")
+    max_images_per_prompt: int = option(
+        0, "Images of a prompt; above 0: a vision-language model.", "max_images_per_prompt", ge=0
+    )
+
+
+class PPOEvalConfig(EvalConfig):
+    """`eval.*`: pass rates on held-out prompts."""
+
+    steps: int = option(-1, "Evaluate every N global steps; -1: never.", "eval_steps")
+    temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
+    n_samples_per_prompt: int = option(
+        4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0
+    )
+
+
+class PPOCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of PPO."""
+
+    path: str = option("./ckpt/checkpoints_ppo_ray", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class PPOWandbConfig(WandbConfig):
+    """`logger.wandb.*` of PPO."""
+
+    project: str = option("openrlhf_train_ppo", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("ppo"), "Name of the run.", "wandb_run_name")
+
+
+class PPOLoggerConfig(LoggerConfig):
+    """`logger.*` of PPO."""
+
+    wandb: PPOWandbConfig = PPOWandbConfig()

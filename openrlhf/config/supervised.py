@@ -1,0 +1,158 @@
+"""Config of supervised commands: `SFTConfig` for train_sft, and the parts that reward and preference training share.
+
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face users type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from openrlhf.config.base import Base, option
+from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
+from openrlhf.config.common import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    EvalConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    TrainConfig,
+    WandbConfig,
+    timed_name,
+)
+from openrlhf.config.run import RunConfig
+
+
+class ModelConfig(Base):
+    """`model.*`: the model a supervised command trains."""
+
+    model_name_or_path: str | None = option(
+        None, "Model to start from: hub id or path.", "pretrain", "model_name_or_path"
+    )
+    gradient_checkpointing_enable: bool = option(
+        False, "Recompute activations in the backward pass.", "gradient_checkpointing"
+    )
+    gradient_checkpointing_reentrant: bool = option(
+        False, "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
+    )
+    aux_loss_coef: float = option(
+        0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
+    )
+
+
+class SFTModelConfig(ModelConfig):
+    """`model.*` of train_sft."""
+
+    pretrain_mode_enable: bool = option(
+        False, "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
+    )
+
+
+class SupervisedDataConfig(Base):
+    """`data.*`: where rows come from."""
+
+    dataset: str | None = option(
+        None, "Training data: hub ids or paths, with commas between.", "dataset", "dataset_name"
+    )
+    dataset_probs: str | None = option(
+        None, "Mixing probabilities, with commas; unset: one after the other.", "dataset_probs"
+    )
+    dataset_split: str = option("train", "Split of the training data.", "dataset_split")
+    max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
+    max_samples: int = option(1_000_000, "Most rows of a dataset.", "max_samples", gt=0)
+    apply_chat_template: bool = option(
+        False, "Use the tokenizer's chat template.", "apply_chat_template"
+    )
+    tokenizer_chat_template: str | None = option(
+        None, "A chat template to use instead.", "tokenizer_chat_template"
+    )
+    overlong_rows: Literal["filter", "truncate", "error"] = option(
+        "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
+    )
+    disable_fast_tokenizer: bool = option(
+        False, "Use the slow tokenizer.", "disable_fast_tokenizer"
+    )
+    dataloader_num_workers: int = option(
+        0, "Processes that prepare batches.", "dataloader_num_workers", ge=0
+    )
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """`data.*` of train_sft."""
+
+    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
+    output_key: str | None = option(
+        None, "Column of the answer; unset: the last message of a chat.", "output_key"
+    )
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+    )
+    multiturn: bool = option(False, "Learn every assistant turn.", "multiturn")
+
+
+class SFTTrainConfig(TrainConfig):
+    """`train.*` of train_sft."""
+
+    max_epochs: int = option(2, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
+
+
+class SFTCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of train_sft."""
+
+    path: str = option("./ckpt/checkpoints_sft", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class SFTWandbConfig(WandbConfig):
+    """`logger.wandb.*` of train_sft."""
+
+    project: str = option("openrlhf_train_sft", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("sft"), "Name of the run.", "wandb_run_name")
+
+
+class SFTLoggerConfig(LoggerConfig):
+    """`logger.*` of train_sft."""
+
+    wandb: SFTWandbConfig = SFTWandbConfig()
+
+
+class SFTConfig(RunConfig, OptimizerConfig):
+    """Supervised fine-tuning and continued pre-training (train_sft)."""
+
+    dead_flags: ClassVar[tuple[str, ...]] = ("train_split",)
+
+    model: SFTModelConfig = SFTModelConfig()
+    data: SFTDataConfig = SFTDataConfig()
+    train: SFTTrainConfig = SFTTrainConfig()
+    eval: EvalConfig = EvalConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
+    ckpt: SFTCheckpointConfig = SFTCheckpointConfig()
+    logger: SFTLoggerConfig = SFTLoggerConfig()
+
+    def check_model_is_named(self) -> Iterator[str]:
+        """There is no default model."""
+        if is_blank(self.model.model_name_or_path):
+            yield "No model is named. Type --pretrain with a hub id or a path."
+
+    def check_dataset_is_named(self) -> Iterator[str]:
+        """There is no default dataset."""
+        if is_blank(self.data.dataset):
+            yield "No training data is named. Type --dataset with a hub id or a path."
+
+    def check_batch_sizes(self) -> Iterator[str]:
+        """A micro-batch is a part of a batch."""
+        yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
+
+    def check_multiturn_has_a_template(self) -> Iterator[str]:
+        """Turns are found from the chat template."""
+        if self.data.multiturn and not self.data.apply_chat_template:
+            yield "--multiturn is set without --apply_chat_template. Add --apply_chat_template."
+
+    def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
+        """Continued pre-training reads text, not conversations."""
+        for name in ("multiturn", "apply_chat_template"):
+            if self.model.pretrain_mode_enable and getattr(self.data, name):
+                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
+    def check_learning_rate_schedule(self) -> Iterator[str]:
+        """The schedule has a name that exists."""
+        yield from schedule_problems(self.lr_scheduler)

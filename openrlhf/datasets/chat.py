@@ -1,0 +1,291 @@
+"""From a row's value (text, message list or `conversations`) to rendered text and the spans the assistant wrote.
+
+Rendered text holds stand-ins for special tokens spelled in the data (see `TextEncoder`), so nothing a row says can
+open or close a turn. Knows templates; knows nothing of token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.tokenizer import TextEncoder
+
+Message = dict[str, object]
+Span = tuple[int, int]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE_NAMES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+STANDARD_PROMPT_COLUMNS = ("prompt", "messages", "conversations", "text")
+_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class RowError(ValueError):
+    """One row cannot be used as it is; the message says why, the caller knows which row."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A dialogue as its template writes it, and the character spans (start, end) of assistant turns."""
+
+    text: str
+    assistant_spans: tuple[Span, ...]
+
+
+def pick_column(
+    wanted: str, found: Sequence[str], standard: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The column to read and a notice when it is not the wanted one; (None, None) when there is none."""
+    if wanted in found:
+        return wanted, None
+    for name in standard:
+        if name in found:
+            return name, f"column '{wanted}' is not there; the standard column '{name}' is used"
+    return None, None
+
+
+def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
+    """Messages with the roles of ROLES, from text (one message) or a list with role/content or from/value."""
+    if isinstance(value, str):
+        return [{"role": text_role, "content": value}]
+    if isinstance(value, Mapping):
+        value = value.get("messages") or value.get("conversations") or [value]
+    if not isinstance(value, (list, tuple)):
+        raise RowError(f"{type(value).__name__} instead of text or a message list")
+    if not value:
+        raise RowError("an empty message list")
+    return [_to_message(item) for item in value]
+
+
+def render_prompt(
+    row: Mapping[str, object],
+    *,
+    input_key: str,
+    input_template: str | None,
+    apply_chat_template: bool,
+    encoder: TextEncoder,
+) -> str:
+    """The rendered prompt of a row, ready for the assistant to write; raises RowError.
+
+    A trailing assistant turn is an answer, not part of the prompt, and is left out.
+    """
+    value = row[input_key]
+    if not apply_chat_template:
+        return fill_template(input_template, encoder.hide(plain_text(value, input_key)))
+    messages = to_messages(value)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or is_blank(messages[-1]):
+        raise RowError(f"'{input_key}' is empty")
+    return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
+
+
+def plain_text(value: object, column: str) -> str:
+    """The text of a column; raises RowError for anything else and for blank text."""
+    if isinstance(value, (list, tuple, Mapping)):
+        raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
+    if not isinstance(value, str):
+        raise RowError(f"'{column}' is {'missing' if value is None else type(value).__name__}, not text")
+    if not value.strip():
+        raise RowError(f"'{column}' is empty")
+    return value
+
+
+def is_blank(message: Message) -> bool:
+    """Whether a message says nothing: no text, no part of another kind, no tool call."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return not content.strip() and not message.get("tool_calls")
+    return not content and not message.get("tool_calls")
+
+
+def fill_template(input_template: str | None, text: str) -> str:
+    """The text inside a Python format string with one {}; a template without {} is not used."""
+    if not has_placeholder(input_template):
+        return text
+    assert input_template is not None
+    return input_template.format(text)
+
+
+def has_placeholder(input_template: str | None) -> bool:
+    """Whether the template wraps anything; raises ConfigError when it is no format string with one {}."""
+    if not input_template:
+        return False
+    try:
+        return "\0" in input_template.format("\0")
+    except (ValueError, IndexError, KeyError) as error:
+        raise ConfigError(
+            f"--input_template {input_template!r} is not a format string with one {{}} ({error!r}). "
+            "Write other braces twice."
+        ) from error
+
+
+def require_chat_template(encoder: TextEncoder) -> None:
+    """Raise ConfigError when there is no template to apply."""
+    if not encoder.tokenizer.chat_template:
+        raise ConfigError(
+            f"tokenizer {encoder.tokenizer.name_or_path} has no chat template. "
+            "Give one with --tokenizer_chat_template, or leave --apply_chat_template out."
+        )
+
+
+def render(
+    encoder: TextEncoder,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    tools: object = None,
+) -> str:
+    """The dialogue as the chat template writes it; raises RowError when the template refuses it."""
+    texts, _ = _run_template(encoder, messages, add_generation_prompt, tools)
+    return texts
+
+
+def render_dialogue(
+    encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
+) -> Rendered:
+    """The dialogue with the span of every assistant turn, its end marker included.
+
+    Spans come from the template's generation markers, else from rendering prefixes of the dialogue.
+    Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused dialogue.
+    """
+    if has_generation_markers(encoder):
+        text, spans = _run_template(encoder, messages, False, tools, wants_spans=True)
+        return Rendered(text, tuple(spans))
+    text = render(encoder, messages, tools=tools)
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    spans = [_prefix_span(encoder, messages, i, text, tools) for i in turns]
+    return Rendered(text, tuple(spans))
+
+
+def render_answer(
+    encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
+) -> Rendered:
+    """The dialogue with the span of its last message only, which must be the assistant's."""
+    if messages[-1]["role"] != "assistant":
+        raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
+    if len(messages) < 2:
+        raise RowError("the assistant's message answers nothing")
+    prompt = render(encoder, messages[:-1], add_generation_prompt=True, tools=tools)
+    text = render(encoder, messages, tools=tools)
+    if text.startswith(prompt):
+        return Rendered(text, (_without_tail(encoder, text, len(prompt), len(text)),))
+    spans = render_dialogue(encoder, messages, tools=tools).assistant_spans
+    return Rendered(text, spans[-1:])
+
+
+def has_generation_markers(encoder: TextEncoder) -> bool:
+    """Whether the chat template marks what the assistant writes with {% generation %}."""
+    return _GENERATION_MARKER.search(_template(encoder)) is not None
+
+
+def _prefix_span(
+    encoder: TextEncoder, messages: Sequence[Message], index: int, text: str, tools: object
+) -> Span:
+    if index == 0:
+        raise RowError("the first message is the assistant's")
+    before = render(encoder, messages[:index], add_generation_prompt=True, tools=tools)
+    after = render(encoder, messages[: index + 1], tools=tools)
+    if not (text.startswith(after) and after.startswith(before)):
+        raise ConfigError(
+            f"the chat template of {encoder.tokenizer.name_or_path} rewrites earlier turns, so the "
+            "assistant's tokens cannot be told apart. Give one with {% generation %} markers with "
+            "--tokenizer_chat_template, or leave --multiturn out."
+        )
+    return _without_tail(encoder, text, len(before), len(after))
+
+
+def _without_tail(encoder: TextEncoder, text: str, start: int, end: int) -> Span:
+    """The span without white space that the template writes behind its end marker, which no model samples."""
+    stripped = text[start:end].rstrip()
+    if encoder.ends_with_special_token(stripped):
+        return start, start + len(stripped)
+    return start, end
+
+
+def _run_template(
+    encoder: TextEncoder,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: object,
+    *,
+    wants_spans: bool = False,
+) -> tuple[str, list[Span]]:
+    hidden = [_hide(encoder, message) for message in messages]
+    try:
+        texts, spans = render_jinja_template(
+            [hidden],
+            tools=_tool_list(tools),
+            chat_template=_template(encoder),
+            return_assistant_tokens_mask=wants_spans,
+            add_generation_prompt=add_generation_prompt,
+            **encoder.tokenizer.special_tokens_map,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise RowError(f"the chat template refuses it: {error}") from error
+    return texts[0], [tuple(span) for span in spans[0]] if wants_spans else []
+
+
+def _template(encoder: TextEncoder) -> str:
+    template = encoder.tokenizer.chat_template
+    assert template, "require_chat_template comes first"
+    return template["default"] if isinstance(template, dict) else template
+
+
+def _tool_list(tools: object) -> list[dict] | None:
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools.strip() else None
+    return list(tools) if tools else None  # type: ignore[call-overload]
+
+
+def _to_message(item: object) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError(f"a message is {type(item).__name__}, not an object with role and content")
+    name = item.get("role", item.get("from"))
+    role = _ROLE_NAMES.get(str(name).lower())
+    if role is None:
+        raise RowError(f"unknown role {name!r}; roles are {', '.join(ROLES)}")
+    content = item.get("content", item.get("value"))
+    others = {
+        key: value
+        for key, value in item.items()
+        if key not in ("role", "from", "content", "value") and value is not None
+    }
+    if content is None and not others:
+        raise RowError(f"a {role} message without content")
+    return {"role": role, "content": "" if content is None else content, **others}
+
+
+def _hide(encoder: TextEncoder, message: Message) -> Message:
+    return {
+        key: value if key == "role" else _hide_value(encoder, value)
+        for key, value in message.items()
+    }
+
+
+def _hide_value(encoder: TextEncoder, value: object) -> object:
+    if isinstance(value, str):
+        return encoder.hide(value)
+    if isinstance(value, Mapping):
+        return {k: _hide_value(encoder, v) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_hide_value(encoder, item) for item in value]
+    return value

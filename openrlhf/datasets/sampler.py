@@ -1,0 +1,115 @@
+"""In which order rows are seen: a pure function of seed and epoch, whatever the number of ranks or workers.
+
+The cursor is the only state of a run's way through its data; it is two numbers and goes into checkpoints as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EPOCH_STRIDE = 1_000_003  # a prime, so that (seed, epoch) pairs of one run never share a generator
+
+
+@dataclass(frozen=True)
+class EpochSampler:
+    """Orders of `num_rows` rows; without shuffling every epoch is in file order."""
+
+    num_rows: int
+    seed: int
+    is_shuffled: bool = True
+
+    def order(self, epoch: int) -> Tensor:
+        """Row indices of one epoch, (num_rows,) int64, each exactly once."""
+        if not self.is_shuffled:
+            return torch.arange(self.num_rows)
+        generator = torch.Generator().manual_seed(self.seed + _EPOCH_STRIDE * epoch)
+        return torch.randperm(self.num_rows, generator=generator)
+
+
+class PromptCursor:
+    """A run's way through its prompts: `num_episodes` passes, a draw never spans two of them."""
+
+    def __init__(self, sampler: EpochSampler, *, num_episodes: int) -> None:
+        self.sampler = sampler
+        self.num_episodes = num_episodes
+        self.episode = 0
+        self.position = 0  # rows of this episode already drawn
+        self._order = sampler.order(0).tolist()
+
+    @property
+    def num_left(self) -> int:
+        """Rows not yet drawn in this episode; 0 only at the very end."""
+        return 0 if self.is_exhausted else self.sampler.num_rows - self.position
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every episode has been drawn to its end."""
+        return self.episode >= self.num_episodes or self.sampler.num_rows == 0
+
+    def draw(self, num_rows: int) -> list[int]:
+        """The next row indices: at most `num_rows`, fewer at an episode's end, none when all is drawn."""
+        assert num_rows > 0, f"a draw of {num_rows} rows never ends"
+        if self.is_exhausted:
+            return []
+        drawn = self._order[self.position : self.position + num_rows]
+        self._move_to(self.episode, self.position + len(drawn))
+        return drawn
+
+    def num_batches(self, batch_size: int) -> int:
+        """Draws of `batch_size` in the whole run; the last of an episode may be smaller, none is left out."""
+        return self.num_episodes * -(-self.sampler.num_rows // batch_size)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps, as plain numbers."""
+        return {
+            "episode": self.episode,
+            "position": self.position,
+            "num_rows": self.sampler.num_rows,
+            "seed": self.sampler.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where a checkpoint stood; the rows and the seed must be those of then."""
+        expected = {"num_rows": self.sampler.num_rows, "seed": self.sampler.seed}
+        found = {name: state[name] for name in expected}
+        assert found == expected, f"the checkpoint's data order is of {found}, this run's of {expected}"
+        self._move_to(state["episode"], state["position"])
+
+    def _move_to(self, episode: int, position: int) -> None:
+        if position >= self.sampler.num_rows:
+            episode, position = episode + 1, 0
+        if episode != self.episode:
+            self._order = self.sampler.order(episode).tolist()
+        self.episode, self.position = episode, position
+
+
+def length_grouped_batches(
+    order: Sequence[int], lengths: Sequence[int], *, batch_size: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """Global batches of consecutive rows, each cut into micro-batches of rows of similar length.
+
+    `order` are row indices, `lengths[row]` their token counts. A micro-batch holds at most `max_tokens` tokens, or a
+    single row that is longer. Rows are regrouped only inside their global batch, so what an optimizer step sees
+    depends on the order alone.
+    """
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    return [_first_fit(batch, lengths, max_tokens) for batch in batches]
+
+
+def _first_fit(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda index: (-lengths[index], index)):
+        for group, left in enumerate(room):
+            if lengths[row] <= left:
+                groups[group].append(row)
+                room[group] -= lengths[row]
+                break
+        else:
+            groups.append([row])
+            room.append(max_tokens - lengths[row])
+    return groups

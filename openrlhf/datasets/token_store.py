@@ -1,0 +1,58 @@
+"""Many token sequences in one growing buffer: 4 bytes a token instead of a Python object each."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TokenStore:
+    """An append-only list of token sequences, each with an optional mask."""
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+        self._masks = bytearray()
+        self._ends = array("q")
+
+    def append(self, token_ids: Tensor, mask: Tensor | None = None) -> None:
+        """Add a sequence, (T,) integers, and its mask, (T,) bool (all False when None)."""
+        self._ids.frombytes(token_ids.to(torch.int32).numpy().tobytes())
+        self._masks.extend(
+            bytes(len(token_ids)) if mask is None else mask.to(torch.uint8).numpy().tobytes()
+        )
+        self._ends.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Token ids of one sequence, (T,) int64."""
+        start, stop = self._bounds(index)
+        return torch.tensor(self._ids[start:stop], dtype=torch.int64)
+
+    def mask(self, index: int) -> Tensor:
+        """Mask of one sequence, (T,) bool."""
+        start, stop = self._bounds(index)
+        return torch.frombuffer(self._masks[start:stop], dtype=torch.uint8).bool()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Token count of every sequence, (len,) int64."""
+        ends = torch.from_numpy(np.array(self._ends, dtype=np.int64))
+        return torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
+
+    def fingerprint(self) -> str:
+        """SHA-256 over ids, masks and boundaries."""
+        digest = hashlib.sha256(self._ids.tobytes())
+        digest.update(self._masks)
+        digest.update(self._ends.tobytes())
+        return digest.hexdigest()
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self._ends):
+            raise IndexError(f"index {index} of {len(self._ends)} sequences")
+        return (self._ends[index - 1] if index else 0), self._ends[index]

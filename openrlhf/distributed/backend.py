@@ -1,0 +1,68 @@
+"""Process start-up: which device and which collective backend, and the import of DeepSpeed in the right order.
+
+Everything here works without a launcher (a world of one needs no port) and without CUDA (gloo, DeepSpeed on CPU).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from openrlhf.distributed.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def import_deepspeed() -> ModuleType:
+    """DeepSpeed, told which accelerator to use: it decides while it is imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: PLC0415 - DS_ACCELERATOR must be set before this import
+    from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
+
+    deepspeed_logger.setLevel(logging.WARNING)
+    return deepspeed
+
+
+def device_of(topology: Topology) -> torch.device:
+    """The device of this rank; Ray may show a process one GPU only, whatever its local rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+
+
+def init_process_group(topology: Topology) -> torch.device:
+    """Join the world (NCCL on CUDA, gloo on CPU) and answer this rank's device; a second call only answers."""
+    device = device_of(topology)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    deepspeed = import_deepspeed()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
+    if not dist.is_initialized():
+        # A world of one meets in its own memory: no port to race for.
+        store = dist.HashStore() if topology.world_size == 1 else None
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=COLLECTIVE_TIMEOUT,
+            rank=topology.rank,
+            world_size=topology.world_size,
+        )
+    return device

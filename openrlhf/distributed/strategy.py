@@ -1,0 +1,165 @@
+"""How models are trained and held on this machine: one object that starts the process group and wraps models.
+
+Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed import collectives
+from openrlhf.distributed.backend import import_deepspeed, init_process_group
+from openrlhf.distributed.ds_config import (
+    DTYPES,
+    ModelFacts,
+    effective_stage,
+    inference_config,
+    training_config,
+)
+from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.topology import Topology
+from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+from openrlhf.distributed.weights import hf_model_of
+
+logger = logging.getLogger(__name__)
+
+NO_DECAY_SUFFIXES = (".bias",)
+
+
+class DeepSpeedStrategy:
+    """The training back end of one process: `setup()` once, then `prepare_train` and `prepare_eval` per model."""
+
+    def __init__(
+        self,
+        ds: DeepSpeedConfig,
+        *,
+        seed: int = 42,
+        full_determinism: bool = False,
+        local_rank: int = -1,
+    ) -> None:
+        self.ds = ds
+        self.seed = seed
+        self.full_determinism = full_determinism
+        self.topology = Topology.from_env(
+            cp_size=ds.ring_attn_size, tp_size=ds.tensor_parallel_size, local_rank=local_rank
+        )
+        self.device = torch.device("cpu")
+        self.dp_group: dist.ProcessGroup | None = None  # None: the whole world
+        self.cp_group: dist.ProcessGroup | None = None  # None: no sequence is shared
+
+    def setup(self) -> None:
+        """Seed everything, join the process group, take the device."""
+        set_seed(self.seed, full_determinism=self.full_determinism)
+        self.device = init_process_group(self.topology)
+        if self.topology.dp_size < self.topology.world_size:
+            self.dp_group = _own_group(self.topology.dp_groups(), self.topology.rank)
+            self.cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.topology.is_main
+
+    def prepare_train(
+        self, model: nn.Module, optim: OptimizerConfig, *, num_updates: int
+    ) -> TrainEngine:
+        """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
+        facts = self.facts_of(model)
+        stage = effective_stage(self.ds, facts)
+        if stage != self.ds.zero_stage:
+            logger.info("ZeRO stage %d runs as stage %d here.", self.ds.zero_stage, stage)
+        engine, *_ = import_deepspeed().initialize(
+            model=model,
+            model_parameters=parameter_groups(model, optim.adam.weight_decay),
+            config=training_config(self.ds, optim, facts),
+            dist_init_required=False,
+        )
+        if self.ds.deepcompile:
+            engine.compile()
+        schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)
+        return TrainEngine(engine, schedule, max_norm=optim.max_norm, device=self.device)
+
+    def prepare_eval(self, model: nn.Module, *, offload: bool = False) -> EvalEngine:
+        """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU memory."""
+        model.requires_grad_(False).eval()
+        facts = self.facts_of(model)
+        if self.ds.zero_stage < 3 and not (offload and facts.is_cuda):
+            return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
+        engine, *_ = import_deepspeed().initialize(
+            model=model,
+            config=inference_config(self.ds, facts, offload=offload),
+            dist_init_required=False,
+        )
+        engine.eval()
+        return EvalEngine(engine, self.device)
+
+    def facts_of(self, model: nn.Module) -> ModelFacts:
+        """Size and parameter type of a model here; `auto` is the type the model was loaded in."""
+        parameters = list(model.parameters())
+        floating = [p.dtype for p in parameters if p.is_floating_point()]
+        dtype = DTYPES.get(self.ds.param_dtype, floating[0])
+        config = getattr(hf_model_of(model), "config", None)
+        return ModelFacts(
+            dtype=dtype,
+            num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+            hidden_size=getattr(config, "hidden_size", None) or 1024,
+            world_size=self.topology.world_size,
+            is_cuda=self.device.type == "cuda",
+        )
+
+    def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums over the data-parallel ranks."""
+        return collectives.all_reduce_sum(values, group=self.dp_group)
+
+    def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
+        """Maxima over the data-parallel ranks."""
+        return collectives.all_reduce_max(values, group=self.dp_group)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        collectives.barrier()
+
+
+def set_seed(seed: int, *, full_determinism: bool = False) -> None:
+    """Seed Python, NumPy and torch; with `full_determinism` also refuse nondeterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Trainable parameters in a decayed group and one without decay: biases and the weights of norms."""
+    decayed, undecayed = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+            is_exempt = name.endswith(NO_DECAY_SUFFIXES) or num_dims < 2
+            (undecayed if is_exempt else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    # One flat buffer per group under ZeRO: without decay the split would cost and say nothing.
+    if weight_decay == 0.0 and len(groups) == 2:
+        return [{"params": decayed + undecayed, "weight_decay": 0.0}]
+    return groups
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    own = None
+    for ranks in groups:  # every rank creates every group, in the same order
+        group = dist.new_group(ranks)
+        own = group if rank in ranks else own
+    return own

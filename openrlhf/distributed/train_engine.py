@@ -1,0 +1,170 @@
+"""A model ready to train, or ready to be asked: what trainers hold in place of DeepSpeed's engine.
+
+The gradient of a step is the SUM, over ranks and micro-batches, of the losses passed to `backward`: callers divide
+by global denominators, DeepSpeed's own averaging is undone here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.distributed import checkpoint, collectives, offload
+from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.weights import full_parameters
+from openrlhf.errors import NumericsError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_FP16_SKIPS = 20  # dynamic loss scaling finds its scale by overflowing; this often in a row is no search
+
+
+class TrainEngine:
+    """One trained model: forward, accumulate, step; weights out; states away and back."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        schedule: LearningRate,
+        *,
+        max_norm: float,
+        device: torch.device,
+    ) -> None:
+        self.engine = engine
+        self.schedule = schedule
+        self.device = device
+        self.num_skipped_steps = 0  # fp16 overflows in a row
+        self._max_norm = max_norm
+        self._loss = 0.0  # this rank's part of the step's loss, for schedules that watch it
+        # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done here.
+        self._is_plain = not hasattr(engine.optimizer, "_global_grad_norm")
+        if self._is_plain:
+            engine._config.gradient_clipping = 0.0
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was wrapped."""
+        return self.engine.module
+
+    @property
+    def lr(self) -> float:
+        """Learning rate after the updates so far."""
+        return self.schedule.value
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The model's forward pass."""
+        return self.engine(*args, **kwargs)
+
+    def train(self) -> None:
+        """Put the model in training mode."""
+        self.engine.train()
+
+    def eval(self) -> None:
+        """Put the model in evaluation mode."""
+        self.engine.eval()
+
+    def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
+        """Accumulate the gradient of one micro-batch; ranks are summed by the last one of the step."""
+        self.engine.set_gradient_accumulation_boundary(is_last_micro_batch)
+        if self.schedule.needs_loss:
+            self._loss += loss.item()
+        self.engine.backward(loss * self.engine.dp_world_size)
+
+    def step(self) -> float:
+        """Clip, update weights and learning rate, clear gradients; the global gradient norm before clipping.
+
+        A norm that is not finite leaves the weights as they are on every rank and raises NumericsError. In fp16 it
+        belongs to finding the loss scale: it is logged, `inf` is answered, and only many in a row raise.
+        """
+        grad_norm = self._plain_step() if self._is_plain else self._zero_step()
+        if math.isfinite(grad_norm):
+            self.num_skipped_steps = 0
+            self.schedule.step(self._take_loss())
+            return grad_norm
+        self.num_skipped_steps += 1
+        if not self.engine.fp16_enabled() or self.num_skipped_steps > MAX_FP16_SKIPS:
+            raise NumericsError(
+                f"The gradient norm is {grad_norm}: the update was skipped and the weights are unchanged. "
+                "Lower the learning rate, or look for extreme rewards or log-probs in this batch."
+            )
+        logger.warning(
+            "fp16 gradients overflowed; the update was skipped and the loss scale lowered."
+        )
+        return grad_norm
+
+    def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, adapters merged; every rank must iterate.
+
+        A tensor is valid until the next one is asked for.
+        """
+        return full_parameters(self.module)
+
+    def offload_states(self) -> None:
+        """Move optimizer states, gradients and master weights to CPU memory."""
+        offload.offload_states(self.engine)
+
+    def reload_states(self) -> None:
+        """Bring them back before the next update."""
+        offload.reload_states(self.engine)
+
+    def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, object]) -> None:
+        """Write everything a resumed run needs under `directory/tag`, committed as one."""
+        state = {"client_state": client_state, "schedule": self.schedule.state_dict()}
+        checkpoint.save(self.engine, directory, tag, state=state)
+
+    def load_checkpoint(self, directory: str, tag: str) -> dict[str, object]:
+        """Restore weights, optimizer and schedule; answers the client state that was saved with them."""
+        state = checkpoint.load(self.engine, directory, tag)
+        self.schedule.load_state_dict(state["schedule"])
+        return state["client_state"]
+
+    def _take_loss(self) -> float | None:
+        if not self.schedule.needs_loss:
+            return None
+        loss, self._loss = self._loss, 0.0
+        return collectives.all_reduce_sum({"loss": loss})["loss"]
+
+    def _zero_step(self) -> float:
+        self.engine.step()
+        if getattr(self.engine.optimizer, "overflow", False):
+            return math.inf
+        return float(self.engine.get_global_grad_norm())
+
+    def _plain_step(self) -> float:
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_norm).item()
+        if math.isfinite(grad_norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return grad_norm
+
+
+class EvalEngine:
+    """One frozen model that is only asked."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was wrapped."""
+        return getattr(self.model, "module", self.model)
+
+    @torch.no_grad()
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The model's forward pass, without gradients."""
+        return self.model(*args, **kwargs)
+
+    def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter; every rank must iterate."""
+        return full_parameters(self.module)

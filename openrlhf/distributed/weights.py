@@ -1,0 +1,110 @@
+"""Full weights of a wrapped model by their Hugging Face names, whatever ZeRO stage holds them.
+
+Adapters are merged on the way out, so the names are those of the base model. Every rank must iterate: under ZeRO-3
+each bucket is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.distributed.backend import import_deepspeed
+
+GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
+
+
+def hf_model_of(module: nn.Module) -> nn.Module:
+    """The Hugging Face (or PEFT) model inside a wrapper such as an actor; the module itself when there is none."""
+    for candidate in module.modules():
+        if hasattr(candidate, "save_pretrained"):
+            return candidate
+    return module
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+    """A block in which these parameters are whole on every rank."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    return import_deepspeed().zero.GatheredParameters(list(parameters))
+
+
+def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the Hugging Face model inside; valid until the next one is asked for."""
+    units = list(_units(base_model_of(hf_model_of(module))))
+    for bucket in _buckets(units):
+        parameters = [p for _, owner, names in bucket for p in _parameters(owner, names)]
+        with gathered(parameters), torch.no_grad():
+            for prefix, owner, names in bucket:
+                yield from _tensors(prefix, owner, names)
+
+
+def full_state_dict(module: nn.Module, *, is_main: bool) -> dict[str, Tensor]:
+    """The full weights in CPU memory on the main rank, an empty dictionary elsewhere; all ranks must call."""
+    state = {}
+    for name, tensor in full_parameters(module):
+        if is_main:
+            state[name] = tensor.detach().to("cpu", copy=True)
+    return state
+
+
+# A unit is what can be written out together: (name prefix, module, its own parameter names); a LoRA layer is one
+# unit with no names, for its single weight is made of several parameters.
+Unit = tuple[str, nn.Module, tuple[str, ...]]
+
+
+def _units(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[Unit]:
+    seen = set() if seen is None else seen
+    if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
+        yield prefix, model, ()
+        return
+    names = []
+    for name, parameter in model.named_parameters(recurse=False):
+        if id(parameter) not in seen:  # tied weights are written once
+            seen.add(id(parameter))
+            names.append(name)
+    if names:
+        yield prefix, model, tuple(names)
+    for name, child in model.named_children():
+        yield from _units(child, f"{prefix}{name}.", seen)
+
+
+def _buckets(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    bucket: list[Unit] = []
+    numel = 0
+    for unit in units:
+        size = sum(getattr(p, "ds_numel", p.numel()) for p in _parameters(unit[1], unit[2]))
+        if bucket and numel + size > GATHER_BUCKET_NUMEL:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(unit)
+        numel += size
+    if bucket:
+        yield bucket
+
+
+def _parameters(owner: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
+    if names:
+        return [getattr(owner, name) for name in names]
+    return list(owner.parameters())
+
+
+def _tensors(prefix: str, owner: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        yield prefix + name, getattr(owner, name).data
+    if not names:
+        base = owner.base_layer
+        weight = base.weight.data
+        for adapter in owner.active_adapters:
+            weight = weight + owner.get_delta_weight(adapter).to(weight.dtype)
+        yield prefix + "weight", weight
+        if getattr(base, "bias", None) is not None:
+            yield prefix + "bias", base.bias.data

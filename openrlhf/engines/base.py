@@ -1,0 +1,92 @@
+"""What a rollout engine is: token ids in, sampled token ids with their log-probs out, weights replaced in between.
+
+Every engine (vLLM, Hugging Face, fakes in tests) answers these calls; nothing above this layer knows which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How to sample; `temperature` 0 is greedy."""
+
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()  # every id that ends a response (all EOS ids)
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt; answered by `sampling.num_samples` completions."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled after a prompt: ids and log-probs as the engine used them, stop token included."""
+
+    token_ids: tuple[int, ...]  # A ids
+    logprobs: tuple[float, ...]  # A log-probs at the sampling temperature
+    finish_reason: str  # "stop" or "length"
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some named full tensors, contiguous in one flat byte buffer; how they travel is the transport's business."""
+
+    names: tuple[str, ...]  # Hugging Face parameter names
+    dtypes: tuple[str, ...]  # "float32", "bfloat16", ...
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]  # byte offset of each tensor
+    num_bytes: int
+    handle: dict[str, object]  # transport-specific: {"shm": name} on one machine, {"ipc": ...}, {"nccl": ...}
+
+
+@dataclass(frozen=True)
+class SyncReceipt:
+    """An engine's proof of what it holds after an update."""
+
+    weight_version: int
+    fingerprints: dict[str, int]  # Hugging Face parameter name -> fingerprint of the received tensor
+    is_cache_reset: bool
+
+
+class RolloutEngine(Protocol):
+    """The calls every engine answers. `generate` may be called from several threads at once."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample for all requests with continuous batching; answers in the order of the requests."""
+
+    def begin_weight_update(self) -> None:
+        """Stop serving new tokens and get ready to receive buckets."""
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket."""
+
+    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+        """Make the new weights live, drop the prefix cache, and say what is held now."""
+
+    def sleep(self) -> None:
+        """Give device memory back (weights and cache); a no-op on CPU."""
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
+
+    def shutdown(self) -> None:
+        """Free everything; the engine answers no further call."""
+
+
+NamedTensors = Iterable[tuple[str, Tensor]]

@@ -1,0 +1,62 @@
+"""Typed errors and the exit code each one ends the process with.
+
+0 everything promised was done, 2 the user's input was wrong, 3 a fault could not be survived, 4 a bug of ours.
+Every error pickles, because most of them cross a process boundary before a person reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OpenRLHFError(Exception):
+    """Base of every error this package raises on purpose; the message is one line a user can act on."""
+
+    exit_code = 4
+
+
+class ConfigError(OpenRLHFError):
+    """The configuration contradicts itself or names something that is not there; lists every problem found."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+class DataError(ConfigError):
+    """Rows, columns or files of a dataset are not what the command needs; lists every problem found."""
+
+
+class RewardError(OpenRLHFError):
+    """A reward could not be computed, is not finite, or does not match its samples."""
+
+    exit_code = 3
+
+
+class EngineError(OpenRLHFError):
+    """A rollout engine failed or answered something impossible."""
+
+    exit_code = 3
+
+
+class WeightSyncError(OpenRLHFError):
+    """An engine does not hold the weights the trainer sent."""
+
+    exit_code = 3
+
+
+class CheckpointError(OpenRLHFError):
+    """A checkpoint is missing, torn or does not fit this run."""
+
+    exit_code = 3
+
+
+class NumericsError(OpenRLHFError):
+    """A loss, gradient or weight is not finite."""
+
+    exit_code = 3

@@ -1,0 +1,166 @@
+"""The policy: log-probs and entropy of target tokens from any causal language model, packed.
+
+Logits of a whole batch never exist: the LM head is applied in chunks, only at positions that
+predict a target. Exports use `Actor.model`, the plain Hugging Face model; the actor adds no entry
+to a state dict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from openrlhf.algorithms.tokens import chunked_logprobs
+from openrlhf.errors import ConfigError
+from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
+from openrlhf.utils.packing import PackedBatch
+
+# Config attributes of heads that change logits in a way this module does not know.
+UNKNOWN_HEAD_ATTRIBUTES = ("lm_head_multiplier", "logits_mup_width_multiplier", "logits_soft_cap")
+
+
+class TokenStats(NamedTuple):
+    """What the policy says about the target tokens of a batch."""
+
+    logprobs: Tensor  # (N,) fp32
+    entropy: Tensor | None = None  # (N,) fp32, of the temperature-scaled distribution
+    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model family does to its logits after the LM head: scale, then soft cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitTransform:
+        """Read the family's convention from its config; an unknown one is a ConfigError."""
+        family = config.model_type
+        fields = config.to_dict()
+        if unknown := [name for name in UNKNOWN_HEAD_ATTRIBUTES if fields.get(name) is not None]:
+            raise ConfigError(
+                f"Model type {family!r} changes its logits by {unknown[0]}: not supported yet."
+            )
+        softcap = fields.get("final_logit_softcapping")
+        if fields.get("logits_scaling") is not None:
+            if family.startswith("granite") or family == "minicpm3":
+                return cls(1.0 / fields["logits_scaling"], softcap)
+            if family != "hyperclovax":
+                raise ConfigError(
+                    f"Model type {family!r} has logits_scaling of unknown meaning: not supported."
+                )
+            return cls(fields["logits_scaling"], softcap)
+        return cls(float(fields.get("logit_scale") or 1.0), softcap)
+
+
+class ChunkedHead(nn.Module):
+    """The LM head as log-probs in chunks; registers its Parameter so that ZeRO-3 gathers it."""
+
+    def __init__(self, lm_head: nn.Module, transform: LogitTransform) -> None:
+        super().__init__()
+        self.weight = lm_head.weight
+        self.register_parameter("bias", getattr(lm_head, "bias", None))
+        self.transform = transform
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of the targets, (N,) fp32, and when asked the entropy, (N,) fp32."""
+        logprobs_N, entropy_N = chunked_logprobs(
+            hidden_NH,
+            self.weight,
+            targets_N,
+            bias_V=self.bias,
+            temperature=temperature,
+            softcap=self.transform.softcap,
+            logit_scale=self.transform.scale,
+            with_entropy=with_entropy,
+        )
+        return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
+
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
+        """The parameters are the model's; they are saved there, once."""
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        """Loading into the model's parameters loads these."""
+
+
+def unwrap_peft(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside a PEFT wrapper (adapters included), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Last hidden states of a packed batch from the model without its head -> (T, H)."""
+    model = unwrap_peft(model)
+    row = PackedRow.of(batch)
+    is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION
+    output = model.base_model(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **(row.kwargs() if is_packed_attention else row.flash_kwargs()),
+    )
+    if is_packed_attention and not row.layers_seen:
+        raise ConfigError(
+            f"{type(model).__name__} does not hand sequence boundaries to its attention: "
+            "it cannot be trained packed."
+        )
+    return output.last_hidden_state[0]
+
+
+def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> None:
+    """Recompute each layer's activations in the backward pass."""
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
+    embeddings = unwrap_peft(model).get_input_embeddings()
+    if use_reentrant and not embeddings.weight.requires_grad:
+        # The reentrant variant drops the graph of a layer whose input needs no gradient (LoRA).
+        unwrap_peft(model).enable_input_require_grads()
+
+
+class Actor(nn.Module):
+    """A causal language model seen as a policy over packed batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        causal_lm = unwrap_peft(model)
+        lm_head = causal_lm.get_output_embeddings()
+        if type(lm_head) is not nn.Linear:
+            raise ConfigError(
+                f"The output head of {type(causal_lm).__name__} is a {type(lm_head).__name__}, "
+                "not a plain linear layer: leave lm_head out of the LoRA target modules, "
+                "or use a causal language model."
+            )
+        self.head = ChunkedHead(lm_head, LogitTransform.of(causal_lm.config.get_text_config()))
+
+    def forward(
+        self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenStats:
+        """Log-probs (and entropy) of the N targets at the sampling temperature."""
+        assert self.head.weight is unwrap_peft(self.model).get_output_embeddings().weight, (
+            "the LM head was replaced after the actor was built"
+        )
+        hidden_TH = hidden_states(self.model, batch)
+        hidden_NH = hidden_TH.index_select(0, batch.predict_index)
+        stats = self.head(
+            hidden_NH, batch.targets, temperature=temperature, with_entropy=with_entropy
+        )
+        return TokenStats(*stats)
+
+    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
+        """Trade compute for activation memory."""
+        enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return self.head.weight.device

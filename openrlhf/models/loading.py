@@ -1,0 +1,288 @@
+"""From a path or hub id to a Hugging Face model that runs on packed rows.
+
+Every key of a checkpoint must find its place and every parameter its value; the one exception is a
+value head put fresh on a model that never had one. Which attention a model gets is decided here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from typing_extensions import Unpack
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.packing import PACKED_ATTENTION
+
+logger = logging.getLogger(__name__)
+
+HEAD = "score"  # the module transformers gives the scalar head
+PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+FLASH_2 = "flash_attention_2"
+# Ways of asking for attention that packed attention answers itself.
+GENERIC_ATTENTION = ("auto", "sdpa", "eager", FLASH_2, PACKED_ATTENTION)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config; a path that is no model is a ConfigError."""
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    if looks_local and not folder.is_dir():
+        raise ConfigError(
+            f"Model path {path!r} does not exist. "
+            "Give a folder with a config.json, or a hub id such as org/name."
+        )
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"Model path {path!r} holds no config.json. Give the folder that save_pretrained wrote."
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
+            "Give a folder with a config.json, or the id of a model that can be reached."
+        ) from error
+
+
+def default_device_type() -> str:
+    """The kind of device models of this process run on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(
+    param_dtype: str, config: PretrainedConfig, *, device_type: str | None = None
+) -> torch.dtype:
+    """The type of `bf16|fp16|fp32|auto`; auto is fp32 on CPU, the checkpoint's own on a GPU."""
+    if param_dtype != "auto":
+        if param_dtype not in DTYPES:
+            raise ConfigError(
+                f"Unknown parameter type {param_dtype!r}: use bf16, fp16, fp32 or auto."
+            )
+        return DTYPES[param_dtype]
+    if (device_type or default_device_type()) == "cpu":
+        return torch.float32
+    dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
+    return dtype if dtype is not None else torch.float32
+
+
+@cache
+def has_flash_attention() -> bool:
+    """Whether the flash-attn package is installed; logged once where a GPU could use it."""
+    is_there = importlib.util.find_spec("flash_attn") is not None
+    if torch.cuda.is_available():
+        logger.info(
+            "flash-attn is %s: packed rows use %s",
+            "installed" if is_there else "not installed",
+            "flash_attention_2" if is_there else "torch's kernels",
+        )
+    return is_there
+
+
+def choose_attention(
+    requested: str | None, *, dtype: torch.dtype, device_type: str | None = None
+) -> str:
+    """The attention for packed rows: flash-attn on CUDA in half precision, else our own.
+
+    Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
+    """
+    if requested is not None and requested not in GENERIC_ATTENTION:
+        return requested
+    is_cuda = (device_type or default_device_type()) == "cuda"
+    wants_flash = requested in (None, "auto", FLASH_2)
+    if wants_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
+        return FLASH_2
+    return PACKED_ATTENTION
+
+
+def check_packable(model: PreTrainedModel) -> None:
+    """A model that carries state over sequences, or attends in its own way, is a ConfigError."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    layer_types = set(config.to_dict().get("layer_types") or ())
+    if model._is_stateful or layer_types - PACKABLE_LAYER_TYPES:
+        kinds = ", ".join(sorted(layer_types - PACKABLE_LAYER_TYPES)) or "recurrent layers"
+        raise ConfigError(
+            f"{name} has {kinds}: only causal and sliding-window attention can be trained packed."
+        )
+    if (
+        model.config._attn_implementation == PACKED_ATTENTION
+        and not model._supports_attention_backend
+    ):
+        raise ConfigError(
+            f"{name} does not use transformers' attention interface: it cannot be trained packed. "
+            "Use a model family that transformers implements itself."
+        )
+
+
+class LoadOptions(TypedDict, total=False):
+    """How to load a model; every key may be left out."""
+
+    attn_implementation: str | None  # "auto" by default, see `choose_attention`
+    dtype: torch.dtype | str  # "auto" by default, see `resolve_dtype`
+    trust_remote_code: bool
+    load_in_4bit: bool  # nf4 with double quantisation (bitsandbytes)
+    experts_implementation: str | None  # kernel of mixture-of-experts layers
+
+
+def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> dict[str, object]:
+    """What transformers' `from_pretrained` is given for these options."""
+    dtype = options.get("dtype", "auto")
+    if isinstance(dtype, str):
+        dtype = resolve_dtype(dtype, config)
+    kwargs: dict[str, object] = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": choose_attention(options.get("attn_implementation"), dtype=dtype),
+        "trust_remote_code": options.get("trust_remote_code", False),
+        "output_loading_info": True,
+    }
+    if options.get("experts_implementation") is not None:
+        kwargs["experts_implementation"] = options["experts_implementation"]
+    if options.get("load_in_4bit"):
+        kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return kwargs
+
+
+def check_loading_info(
+    path: str, info: dict[str, object], *, ignored: Set[str] = frozenset()
+) -> None:
+    """Keys without a place, places without a key, and shapes that differ are a ConfigError."""
+    problems = {
+        "missing": set(info["missing_keys"]) - ignored,
+        "unexpected": set(info["unexpected_keys"]) - ignored,
+        "of another shape": {key for key, *_ in info["mismatched_keys"]},
+    }
+    texts = [
+        f"{len(keys)} keys are {kind} ({', '.join(sorted(keys)[:3])})"
+        for kind, keys in problems.items()
+        if keys
+    ]
+    if texts:
+        raise ConfigError(
+            f"The weights at {path!r} do not fit the model: {'; '.join(texts)}. "
+            "Give a complete checkpoint of this kind."
+        )
+
+
+def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> PreTrainedModel:
+    """A causal language model for packed rows; wrong or missing weights are a ConfigError."""
+    path = os.fspath(path)
+    config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
+    kwargs = from_pretrained_kwargs(config, options)
+    with quiet_transformers():
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    check_loading_info(path, info)
+    check_packable(model)
+    return model
+
+
+def head_name(config: PretrainedConfig, requested: str | None) -> str:
+    """Name of the value head: what the stored model says, else what was asked for, else `score`."""
+    return config.to_dict().get("value_head_prefix") or requested or HEAD
+
+
+def load_sequence_model(
+    path: str | os.PathLike[str],
+    *,
+    value_head_prefix: str | None = None,
+    allow_fresh_head: bool = True,
+    **options: Unpack[LoadOptions],
+) -> PreTrainedModel:
+    """A model with one scalar head: its own, or a fresh one on a causal language model.
+
+    The head is the module named `config.value_head_prefix`. With the default name `score` a saved
+    model loads in AutoModelForSequenceClassification(num_labels=1) as it is.
+    """
+    path = os.fspath(path)
+    config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
+    has_stored_head = is_value_model(config)
+    if not has_stored_head and not allow_fresh_head:
+        raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
+    if has_stored_head and config.num_labels != 1:
+        raise ConfigError(
+            f"The model at {path!r} has {config.num_labels} labels; a value head has one."
+        )
+    config.num_labels = 1
+    config.value_head_prefix = name = head_name(config, value_head_prefix)
+    kwargs = from_pretrained_kwargs(config, options)
+    if name != HEAD:
+        kwargs["key_mapping"] = {rf"^{re.escape(name)}\.": f"{HEAD}."}
+    with quiet_transformers():
+        auto_class = transformers.AutoModelForSequenceClassification
+        model, info = auto_class.from_pretrained(path, **kwargs)
+    if has_stored_head:
+        check_loading_info(path, info)
+    else:
+        lm_head = {key for key in info["unexpected_keys"] if is_lm_head_key(key)}
+        check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
+        init_value_head(model.get_submodule(HEAD))
+    check_packable(model)
+    rename_head(model, name)
+    return model
+
+
+def rename_head(model: PreTrainedModel, name: str) -> None:
+    """Give the module `score` the name it has in saved files."""
+    if name == HEAD:
+        return
+    if not name.isidentifier() or hasattr(model, name):
+        raise ConfigError(
+            f"--value_head_prefix {name!r} cannot name a module. Use score or value_head."
+        )
+    model.add_module(name, model.get_submodule(HEAD))
+    delattr(model, HEAD)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' report of missing and unexpected keys, which are checked instead."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def is_value_model(config: PretrainedConfig) -> bool:
+    """Whether the checkpoint was saved with a scalar head, which must then be found in it."""
+    names = config.architectures or ()
+    is_classifier = any("SequenceClassification" in name for name in names)
+    return is_classifier or "value_head_prefix" in config.to_dict()
+
+
+def is_lm_head_key(key: str) -> bool:
+    """Whether a checkpoint key belongs to the language-model head, which a value model drops."""
+    return key.split(".")[0] in ("lm_head", "embed_out", "output")
+
+
+def init_value_head(head: nn.Linear, *, seed: int = 0) -> None:
+    """Draw a fresh head with std 1 / (hidden + 1) from its own generator: equal on every rank."""
+    weight = head.weight
+    is_partitioned = hasattr(weight, "ds_id")
+    if is_partitioned:
+        from deepspeed.zero import GatheredParameters  # noqa: PLC0415 - with ZeRO-3 only
+    with GatheredParameters(weight, modifier_rank=0) if is_partitioned else nullcontext():
+        hidden_size = weight.size(-1)
+        draw = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            weight.copy_(draw / (hidden_size + 1))

@@ -1,0 +1,257 @@
+"""Builds an RL run and drives it: on a Ray cluster (`run_ppo_ray`) or in this process (`run_ppo_local`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+import torch
+
+from openrlhf.algorithms.advantages import estimator
+from openrlhf.config.cli import save_resolved
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.topology import Topology
+from openrlhf.engines.base import RolloutEngine
+from openrlhf.trainer.ppo_setup import (
+    RunInputs,
+    Schedule,
+    make_schedule,
+    needs_critic,
+    needs_old_logprobs,
+    needs_reference,
+    prepare_inputs,
+)
+from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
+from openrlhf.trainer.ppo_utils.experience_maker import KLRules, RemoteExperienceMaker, RewardRules
+from openrlhf.trainer.ppo_utils.samples_generator import Generator, SamplesGenerator, Scorer
+from openrlhf.trainer.ppo_utils.scoring import FunctionScorer, ModelScorer
+from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
+from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
+from openrlhf.trainer.ray.launcher import connect_ray
+from openrlhf.trainer.ray.local_group import LocalCluster
+from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.placement import view_cluster
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
+from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator
+from openrlhf.utils.logging import (
+    format_count,
+    notice,
+    print_banner,
+    redirect_framework_logs,
+    warn,
+)
+from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
+
+MISMATCH_KL_FP32 = 1e-3
+MISMATCH_KL_HALF = 0.1
+
+Groups = dict[str, WorkerGroup]
+
+
+def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
+    """Train on a Ray cluster: the one there is, else one started on this machine."""
+    _say(notices)
+    inputs = prepare_inputs(config)
+    redirect_framework_logs(inputs.run_dir, "driver")
+    connect_ray()
+    try:
+        counts = role_counts(
+            config,
+            view_cluster(),
+            has_critic=needs_critic(config),
+            has_reference=needs_reference(config),
+        )
+        cluster = RayCluster(config, counts, run_dir=str(inputs.run_dir.resolve()))
+        _run(config, inputs, cluster, is_main=True)
+    finally:
+        ray.shutdown()
+
+
+def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
+    """Train in the launching process or processes, without Ray."""
+    topology = Topology.from_env(local_rank=config.local_rank)
+    if topology.is_main:
+        _say(notices)
+    inputs = prepare_inputs(config)
+    redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
+    cluster = LocalCluster(config, str(inputs.run_dir), topology)
+    _run(config, inputs, cluster, is_main=topology.is_main)
+
+
+def _say(notices: Sequence[str]) -> None:
+    for line in notices:
+        warn(line)
+
+
+def _run(
+    config: PPOConfig, inputs: RunInputs, cluster: RayCluster | LocalCluster, *, is_main: bool
+) -> None:
+    schedule = make_schedule(config, len(inputs.prompts))
+    if is_main:
+        save_resolved(config, inputs.run_dir / "config.yaml")
+    groups = _start_groups(config, cluster)
+    engines = cluster.start_engines(groups["actor"])
+    sizes = _init_models(config, groups, schedule)
+    if is_main:
+        _banner(config, inputs, schedule, sizes, cluster.counts)
+    parts = _assemble(config, inputs, schedule, groups, engines=engines, is_main=is_main)
+    parts.phases.start([group for role, group in groups.items() if role in ("actor", "critic")])
+    trainer = PPOTrainer(config, parts)
+    trainer.fit()
+    _export(config, groups)
+    notice(f"model saved to {inputs.run_dir}") if is_main else None
+
+
+def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Groups:
+    groups: Groups = {"actor": cluster.start_group("actor", PolicyModelActor)}
+    if needs_reference(config):
+        groups["ref"] = cluster.start_group("ref", ReferenceModelActor)
+    if config.reward.model_name_or_path:
+        groups["reward"] = cluster.start_group("reward", RewardModelActor)
+    if needs_critic(config):
+        groups["critic"] = cluster.start_group("critic", CriticModelActor)
+    return groups
+
+
+def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[str, int]:
+    """Load all models, at the same time where they have processes of their own; parameter counts by role."""
+    classes = {
+        "actor": (PolicyModelActor, (schedule.num_actor_updates,)),
+        "critic": (CriticModelActor, (schedule.num_critic_updates,)),
+        "ref": (ReferenceModelActor, ()),
+        "reward": (RewardModelActor, ()),
+    }
+    pending = {}
+    for role, group in groups.items():
+        worker_class, args = classes[role]
+        pending[role] = group.start(worker_class.init_model, [args] * group.num_ranks)  # type: ignore[attr-defined]
+    return {role: wait()[0] for role, wait in pending.items()}
+
+
+def _assemble(
+    config: PPOConfig,
+    inputs: RunInputs,
+    schedule: Schedule,
+    groups: Groups,
+    *,
+    engines: Sequence[RolloutEngine],
+    is_main: bool,
+) -> PPOParts:
+    generator: Generator = (
+        EnginePool(engines)
+        if engines
+        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
+    )
+    return PPOParts(
+        actor=groups["actor"],
+        critic=groups.get("critic"),
+        engines=engines,
+        samples_generator=SamplesGenerator(
+            generator, _scorer(inputs, groups), inputs.tokenizer, vocab_size=inputs.vocab_size
+        ),
+        experience_maker=_experience_maker(config, groups, schedule),
+        phases=DevicePhases(
+            engines,
+            engines_sleep=config.vllm.enable_sleep and config.train.colocate_all,
+            training_sleeps=config.ds.enable_sleep,
+        ),
+        prompts=inputs.prompts,
+        eval_prompts=inputs.eval_prompts,
+        sampling=inputs.sampling,
+        eval_sampling=inputs.eval_sampling,
+        tracker=_tracker(config, inputs.run_dir) if is_main else NullTracker(),
+        rollout_writer=RolloutWriter(inputs.run_dir),
+        max_mismatch_kl=MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF,
+    )
+
+
+def _scorer(inputs: RunInputs, groups: Groups) -> Scorer:
+    if inputs.reward_function is not None:
+        return FunctionScorer(inputs.reward_function)
+    rewards = ForwardPass(groups["reward"], RewardModelActor.compute_rewards, axis="sample")
+    return ModelScorer(rewards)
+
+
+def _experience_maker(
+    config: PPOConfig, groups: Groups, schedule: Schedule
+) -> RemoteExperienceMaker:
+    advantage, reward, kl = config.algo.advantage, config.reward, config.algo.kl
+    is_off_policy = needs_old_logprobs(config, schedule)
+    return RemoteExperienceMaker(
+        estimator(
+            advantage.estimator,
+            gamma=advantage.gamma,
+            lambd=advantage.lambd,
+            no_std_norm=advantage.no_std_norm,
+        ),
+        RewardRules(
+            clip_range=reward.clip_range,
+            max_new_tokens=config.rollout.max_new_tokens,
+            overlong_buffer_len=reward.overlong_buffer_len,
+            overlong_penalty_factor=reward.overlong_penalty_factor,
+            stop_properly_penalty_coef=reward.stop_properly_penalty_coef,
+        ),
+        KLRules(kl.estimator, kl.use_loss),
+        old_logprobs=ForwardPass(groups["actor"], PolicyModelActor.compute_logprobs)
+        if is_off_policy
+        else None,
+        ref_logprobs=ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
+        if "ref" in groups
+        else None,
+        values=ForwardPass(groups["critic"], CriticModelActor.compute_values)
+        if "critic" in groups
+        else None,
+        is_sequential=config.train.colocate_all,
+    )
+
+
+def _tracker(config: PPOConfig, run_dir: Path) -> Tracker:
+    return make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
+
+
+def _is_fp32(config: PPOConfig) -> bool:
+    dtype = config.ds.param_dtype
+    return dtype == "fp32" or (dtype == "auto" and not torch.cuda.is_available())
+
+
+def _export(config: PPOConfig, groups: Groups) -> None:
+    groups["actor"].call(PolicyModelActor.save_model, config.ckpt.output_dir)
+    if "critic" in groups and config.critic.save_value_network:
+        groups["critic"].call(CriticModelActor.save_model, f"{config.ckpt.output_dir}_critic")
+
+
+def _banner(
+    config: PPOConfig,
+    inputs: RunInputs,
+    schedule: Schedule,
+    sizes: dict[str, int],
+    counts: RoleCounts,
+) -> None:
+    rollout, train = config.rollout, config.train
+    samples = rollout.batch_size * rollout.n_samples_per_prompt
+    print_banner(
+        {
+            "models": {
+                role: f"{format_count(size)} parameters on {counts.ranks[role]} rank(s)"
+                for role, size in sizes.items()
+            }
+            | {
+                "engines": f"{counts.num_engines} x vLLM"
+                if counts.num_engines
+                else "Hugging Face generation in the actor"
+            },
+            "run": {
+                "estimator": config.algo.advantage.estimator,
+                "devices": counts.describe(),
+                "dtype": config.ds.param_dtype if not _is_fp32(config) else "fp32",
+                "batch": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples}; "
+                f"{schedule.updates_per_rollout} update(s) of {train.batch_size} samples a step",
+                "steps": f"{schedule.num_steps} ({len(inputs.prompts)} prompts x {train.num_episodes} episode(s))",
+                "folder": os.fspath(inputs.run_dir),
+            },
+        }
+    )

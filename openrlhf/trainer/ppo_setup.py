@@ -1,0 +1,180 @@
+"""What an RL run needs before anything heavy starts: tokenizer, prompts, reward source, arithmetic.
+
+Everything a user can get wrong in data, paths and reward code is found here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.engines.base import SamplingSettings
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import load_config
+from openrlhf.rewards.function import FunctionReward
+from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
+from openrlhf.utils.logging import notice
+from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Checked inputs of a run."""
+
+    run_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    reward_function: FunctionReward | None
+    sampling: SamplingSettings
+    eval_sampling: SamplingSettings
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Batch arithmetic of a run."""
+
+    num_steps: int  # rollout batches
+    num_actor_updates: int  # optimizer steps of the policy
+    num_critic_updates: int
+    updates_per_rollout: int  # of a full rollout batch
+
+
+def prepare_inputs(config: PPOConfig) -> RunInputs:
+    """Load and check tokenizer, prompts and reward function; raises ConfigError or DataError."""
+    model_path = _name(config.actor.model_name_or_path)
+    vocab_size = _check_models(config)
+    tokenizer = load_tokenizer(
+        model_path,
+        chat_template=config.data.tokenizer_chat_template,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+    stop = eos_token_ids(model_path, tokenizer)
+    rollout = config.rollout
+    run_dir = Path(config.ckpt.output_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return RunInputs(
+        run_dir=run_dir,
+        tokenizer=tokenizer,
+        prompts=_prompts(config, tokenizer, config.data.prompt_dataset, config.data.prompt_split),
+        eval_prompts=_prompts(config, tokenizer, config.eval.dataset, config.eval.split)
+        if config.eval.dataset
+        else None,
+        reward_function=_reward_function(config),
+        sampling=SamplingSettings(
+            num_samples=rollout.n_samples_per_prompt,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=stop,
+        ),
+        eval_sampling=SamplingSettings(
+            num_samples=config.eval.n_samples_per_prompt,
+            temperature=config.eval.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=stop,
+        ),
+        vocab_size=vocab_size,
+    )
+
+
+def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
+    """Exact numbers of steps and updates for `num_prompts` prompts an episode."""
+    size, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    full, rest = divmod(num_prompts, size)
+    batches = [size] * full + ([rest] if rest else [])
+    updates = [
+        num_updates_per_rollout(n * samples, config.train.batch_size, config.train.max_epochs)
+        for n in batches
+    ] * config.train.num_episodes
+    frozen = max(config.critic.freezing_steps, 0)
+    return Schedule(
+        num_steps=len(updates),
+        num_actor_updates=max(sum(updates[frozen:]), 1),
+        num_critic_updates=sum(updates),
+        updates_per_rollout=max(updates),
+    )
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    """Whether the advantage estimator uses a critic."""
+    return ESTIMATORS[config.algo.advantage.estimator].needs_critic
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether a reference model is started: only when its KL can have an effect."""
+    return config.algo.kl.init_coef > 0
+
+
+def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
+    """Whether the old policy's log-probs take a forward: off-policy updates, or KL in the reward."""
+    has_reward_kl = needs_reference(config) and not config.algo.kl.use_loss
+    return schedule.updates_per_rollout > 1 or has_reward_kl
+
+
+def _name(value: str | None) -> str:
+    assert value is not None, "checked by the configuration"
+    return value
+
+
+def _check_models(config: PPOConfig) -> int:
+    """Check that every model named is there; answers the policy's vocabulary size."""
+    trust = config.trust_remote_code
+    names = [config.critic.model_name_or_path]
+    names += (config.reward.model_name_or_path or "").split(",")
+    problems = []
+    for name in filter(None, names):
+        try:
+            load_config(name, trust_remote_code=trust)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    policy = load_config(_name(config.actor.model_name_or_path), trust_remote_code=trust)
+    return int(policy.get_text_config().vocab_size)
+
+
+def _prompts(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, spec: str | None, split: str
+) -> PromptDataset:
+    data = config.data
+    is_training = spec == data.prompt_dataset and split == data.prompt_split
+    rows = load_rows(
+        _name(spec),
+        split=split,
+        probs=data.prompt_probs if is_training else None,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+    )
+    prompts = PromptDataset(
+        rows,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        prompt_max_len=data.prompt_max_len,
+        overlong=data.overlong_prompts,
+    )
+    if prompts.num_dropped:
+        notice(f"{prompts.num_dropped} prompts over --prompt_max_len {data.prompt_max_len} left out")
+    return prompts
+
+
+def _reward_function(config: PPOConfig) -> FunctionReward | None:
+    url = config.reward.remote_url
+    if url is None:
+        return None
+    if not os.path.splitext(url)[1] == ".py":
+        raise ConfigError(f"--remote_rm_url {url}: only a Python file with reward_func works today")
+    return FunctionReward(url)

@@ -1,0 +1,216 @@
+"""The RL step on one screen: generate, make experience, update, sync; plain Python over groups of workers.
+
+Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by ppo_run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptRecord
+from openrlhf.datasets.sampler import EpochSampler
+from openrlhf.engines.base import RolloutEngine, SamplingSettings
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.kl_controller import KLController
+from openrlhf.trainer.ppo_utils.ledger import Ledger
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.utils.logging import eval_line, hints, notice, step_line
+from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.tracking import RolloutWriter, Tracker
+
+
+@dataclass(frozen=True)
+class PPOParts:
+    """Everything the trainer drives."""
+
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    engines: Sequence[RolloutEngine]  # that need weights sent; empty when the policy generates itself
+    samples_generator: SamplesGenerator
+    experience_maker: RemoteExperienceMaker
+    phases: DevicePhases
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    sampling: SamplingSettings
+    eval_sampling: SamplingSettings
+    tracker: Tracker
+    rollout_writer: RolloutWriter
+    max_mismatch_kl: float  # the first step ends the run above it
+
+
+class PPOTrainer:
+    """Synchronous RL: PPO, REINFORCE++ and the group estimators."""
+
+    def __init__(self, config: PPOConfig, parts: PPOParts) -> None:
+        self.config = config
+        self.parts = parts
+        kl = config.algo.kl
+        self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
+        self.ledger = Ledger()
+        self.history: list[dict[str, float]] = []
+        batch_size = config.rollout.batch_size
+        steps_per_episode = -(-len(parts.prompts) // batch_size)
+        self.num_steps = steps_per_episode * config.train.num_episodes
+
+    def fit(self) -> None:
+        """Run all episodes; evaluates before the first step, every `--eval_steps`, and at the end."""
+        self.broadcast_to_vllm()
+        self.evaluate(global_step=0)
+        for global_step, prompts in enumerate(self.prompt_batches(), start=1):
+            metrics = Metrics()
+            with timed("step_total", metrics):
+                rollouts = self.generate(prompts, global_step, metrics)
+                metrics.merge(self.train_step(rollouts, global_step))
+            self.settle(prompts, global_step)
+            self.report(global_step, metrics, rollouts)
+            if self.is_eval_step(global_step):
+                self.evaluate(global_step)
+        self.parts.tracker.close()
+
+    def generate(
+        self, prompts: Sequence[PromptRecord], global_step: int, metrics: Metrics
+    ) -> list[Rollout]:
+        """Scored rollouts of a batch of prompts."""
+        with self.parts.phases.rollout():
+            rollouts, rollout_metrics = self.parts.samples_generator.generate_samples(
+                prompts, self.parts.sampling, tag=f"step{global_step}"
+            )
+        metrics.merge(rollout_metrics)
+        return rollouts
+
+    def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
+        """One RL step after generation."""
+        metrics = Metrics()
+        with timed("make_experience", metrics):
+            experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
+                rollouts, self.kl_controller.coef
+            )
+        with timed("ppo_train", metrics):
+            metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
+        self.check_mismatch(metrics, global_step)
+        with timed("broadcast", metrics):
+            self.broadcast_to_vllm()
+        if "kl" in metrics:
+            self.kl_controller.update(metrics["kl"], len(rollouts))
+        return metrics
+
+    def ppo_train(self, experience: Experience, global_step: int) -> Metrics:
+        """Update the critic, then the policy (unless the critic still warms up alone)."""
+        metrics = Metrics()
+        critic, actor = self.parts.critic, self.parts.actor
+        if critic is not None:
+            with self.parts.phases.update(critic):
+                shares = self.plan(experience, critic, global_step)
+                for part in critic.start(CriticModelActor.fit, [(share,) for share in shares])():
+                    metrics.merge(part)
+        if global_step > self.config.critic.freezing_steps:
+            with self.parts.phases.update(actor):
+                shares = self.plan(experience, actor, global_step)
+                work = [(share, self.kl_controller.coef) for share in shares]
+                for part in actor.start(PolicyModelActor.fit, work)():
+                    metrics.merge(part)
+        return metrics
+
+    def plan(
+        self, experience: Experience, group: WorkerGroup, global_step: int
+    ) -> list[list[UpdateStep]]:
+        """Optimizer steps of every rank of a group."""
+        train = self.config.train
+        return plan_updates(
+            experience,
+            group.num_ranks,
+            train_batch_size=train.batch_size,
+            max_epochs=train.max_epochs,
+            seed=train.seed + global_step,
+        )
+
+    def broadcast_to_vllm(self) -> None:
+        """Send the policy's weights to the engines; returns only when every engine has proved to hold them."""
+        if self.parts.engines:
+            with self.parts.phases.sync():
+                self.parts.actor.call(PolicyModelActor.broadcast_to_vllm, self.parts.engines)
+
+    def evaluate(self, global_step: int) -> dict[str, float]:
+        """pass@n and pass@1 on the evaluation prompts; logged."""
+        prompts = self.parts.eval_prompts
+        if prompts is None:
+            return {}
+        with self.parts.phases.rollout():
+            rollouts, _ = self.parts.samples_generator.generate_samples(
+                list(prompts), self.parts.eval_sampling, tag=f"eval{global_step}"
+            )
+        values = evaluation_metrics(rollouts, self.parts.eval_sampling.num_samples)
+        self.parts.tracker.log(global_step, values)
+        notice(eval_line(global_step, values))
+        return values
+
+    def is_eval_step(self, global_step: int) -> bool:
+        """Whether evaluation follows this step."""
+        every = self.config.eval.steps
+        return global_step == self.num_steps or (every > 0 and global_step % every == 0)
+
+    def prompt_batches(self) -> Iterator[list[PromptRecord]]:
+        """Batches of prompts over all episodes; the last one of an episode may be smaller."""
+        prompts, size = self.parts.prompts, self.config.rollout.batch_size
+        sampler = EpochSampler(len(prompts), self.config.train.seed)
+        for episode in range(self.config.train.num_episodes):
+            order = sampler.order(episode).tolist()
+            for start in range(0, len(order), size):
+                batch = [prompts[i] for i in order[start : start + size]]
+                self.ledger.draw((episode, prompt.row_id) for prompt in batch)
+                yield batch
+
+    def settle(self, prompts: Sequence[PromptRecord], global_step: int) -> None:
+        """Note in the ledger that these prompts were trained on."""
+        steps_per_episode = self.num_steps // self.config.train.num_episodes
+        episode = (global_step - 1) // steps_per_episode
+        self.ledger.settle(((episode, prompt.row_id) for prompt in prompts), "trained")
+        self.ledger.check()
+
+    def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
+        """Refuse to go on when engine and trainer disagree before anything could have drifted."""
+        limit = self.parts.max_mismatch_kl
+        if global_step == 1 and "vllm_kl" in metrics and metrics["vllm_kl"] > limit:
+            raise EngineError(
+                f"engine and trainer disagree about the sampled tokens at the first step: mismatch KL "
+                f"{metrics['vllm_kl']:.2e}, limit {limit:.0e}. Check temperature, dtype and attention on both sides."
+            )
+
+    def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+        """One line, the metrics file, the sinks, the rollouts."""
+        values = metrics.values()
+        values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
+        values["kl_coef"] = self.kl_controller.coef
+        if global_step % self.config.logger.logging_steps == 0:
+            self.parts.tracker.log(global_step, values)
+            notice(step_line(global_step, self.num_steps, values))
+        for line in hints(values, self.history):
+            notice(line)
+        self.history.append(values)
+        self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+
+
+def _row(rollout: Rollout) -> dict[str, object]:
+    return {
+        "sample_id": rollout.sample_id,
+        "row_id": rollout.row_id,
+        "prompt": rollout.prompt_text,
+        "response": rollout.response_text,
+        "label": rollout.label,
+        "reward": rollout.reward,
+        "score": rollout.score,
+        "finish_reason": rollout.finish_reason,
+        "num_actions": rollout.num_actions,
+        "weight_version": int(rollout.weight_versions[-1]),
+    }

@@ -1,0 +1,29 @@
+"""Evaluation during RL: pass@n and pass@1 per data source, keyed by row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from openrlhf.utils.rollout import Rollout
+
+
+def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[str, float]:
+    """Metrics of scored evaluation samples.
+
+    Per data source: pass@n = mean over prompts of the best score, pass@1 = mean over prompts of the mean score;
+    response length in tokens and the share of truncated responses over all.
+    """
+    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rollout in rollouts:
+        scores[rollout.datasource][rollout.row_id].append(rollout.task_score)
+    metrics: dict[str, float] = {}
+    for datasource, by_row in scores.items():
+        best = [max(values) for values in by_row.values()]
+        mean = [sum(values) / len(values) for values in by_row.values()]
+        metrics[f"eval/eval_{datasource}_pass{num_samples}"] = sum(best) / len(best)
+        metrics[f"eval/eval_{datasource}_pass1"] = sum(mean) / len(mean)
+    count = max(len(rollouts), 1)
+    metrics["eval/response_length"] = sum(r.num_actions for r in rollouts) / count
+    metrics["eval/truncated_rate"] = sum(r.is_truncated for r in rollouts) / count
+    return metrics

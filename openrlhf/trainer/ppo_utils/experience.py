@@ -1,0 +1,120 @@
+"""Experience: a ragged batch of scored samples, columns laid end to end without padding.
+
+Every column has one of three axes: token (T), action (N: sampled tokens only) or sample (B);
+`select` and `concat` keep the three in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.rollout import Rollout
+
+
+def _column(axis: str, *, is_optional: bool = False) -> Tensor:
+    default = {"default": None} if is_optional else {}
+    return field(metadata={"axis": axis}, **default)  # type: ignore[no-any-return, call-overload]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """B samples, T tokens, N sampled tokens."""
+
+    seq_lengths: Tensor = _column("sample")  # (B,) int64, sums to T
+    num_actions: Tensor = _column("sample")  # (B,) int64, sums to N
+    group_ids: Tensor = _column("sample")  # (B,) int64
+    rewards: Tensor = _column("sample")  # (B,) float32, finite
+    is_truncated: Tensor = _column("sample")  # (B,) bool
+    token_ids: Tensor = _column("token")  # (T,) int64
+    action_mask: Tensor = _column("token")  # (T,) bool
+    rollout_logprobs: Tensor = _column("action")  # (N,) float32, from the engine
+    weight_versions: Tensor = _column("action")  # (N,) int32
+    old_logprobs: Tensor | None = _column("action", is_optional=True)  # (N,) None: on-policy
+    ref_logprobs: Tensor | None = _column("action", is_optional=True)  # (N,)
+    values: Tensor | None = _column("action", is_optional=True)  # (N,)
+    advantages: Tensor | None = _column("action", is_optional=True)  # (N,)
+    returns: Tensor | None = _column("action", is_optional=True)  # (N,)
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Experience:
+        """Lay scored rollouts end to end; every one must have a finite reward."""
+        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32)
+        assert torch.isfinite(rewards).all(), "an unscored or non-finite sample reached training"
+        return cls(
+            seq_lengths=torch.tensor([len(r.token_ids) for r in rollouts]),
+            num_actions=torch.tensor([r.num_actions for r in rollouts]),
+            group_ids=torch.tensor([r.group_id for r in rollouts]),
+            rewards=rewards,
+            is_truncated=torch.tensor([r.is_truncated for r in rollouts]),
+            token_ids=torch.cat([r.token_ids for r in rollouts]),
+            action_mask=torch.cat([r.action_mask for r in rollouts]),
+            rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
+            weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seq_lengths)
+
+    def select(self, indices: Sequence[int]) -> Experience:
+        """The samples at `indices`, in that order; may be empty."""
+        sizes = {"token": self.seq_lengths.tolist(), "action": self.num_actions.tolist()}
+        index = torch.as_tensor(list(indices), dtype=torch.int64)
+        columns: dict[str, Tensor | None] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            axis = column.metadata["axis"]
+            if value is None or axis == "sample":
+                columns[column.name] = None if value is None else value[index]
+            else:
+                parts = value.split(sizes[axis])
+                columns[column.name] = torch.cat([value[:0], *(parts[i] for i in index.tolist())])
+        return Experience(**columns)  # type: ignore[arg-type]
+
+    def with_columns(self, **columns: Tensor | None) -> Experience:
+        """The same samples with some columns replaced; lengths are checked."""
+        updated = replace(self, **columns)  # type: ignore[arg-type]
+        updated.check()
+        return updated
+
+    def check(self) -> None:
+        """Assert that all columns have the length of their axis."""
+        size = {
+            "sample": len(self.seq_lengths),
+            "token": int(self.seq_lengths.sum()),
+            "action": int(self.num_actions.sum()),
+        }
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if value is not None:
+                assert len(value) == size[column.metadata["axis"]], (
+                    f"{column.name}: {len(value)} entries, expected {size}"
+                )
+
+    def to(self, device: torch.device | str) -> Experience:
+        """The same samples on another device."""
+        columns = {c.name: getattr(self, c.name) for c in fields(self)}
+        return Experience(**{k: v if v is None else v.to(device) for k, v in columns.items()})
+
+    def packed(self) -> PackedBatch:
+        """The samples as one packed row whose targets are the sampled tokens."""
+        return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+
+
+def scatter_back(parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor) -> Tensor:
+    """Undo a partition: per-part flat columns back into sample order.
+
+    `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many entries
+    each sample has (all ones for a per-sample column).
+    """
+    chunks: list[Tensor | None] = [None] * len(sizes)
+    for part, members in zip(parts, indices, strict=True):
+        own = part.split([int(sizes[i]) for i in members]) if len(members) else ()
+        for member, chunk in zip(members, own, strict=True):
+            chunks[member] = chunk
+    assert all(chunk is not None for chunk in chunks), "a sample was in no part"
+    return torch.cat(chunks)  # type: ignore[arg-type]

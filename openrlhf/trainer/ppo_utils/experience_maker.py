@@ -1,0 +1,153 @@
+"""From scored rollouts to experience: the forwards of reference, old policy and critic, then advantages.
+
+Follows the order of operations of the documentation: penalties, KL, shaping, clipping, token rewards, advantages,
+normalisation. Forwards nobody needs are not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import AdvantageEstimator
+from openrlhf.algorithms.kl import kl_per_token
+from openrlhf.algorithms.reward_shaping import penalise_overlong, penalise_truncated
+from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.errors import NumericsError
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class RewardRules:
+    """What happens to a raw reward before advantages; see the documentation of the flags."""
+
+    clip_range: tuple[float, float] = (-10.0, 10.0)
+    max_new_tokens: int = 1024
+    overlong_buffer_len: float | None = None
+    overlong_penalty_factor: float = 1.0
+    stop_properly_penalty_coef: float | None = None
+
+    def apply(self, rewards_B: Tensor, experience: Experience) -> Tensor:
+        """Length penalties on the raw rewards (B,)."""
+        if self.overlong_buffer_len is not None:
+            rewards_B = penalise_overlong(
+                rewards_B,
+                experience.num_actions,
+                max_new_tokens=self.max_new_tokens,
+                buffer_len=self.overlong_buffer_len,
+                penalty_factor=self.overlong_penalty_factor,
+            )
+        if self.stop_properly_penalty_coef is not None:
+            rewards_B = penalise_truncated(
+                rewards_B, experience.is_truncated, coef=self.stop_properly_penalty_coef
+            )
+        return rewards_B
+
+
+@dataclass(frozen=True)
+class KLRules:
+    """Where the KL to the reference enters, and how it is estimated."""
+
+    estimator: str = "k1"
+    use_loss: bool = False
+
+
+class RemoteExperienceMaker:
+    """Runs the forwards on their groups and the maths here."""
+
+    def __init__(
+        self,
+        estimator: AdvantageEstimator,
+        rules: RewardRules,
+        kl: KLRules,
+        *,
+        old_logprobs: ForwardPass | None,
+        ref_logprobs: ForwardPass | None,
+        values: ForwardPass | None,
+        is_sequential: bool = False,
+    ) -> None:
+        self.estimator = estimator
+        self.rules = rules
+        self.kl = kl
+        self.is_sequential = is_sequential
+        forwards = {"old_logprobs": old_logprobs, "values": values, "ref_logprobs": ref_logprobs}
+        self.forwards = {name: forward for name, forward in forwards.items() if forward}
+
+    def make_experience_batch(
+        self, rollouts: Sequence[Rollout], kl_coef: float
+    ) -> tuple[Experience, Metrics]:
+        """Experience with advantages and returns, and the metrics of the batch."""
+        experience = Experience.from_rollouts(rollouts)
+        experience = experience.with_columns(**self._run_forwards(experience))
+        kl_N = self._reward_kl(experience)
+        advantages_N, returns_N = self.estimator.compute(
+            self.rules.apply(experience.rewards, experience),
+            experience.group_ids,
+            torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
+            experience.values,
+            experience.num_actions,
+            kl_coef=kl_coef,
+            clip_range=self.rules.clip_range,
+        )
+        if not torch.isfinite(advantages_N).all():
+            raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
+        experience = experience.with_columns(advantages=advantages_N, returns=returns_N)
+        return experience, experience_metrics(experience, kl_N)
+
+    def _run_forwards(self, experience: Experience) -> dict[str, Tensor]:
+        # Groups on devices of their own work at the same time; groups that share devices take turns.
+        if self.is_sequential:
+            columns = {name: forward(experience) for name, forward in self.forwards.items()}
+        else:
+            pending = {name: forward.start(experience) for name, forward in self.forwards.items()}
+            columns = {name: wait() for name, wait in pending.items()}
+        for name, column in columns.items():
+            if not torch.isfinite(column).all():
+                raise NumericsError(f"{name} of this batch are not finite")
+        return columns
+
+    def _reward_kl(self, experience: Experience) -> Tensor | None:
+        """KL estimates (N,) that enter the token reward; None when KL is off or part of the loss."""
+        if self.kl.use_loss or experience.ref_logprobs is None:
+            return None
+        assert experience.old_logprobs is not None
+        return kl_per_token(
+            experience.old_logprobs, experience.ref_logprobs, estimator=self.kl.estimator
+        )
+
+
+def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
+    """Reward, length and KL of a batch under their logged names."""
+    metrics = Metrics()
+    num_samples = len(experience)
+    columns = {
+        "reward": experience.rewards,
+        "response_length": experience.num_actions.float(),
+        "total_length": experience.seq_lengths.float(),
+        "response_clip_ratio": experience.is_truncated.float(),
+    }
+    assert experience.returns is not None
+    columns["return"] = segment_sum(experience.returns, experience.num_actions) / (
+        experience.num_actions.clamp(min=1)
+    )
+    for name, column in columns.items():
+        metrics.add(name, column.mean().item(), weight=num_samples)
+    stds = group_stds(experience.rewards, experience.group_ids)
+    metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
+    if kl_N is not None:
+        metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+    if experience.values is not None:
+        metrics.add("values", experience.values.mean().item(), weight=len(experience.values))
+    return metrics
+
+
+def group_stds(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """Standard deviation of the rewards of each group, (P,); 0 for a group of one."""
+    groups = [rewards_B[group_ids_B == group] for group in group_ids_B.unique()]
+    return torch.stack([g.std() if len(g) > 1 else g.new_zeros(()) for g in groups])

@@ -1,0 +1,56 @@
+"""What the controller asks of a group of ranks, whether they are Ray actors or this very process.
+
+`ForwardPass` turns a group's method on shares into a function on whole experience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.balancing import balanced_partitions
+from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+
+Pending = Callable[[], list[Any]]
+
+
+class WorkerGroup(Protocol):
+    """Ranks that hold one model; methods are passed themselves: `group.call(PolicyModelActor.fit, ...)`."""
+
+    num_ranks: int
+
+    def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
+        """Call `method` on every rank, rank k with `shares[k]`; the answer waits for the results."""
+
+    def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
+        """Call `method` with the same arguments on every rank; the results, by rank."""
+
+
+class ForwardPass:
+    """A forward of a group over experience, balanced over its ranks by tokens."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        method: Callable[..., Any],
+        *,
+        axis: Literal["action", "sample"] = "action",
+    ) -> None:
+        self.group = group
+        self.method = method
+        self.axis = axis
+
+    def start(self, experience: Experience) -> Callable[[], Tensor]:
+        """Send the shares off; the answer waits for a flat (N,) or (B,) column in sample order."""
+        parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_ranks)
+        pending = self.group.start(self.method, [(experience.select(part),) for part in parts])
+        sizes = experience.num_actions
+        if self.axis == "sample":
+            sizes = torch.ones_like(sizes)
+        return lambda: scatter_back(pending(), parts, sizes)
+
+    def __call__(self, experience: Experience) -> Tensor:
+        return self.start(experience)()

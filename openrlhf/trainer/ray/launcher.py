@@ -1,0 +1,168 @@
+"""Ray at the edge: starts or joins a cluster, runs plain worker classes as actors, unwraps their errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf.errors import EngineError, OpenRLHFError
+from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.placement import Slot
+
+FORWARDED_PREFIXES = ("HF_", "WANDB_", "NCCL_", "VLLM_", "OPENRLHF_")
+FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+
+
+def connect_ray() -> None:
+    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one on this machine."""
+    if ray.is_initialized():
+        return
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    address = os.environ.get("RAY_ADDRESS")
+    if address != "local":
+        try:
+            ray.init(address=address or "auto", **quiet)
+        except ConnectionError:
+            if address:
+                raise
+        else:
+            return
+    ray.init(address="local", include_dashboard=False, **quiet)
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a worker: the caller's credentials and switches, and threads that fit the cores."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_PREFIXES)
+        or name in FORWARDED_NAMES
+        or (name.startswith("RAY_EXPERIMENTAL_NOSET_"))
+    }
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    return environment
+
+
+def start_actor(
+    worker_class: type,
+    args: tuple[object, ...],
+    slot: Slot,
+    *,
+    num_threads: int,
+    max_concurrency: int = 1,
+) -> Any:
+    """Start a plain class as a Ray actor in its slot; answers the handle."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=slot.group,
+        placement_group_bundle_index=slot.bundle_index,
+        placement_group_capture_child_tasks=True,
+    )
+    return (
+        ray.remote(worker_class)
+        .options(
+            num_cpus=slot.num_cpus,
+            num_gpus=slot.num_gpus,
+            scheduling_strategy=strategy,
+            max_concurrency=max_concurrency,
+            runtime_env={"env_vars": worker_environment(num_threads)},
+        )
+        .remote(*args)
+    )
+
+
+def get(reference: Any, who: str, timeout_s: float) -> Any:
+    """Wait for a Ray result; errors come back as what was raised, naming the worker.
+
+    Raises EngineError when the worker died or did not answer in `timeout_s` seconds.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, OpenRLHFError):
+            raise _named(cause, who) from None
+        raise EngineError(f"{who}: {type(cause).__name__}: {cause}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
+    except ray.exceptions.RayActorError as error:
+        raise EngineError(f"{who} died: {error}") from error
+
+
+def _named(cause: OpenRLHFError, who: str) -> OpenRLHFError:
+    named = type(cause)(f"{cause} [{who}]")
+    named.__cause__ = cause
+    return named
+
+
+class RayActorGroup:
+    """The ranks of one model as Ray actors."""
+
+    def __init__(
+        self,
+        worker_class: type,
+        shared_args: tuple[object, ...],
+        slots: Sequence[Slot],
+        *,
+        role: str,
+        run_dir: str,
+        num_threads: int,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self.role = role
+        self.num_ranks = len(slots)
+        self.timeout_s = timeout_s
+        self.handles = [
+            start_actor(
+                worker_class,
+                (*shared_args, RankIdentity(role, rank, len(slots), run_dir)),
+                slot,
+                num_threads=num_threads,
+            )
+            for rank, slot in enumerate(slots)
+        ]
+        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), timeout_s)
+        self._wait([handle.join.remote(*endpoint) for handle in self.handles])
+
+    def start(
+        self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        """Call `method` on every rank with its share; the answer waits for the results."""
+        assert len(shares) == self.num_ranks, "one share a rank"
+        references = [
+            getattr(handle, method.__name__).remote(*share)
+            for handle, share in zip(self.handles, shares, strict=True)
+        ]
+        return lambda: self._wait(references)
+
+    def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
+        """Call `method` with the same arguments on every rank."""
+        return self.start(method, [args] * self.num_ranks)()
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        for handle in self.handles:
+            ray.kill(handle)
+
+    def _wait(self, references: Sequence[Any]) -> list[Any]:
+        # The first error wins, whichever rank it is on: peers of a failed rank hang in a collective.
+        ranks: Mapping[Any, int] = {reference: rank for rank, reference in enumerate(references)}
+        results: dict[int, Any] = {}
+        waiting = list(references)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=self.timeout_s)
+            if not done:
+                raise EngineError(
+                    f"{self._who(ranks[waiting[0]])} did not answer in {self.timeout_s:.0f} s"
+                )
+            for reference in done:
+                results[ranks[reference]] = get(
+                    reference, self._who(ranks[reference]), self.timeout_s
+                )
+        return [results[rank] for rank in range(len(references))]
+
+    def _who(self, rank: int) -> str:
+        return f"{self.role} rank {rank} of {self.num_ranks}"

@@ -1,0 +1,62 @@
+"""The calls of a worker group answered in this very process: no Ray.
+
+Started under torchrun or deepspeed, every process runs the same controller; each works on its own share and the
+results are exchanged, so that all controllers see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.collectives import all_gather_object
+from openrlhf.distributed.topology import Topology
+from openrlhf.engines.base import RolloutEngine
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.cluster import RoleCounts
+from openrlhf.trainer.ray.model_actor import RankIdentity
+
+ROLES = ("actor", "critic", "ref", "reward")
+
+
+class LocalGroup:
+    """One rank of a model in this process; its peers are the other processes of the launch."""
+
+    def __init__(self, worker: object, topology: Topology) -> None:
+        self.worker = worker
+        self.rank = topology.rank
+        self.num_ranks = topology.world_size
+
+    def start(
+        self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        """Run `method` on this rank's share at once; the answer exchanges the results."""
+        assert len(shares) == self.num_ranks, "one share a rank"
+        result = method(self.worker, *shares[self.rank])
+        return lambda: all_gather_object(result)
+
+    def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
+        """Run `method` with the same arguments on every rank."""
+        return self.start(method, [args] * self.num_ranks)()
+
+
+class LocalCluster:
+    """Starts workers in this process; the policy generates itself."""
+
+    def __init__(self, config: PPOConfig, run_dir: str, topology: Topology) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.topology = topology
+        self.counts = RoleCounts(dict.fromkeys(ROLES, topology.world_size))
+
+    def start_group(self, role: str, worker_class: type) -> WorkerGroup:
+        """This rank of a role."""
+        identity = RankIdentity(role, self.topology.rank, self.topology.world_size, self.run_dir)
+        worker = worker_class(self.config, identity)
+        worker.setup()
+        return LocalGroup(worker, self.topology)
+
+    def start_engines(self, actor: WorkerGroup) -> list[RolloutEngine]:
+        """No engines beside the policy's own generation."""
+        return []

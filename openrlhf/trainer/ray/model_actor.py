@@ -1,0 +1,150 @@
+"""What every rank of every model shares: joining its group, forwards in micro-batches, memory between phases.
+
+Workers are plain classes. Ray wraps them in launcher.py; LocalGroup calls them directly.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+from openrlhf.models.loading import LoadOptions
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
+from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batches_of
+from openrlhf.utils.logging import redirect_framework_logs
+from openrlhf.utils.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Which rank of which model a worker is."""
+
+    role: str
+    rank: int
+    world_size: int
+    run_dir: str
+
+
+class ModelWorker:
+    """One rank of a model's group; subclasses add the model."""
+
+    strategy: DeepSpeedStrategy
+    engine: TrainEngine | EvalEngine
+
+    def __init__(self, config: PPOConfig, identity: RankIdentity) -> None:
+        self.config = config
+        self.identity = identity
+
+    def master_endpoint(self) -> tuple[str, int]:
+        """Address and a free port for the group's rendezvous (asked of rank 0)."""
+        host = os.environ.get("RAY_NODE_IP_ADDRESS") or _own_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+    def join(self, host: str, port: int) -> None:
+        """Set up this process as its rank of the group; every rank must call it."""
+        identity = self.identity
+        name = f"{identity.role}-{identity.rank}"
+        redirect_framework_logs(identity.run_dir, name, capture_streams=True)
+        os.environ.update(
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            RANK=str(identity.rank),
+            WORLD_SIZE=str(identity.world_size),
+            LOCAL_RANK="0",  # Ray shows every worker its own devices only
+        )
+        self.setup()
+
+    def setup(self) -> None:
+        """Start the distributed runtime in a process that already knows its rank."""
+        self.strategy = DeepSpeedStrategy(
+            self.config.ds,
+            seed=self.config.train.seed,
+            full_determinism=self.config.train.full_determinism_enable,
+            local_rank=self.config.local_rank,
+        )
+        self.strategy.setup()
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """How models of this run are loaded."""
+        ds = self.config.ds
+        return {
+            "attn_implementation": ds.attn_implementation,
+            "dtype": ds.param_dtype,
+            "trust_remote_code": self.config.trust_remote_code,
+        }
+
+    def offload_states(self) -> None:
+        """Move training states to CPU memory."""
+        self.engine.offload_states()
+
+    def reload_states(self) -> None:
+        """Bring training states back."""
+        self.engine.reload_states()
+
+    @property
+    def rollout_plan(self) -> MicroBatchPlan:
+        """Micro-batches of forwards without gradients."""
+        train = self.config.train
+        budget = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
+        return MicroBatchPlan(
+            self.config.rollout.micro_batch_size, budget if train.dynamic_batch_enable else None
+        )
+
+    @property
+    def train_plan(self) -> MicroBatchPlan:
+        """Micro-batches of updates."""
+        train = self.config.train
+        return MicroBatchPlan(
+            train.micro_batch_size, train.max_tokens_per_gpu if train.dynamic_batch_enable else None
+        )
+
+    @torch.no_grad()
+    def forward_in_micro_batches(
+        self, experience: Experience, forward: Callable[[PackedBatch], Tensor], device: torch.device
+    ) -> Tensor:
+        """Run `forward` over a share and lay the answers end to end in its order, on the CPU.
+
+        Ranks with fewer micro-batches run empty ones: under ZeRO-3 a forward is a collective.
+        """
+        plan = micro_batches_of(experience, self.rollout_plan)
+        count = self.strategy.all_reduce_max({"n": float(len(plan))})["n"]
+        order = [index for part in plan for index in part]
+        outputs: list[Tensor] = []
+        for k in range(int(count)):
+            is_real = k < len(plan)
+            batch = experience.select(plan[k]) if is_real else empty_experience(experience)
+            output = forward(batch.packed().to(device)).cpu()
+            if is_real:
+                sizes = [1] * len(batch) if len(output) == len(batch) else None
+                outputs.extend(output.split(sizes or batch.num_actions.tolist()))
+        if not outputs:
+            return torch.zeros(0)
+        return torch.cat([outputs[position] for position in _inverse(order)])
+
+
+def _inverse(order: list[int]) -> list[int]:
+    inverse = [0] * len(order)
+    for position, index in enumerate(order):
+        inverse[index] = position
+    return inverse
+
+
+def _own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing; asks which interface would be used
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,141 @@
+"""Where every role runs: demand against the cluster, placement groups, and a table instead of an endless wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from openrlhf.errors import ConfigError
+
+# On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
+CPU_SHARE_OF_A_RANK = 0.01
+COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it
+
+
+@dataclass(frozen=True)
+class RoleDemand:
+    """What one role asks for; roles with the same `pool` share bundles."""
+
+    role: str
+    num_ranks: int
+    pool: str
+    bundles_per_rank: int = 1  # tensor-parallel engines take several devices
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where rank k of a role goes, and which share of the bundle it takes."""
+
+    group: PlacementGroup
+    bundle_index: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What the cluster has."""
+
+    num_gpus: int
+    num_cpus: int
+    max_gpus_per_node: int
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether ranks get GPUs."""
+        return self.num_gpus > 0
+
+
+def view_cluster() -> ClusterView:
+    """Total resources of the connected cluster."""
+    total = ray.cluster_resources()
+    per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return ClusterView(
+        num_gpus=int(total.get("GPU", 0)),
+        num_cpus=int(total.get("CPU", 0)),
+        max_gpus_per_node=max(per_node, default=0),
+    )
+
+
+def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
+    """Bundles of every pool: the largest of the roles that share it."""
+    sizes: dict[str, int] = {}
+    for demand in demands:
+        size = demand.num_ranks * demand.bundles_per_rank
+        sizes[demand.pool] = max(sizes.get(demand.pool, 0), size)
+    return sizes
+
+
+def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
+    """Raise ConfigError with a table when the cluster can never hold the demand."""
+    if not cluster.has_gpus:
+        return
+    need = sum(pool_sizes(demands).values())
+    if need > cluster.num_gpus:
+        raise ConfigError(
+            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share devices with "
+            f"--colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
+        )
+
+
+def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
+    """Need and have, role by role."""
+    kind = "GPU" if cluster.has_gpus else "CPU rank"
+    rows = [f"  {'role':<10}{'ranks':>6}{'devices':>9}  placement"]
+    for d in demands:
+        rows.append(
+            f"  {d.role:<10}{d.num_ranks:>6}{d.num_ranks * d.bundles_per_rank:>9}  {d.pool}"
+        )
+    have = cluster.num_gpus if cluster.has_gpus else cluster.num_cpus
+    rows.append(f"  need {sum(pool_sizes(demands).values())} x {kind}, have {have}")
+    return "\n".join(rows)
+
+
+def place(
+    demands: Sequence[RoleDemand], cluster: ClusterView, *, deadline_s: float = 60.0
+) -> dict[str, list[Slot]]:
+    """Slots of every role, one a bundle; raises ConfigError with the table when the cluster is too small or busy."""
+    check_demand(demands, cluster)
+    bundle = {"GPU": 1.0, "CPU": 1.0} if cluster.has_gpus else {"CPU": CPU_SHARE_OF_A_RANK}
+    groups = {
+        pool: placement_group([bundle] * size, strategy="PACK")
+        for pool, size in pool_sizes(demands).items()
+    }
+    _wait_until_ready(groups, demands, cluster, deadline_s)
+    roles_in_pool = {pool: sum(d.pool == pool for d in demands) for pool in groups}
+    slots: dict[str, list[Slot]] = {}
+    for demand in demands:
+        is_shared = roles_in_pool[demand.pool] > 1
+        share = COLOCATED_SHARE if is_shared else 1.0
+        slots[demand.role] = [
+            Slot(
+                groups[demand.pool],
+                index,
+                num_cpus=bundle["CPU"] * share,
+                num_gpus=bundle.get("GPU", 0.0) * share,
+            )
+            for index in range(demand.num_ranks * demand.bundles_per_rank)
+        ]
+    return slots
+
+
+def _wait_until_ready(
+    groups: dict[str, PlacementGroup],
+    demands: Sequence[RoleDemand],
+    cluster: ClusterView,
+    deadline_s: float,
+) -> None:
+    deadline = time.monotonic() + deadline_s
+    for group in groups.values():
+        if not group.wait(max(deadline - time.monotonic(), 1.0)):
+            for other in groups.values():
+                remove_placement_group(other)
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            raise ConfigError(
+                f"The cluster did not free the devices in {deadline_s:.0f} s; free now: {free}. "
+                f"Another job may hold them (`ray status`).\n{demand_table(demands, cluster)}"
+            )

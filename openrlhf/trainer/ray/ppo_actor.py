@@ -1,0 +1,186 @@
+"""The policy on its training ranks: log-probs, updates, weights to the engines, export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from openrlhf.algorithms.kl import kl_per_token
+from openrlhf.algorithms.off_policy import mismatch
+from openrlhf.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    ClipRange,
+    PolicyLossTerms,
+    aggregate,
+)
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
+from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.models.actor import Actor, TokenStats
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
+from openrlhf.trainer.ppo_utils.update_loop import run_updates
+from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.weight_sync import drain, send_weights
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import load_tokenizer
+
+BUCKET_BYTES = 256 << 20
+
+
+class PolicyModelActor(ModelWorker):
+    """One rank of the policy."""
+
+    engine: TrainEngine
+    weight_version = 0
+    generator: HFEngine | None = None
+
+    def init_model(self, num_updates: int) -> int:
+        """Load and shard the policy; `num_updates` is the horizon of the schedule. Answers the parameter count."""
+        config = self.config.actor
+        assert config.model_name_or_path is not None
+        model = load_causal_lm(config.model_name_or_path, **self.load_options)
+        self.actor = Actor(model)
+        if config.gradient_checkpointing_enable:
+            self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        self.engine = self.strategy.prepare_train(self.actor, config, num_updates=num_updates)
+        self.policy_loss = POLICY_LOSSES[config.policy_loss_type]
+        low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
+        self.clip = ClipRange(low, high, config.dual_clip)
+        return num_parameters
+
+    def compute_logprobs(self, experience: Experience) -> Tensor:
+        """Log-probs (N,) of the share's sampled tokens under the current weights."""
+        return self.forward_in_micro_batches(
+            experience, lambda batch: self._stats(batch).logprobs, self.engine.device
+        )
+
+    def fit(self, steps: Sequence[UpdateStep], kl_coef: float) -> Metrics:
+        """All optimizer steps of one rollout batch on this rank's shares."""
+        self.kl_coef = kl_coef
+        if not self._every_sample_counts(kl_coef):
+            steps = [without_idle_samples(step) for step in steps]
+        metrics = run_updates(
+            self.engine,
+            steps,
+            self.compute_loss,
+            plan=self.train_plan,
+            reduce_max=self.strategy.all_reduce_max,
+        )
+        self.weight_version += 1
+        return _renamed(metrics, {"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
+
+    def compute_loss(
+        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> Tensor:
+        """The policy's loss on one micro-batch: clipped objective, KL term, entropy bonus."""
+        config = self.config
+        stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
+        old_N = experience.old_logprobs
+        old_N = stats.logprobs.detach() if old_N is None else old_N
+        assert experience.advantages is not None
+        terms = self.policy_loss.terms(
+            stats.logprobs,
+            old_N,
+            advantages_N=experience.advantages,
+            num_actions_B=experience.num_actions,
+            clip=self.clip,
+        )
+        loss = self._aggregate(terms.loss_N, experience, step)
+        metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
+        _add_ratio_metrics(metrics, terms)
+        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs)
+        loss = loss + self._kl_term(stats, experience, step, metrics)
+        return loss + self._entropy_term(stats, experience, step, metrics)
+
+    def _kl_term(
+        self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> Tensor | float:
+        if not self.config.algo.kl.use_loss or experience.ref_logprobs is None:
+            return 0.0
+        kl_N = kl_per_token(
+            stats.logprobs, experience.ref_logprobs, estimator=self.config.algo.kl.estimator
+        )
+        metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+        return self.kl_coef * self._aggregate(kl_N, experience, step)
+
+    def _entropy_term(
+        self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> Tensor | float:
+        coef = self.config.actor.entropy_coef
+        if coef is None or stats.entropy is None:
+            return 0.0
+        metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
+        return -coef * self._aggregate(stats.entropy, experience, step) if coef else 0.0
+
+    def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
+        return aggregate(
+            values_N,
+            experience.num_actions,
+            mode=self.policy_loss.own_aggregation or self.config.algo.loss_aggregation,
+            num_tokens_global=step.num_tokens,
+            num_seqs_global=step.num_samples,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+        )
+
+    def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
+        temperature = self.config.rollout.temperature
+        return self.engine(batch, temperature=temperature, with_entropy=with_entropy)
+
+    def _every_sample_counts(self, kl_coef: float) -> bool:
+        has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
+        return has_kl_loss or bool(self.config.actor.entropy_coef)
+
+    def broadcast_to_vllm(self, engines: Sequence[RolloutEngine]) -> float:
+        """Give all engines the current weights and check that they hold them; answers the seconds it took."""
+        start = time.monotonic()
+        tensors = self.engine.gather_full_parameters()
+        if self.strategy.topology.rank == 0:
+            writer = ShmBucketWriter(BUCKET_BYTES)
+            send_weights(tensors, engines, self.weight_version, writer=writer)
+        else:
+            drain(tensors)
+        return time.monotonic() - start
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample with the policy itself (no vLLM)."""
+        if self.generator is None:
+            self.generator = HFEngine(self.actor.model)
+        self.generator.weight_version = self.weight_version
+        return self.generator.generate(requests)
+
+    def save_model(self, path: str) -> None:
+        """Export in Hugging Face format; all ranks take part, rank 0 writes."""
+        tokenizer = load_tokenizer(
+            self.config.actor.model_name_or_path,
+            chat_template=self.config.data.tokenizer_chat_template,
+            trust_remote_code=self.config.trust_remote_code,
+        )
+        export_hf(self.engine, self.actor.model, tokenizer, Path(path))
+
+
+def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
+    num_tokens = len(terms.loss_N)
+    clipped = terms.is_clipped_N.float().mean().item()
+    metrics.add("ppo_clip_ratio", clipped, weight=num_tokens)
+    metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
+    metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
+
+
+def _add_mismatch_metrics(metrics: Metrics, trainer_N: Tensor, engine_N: Tensor) -> None:
+    report = mismatch(trainer_N, engine_N)
+    metrics.add("vllm_kl", report.kl, weight=report.num_tokens)
+    metrics.add("logprobs_diff", report.mean_abs, weight=report.num_tokens)
+    metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
+
+
+def _renamed(metrics: Metrics, names: dict[str, str]) -> Metrics:
+    return Metrics({names.get(name, name): cell for name, cell in metrics.cells.items()})

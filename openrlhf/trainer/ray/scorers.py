@@ -1,0 +1,59 @@
+"""Models that only look: the reference policy and the reward model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openrlhf.distributed.train_engine import EvalEngine
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.value_head import RewardModel
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.model_actor import ModelWorker
+
+
+class ReferenceModelActor(ModelWorker):
+    """One rank of the frozen reference policy."""
+
+    engine: EvalEngine
+
+    def init_model(self) -> int:
+        """Load the reference; answers the parameter count."""
+        config = self.config
+        assert config.actor.model_name_or_path is not None
+        model = load_causal_lm(config.actor.model_name_or_path, **self.load_options)
+        self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
+        return sum(p.numel() for p in model.parameters())
+
+    def compute_logprobs(self, experience: Experience) -> Tensor:
+        """Log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
+        temperature = self.config.rollout.temperature
+        return self.forward_in_micro_batches(
+            experience,
+            lambda batch: self.engine(batch, temperature=temperature).logprobs,
+            self.engine.device,
+        )
+
+
+class RewardModelActor(ModelWorker):
+    """One rank of a local reward model."""
+
+    engine: EvalEngine
+
+    def init_model(self) -> int:
+        """Load the reward model; answers the parameter count."""
+        config = self.config
+        assert config.reward.model_name_or_path is not None
+        model = RewardModel.from_pretrained(
+            config.reward.model_name_or_path,
+            normalize_reward=config.reward.normalize_enable,
+            value_head_prefix=config.ds.value_head_prefix,
+            allow_fresh_head=False,
+            **self.load_options,
+        )
+        self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
+        return sum(p.numel() for p in model.parameters())
+
+    def compute_rewards(self, experience: Experience) -> Tensor:
+        """Rewards (B,) of the share's samples, read at their last token."""
+        return self.forward_in_micro_batches(experience, self.engine, self.engine.device)

@@ -1,0 +1,308 @@
+"""Everything the package says on the console, and where the frameworks' own chatter goes.
+
+Plain lines when the output is not a terminal; progress bars only when it is. The text of the step
+line and of the hints is made by pure functions of metrics; the names are the logged names.
+vLLM, Ray and DeepSpeed are known here only by the names of their loggers and switches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import rich.console
+import rich.progress
+
+_LOGGER = logging.getLogger("openrlhf")
+_LOGGER.addHandler(logging.NullHandler())
+_LOGGER.setLevel(logging.INFO)
+_LOGGER.propagate = False
+_WARNED: set[str] = set()
+
+LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FRAMEWORK_LOGGERS = ("vllm", "ray", "DeepSpeed", "transformers", "datasets", "py.warnings")
+FRAMEWORK_SWITCHES = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # No telemetry: nothing about a run leaves the machine unless the user asks for it.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+Values = Mapping[str, float]
+
+
+def _console(*, is_error: bool = False) -> rich.console.Console:
+    """A console on the current stdout (or stderr) that colours only what the caller marks."""
+    return rich.console.Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
+
+
+def is_terminal() -> bool:
+    """Whether a person watches: progress bars are drawn only then."""
+    return _console().is_terminal
+
+
+def notice(message: str) -> None:
+    """Say one line on the console and in the role's log file."""
+    _console().print(message)
+    _LOGGER.info(message)
+
+
+def warn(message: str) -> None:
+    """Say one line that deserves attention on stderr and in the role's log file."""
+    _console(is_error=True).print(f"warning: {message}", style="yellow")
+    _LOGGER.warning(message)
+
+
+def warn_once(message: str) -> None:
+    """The same, once in the life of the process for one text."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warn(message)
+
+
+def format_count(number: float) -> str:
+    """Short form of a count: 950, 1.8k, 3.1M, 7.2B."""
+    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{suffix}"
+    return f"{number:.0f}"
+
+
+def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
+    """Say what is about to run: a block a section (model, devices, batch, ...), a line an entry."""
+    width = max((len(name) for entries in sections.values() for name in entries), default=0)
+    lines = []
+    for title, entries in sections.items():
+        lines.append(title)
+        lines.extend(f"  {name:<{width}}  {value}" for name, value in entries.items())
+    notice("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class _Field:
+    label: str
+    names: tuple[str, ...]  # the first one that was logged is shown
+    show: Callable[[float], str]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+_LOSSES = ("policy_loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss", "loss")
+STEP_FIELDS = (
+    _Field("reward", ("reward",), "{:.3f}".format),
+    _Field("loss", _LOSSES, "{:.4f}".format),
+    _Field("acc", ("acc",), "{:.3f}".format),
+    _Field("len", ("response_length",), "{:.1f}".format),
+    _Field("kl", ("kl",), "{:.2g}".format),
+    _Field("clip", ("ppo_clip_ratio",), _percent),
+    _Field("grad", ("actor_grad_norm", "grad_norm"), "{:.2g}".format),
+    _Field("lr", ("actor_lr", "lr"), "{:.2g}".format),
+    _Field("tok/s", ("tokens_per_s",), format_count),
+)
+PHASES = (
+    ("gen", "timing/generation"),
+    ("reward", "timing/reward"),
+    ("logp", "timing/make_experience"),
+    ("train", "timing/ppo_train"),
+    ("sync", "timing/broadcast"),
+)
+
+
+def step_line(step: int, total: int, metrics: Values) -> str:
+    """One compact line: the numbers of `STEP_FIELDS` that were logged, seconds, and their split.
+
+    Example: `step 12/60 | reward 0.412 | len 5.3 | kl 0.002 | 2.1s: gen 0.9 train 1.2`.
+    """
+    parts = [f"step {step}/{total}"]
+    for field in STEP_FIELDS:
+        name = next((name for name in field.names if name in metrics), None)
+        if name is not None:
+            parts.append(f"{field.label} {field.show(metrics[name])}")
+    split = " ".join(f"{label} {metrics[name]:.1f}" for label, name in PHASES if name in metrics)
+    seconds = metrics.get("timing/step_total")
+    if seconds is not None:
+        parts.append(f"{seconds:.1f}s: {split}" if split else f"{seconds:.1f}s")
+    elif split:
+        parts.append(split)
+    return " | ".join(parts)
+
+
+def eval_line(step: int, metrics: Values) -> str:
+    """One line of the evaluation's numbers: `eval at step 20 | math_pass1 0.412 | ...`."""
+    shown = [
+        f"{name.removeprefix('eval/').removeprefix('eval_')} {value:.4g}"
+        for name, value in metrics.items()
+        if name.startswith("eval") and "timing" not in name
+    ]
+    return " | ".join([f"eval at step {step}", *shown])
+
+
+MAX_TRUNCATED_RATIO = 0.3
+MAX_MISMATCH_KL = 0.01
+MIN_ENTROPY_RATIO = 0.1  # of the entropy at the start of the run
+NUM_START_STEPS = 5
+
+
+def _has_equal_rewards(metrics: Values, history: Sequence[Values]) -> bool:
+    return metrics.get("group_reward_std", 1.0) < 1e-6
+
+
+def _is_mostly_cut(metrics: Values, history: Sequence[Values]) -> bool:
+    return metrics.get("response_clip_ratio", 0.0) > MAX_TRUNCATED_RATIO
+
+
+def _engine_disagrees(metrics: Values, history: Sequence[Values]) -> bool:
+    return abs(metrics.get("vllm_kl", 0.0)) > MAX_MISMATCH_KL
+
+
+def _entropy_collapsed(metrics: Values, history: Sequence[Values]) -> bool:
+    start = [past["entropy"] for past in history[:NUM_START_STEPS] if "entropy" in past]
+    if "entropy" not in metrics or not start:
+        return False
+    return metrics["entropy"] < MIN_ENTROPY_RATIO * statistics.median(start)
+
+
+_RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] = (
+    (
+        _has_equal_rewards,
+        "all samples of every prompt got the same reward, so this step teaches nothing. "
+        "Try other prompts, a higher --temperature or --dynamic_filtering.",
+    ),
+    (
+        _is_mostly_cut,
+        "{response_clip_ratio:.0%} of the responses were cut at the length limit. "
+        "Raise --generate_max_len or check that the model emits its EOS token.",
+    ),
+    (
+        _engine_disagrees,
+        "engine and trainer disagree about log-probs (mismatch KL {vllm_kl:.3g}). "
+        "Check dtype and temperature on both sides, or use --enable_vllm_is_correction.",
+    ),
+    (
+        _entropy_collapsed,
+        "entropy fell to {entropy:.3g}, under a tenth of its start. "
+        "Try a smaller learning rate, a larger --init_kl_coef or --entropy_loss_coef.",
+    ),
+)
+
+
+def hints(metrics: Values, history: Sequence[Values]) -> list[str]:
+    """One line for each red flag new at this step; `history` holds earlier steps' metrics."""
+    found = []
+    for is_red, text in _RED_FLAGS:
+        was_red = bool(history) and is_red(history[-1], history[:-1])
+        if is_red(metrics, history) and not was_red:
+            found.append("hint: " + text.format_map(metrics))
+    return found
+
+
+class Advance(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, num_done: int = 1) -> None:
+        """Count `num_done` more items as done."""
+
+
+def _no_advance(num_done: int = 1) -> None:
+    """Nobody watches."""
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Advance]:
+    """A bar over `total` items, drawn on a terminal only; yields the function that moves it."""
+    if not is_terminal():
+        yield _no_advance
+        return
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    with rich.progress.Progress(*columns, console=_console(), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(num_done: int = 1) -> None:
+            bar.advance(task, num_done)
+
+        yield advance
+
+
+class _FileOnlyLogger(logging.Logger):
+    """A logger that keeps the handlers it has; libraries add console handlers on a late import."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        """Ignore the handler."""
+
+
+def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:
+    """Where an attempt of a role logs: `logs/actor.log`, then `logs/actor.attempt1.log`."""
+    suffix = f".attempt{attempt}" if attempt else ""
+    return Path(run_dir) / "logs" / f"{role}{suffix}.log"
+
+
+def redirect_framework_logs(
+    run_dir: Path | str, role: str, *, attempt: int = 0, capture_streams: bool = False
+) -> Path:
+    """Send what vLLM, Ray, DeepSpeed and Python warnings say to a file, from children too.
+
+    Call it early; a library imported before or after it is caught alike. `capture_streams` also
+    points this process' stdout and stderr at the file: for workers, whose native code prints too.
+    Answers the file.
+    """
+    path = log_path(run_dir, role, attempt=attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, value in FRAMEWORK_SWITCHES.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter(LINE_FORMAT))
+    logging.captureWarnings(capture=True)
+    for name in FRAMEWORK_LOGGERS:
+        _keep_in_file(name, handler)
+    _LOGGER.handlers = [handler]
+    if capture_streams:
+        _capture_streams(path)
+    return path
+
+
+def _keep_in_file(name: str, handler: logging.Handler) -> None:
+    """Make `handler` the only one of this logger, for good."""
+    logger = logging.getLogger(name)
+    logger.handlers = [handler]
+    logger.propagate = False
+    if name != "vllm":  # vLLM configures itself from the file given in VLLM_LOGGING_CONFIG_PATH
+        logger.__class__ = _FileOnlyLogger
+
+
+def _write_vllm_config(path: Path) -> Path:
+    """A logging configuration that vLLM's own processes read too; beside the log file."""
+    handler = {"class": "logging.FileHandler", "filename": str(path.resolve()), "formatter": "line"}
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": LINE_FORMAT}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+    config_path = path.with_suffix(".vllm.json")
+    config_path.write_text(json.dumps(config))
+    return config_path
+
+
+def _capture_streams(path: Path) -> None:
+    """Point file descriptors 1 and 2 at the file, below Python, so that native prints follow."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

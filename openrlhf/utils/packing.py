@@ -1,0 +1,69 @@
+"""The one batch form that models see: several token sequences laid end to end in one row, with no padding.
+
+Knows where sequences begin and which tokens are targets; does not know how attention over the row is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """B sequences with T tokens in all; N of the tokens are targets (their log-prob or value is wanted)."""
+
+    token_ids: Tensor  # (T,) int64
+    seq_lengths: tuple[int, ...]  # B lengths, summing to T
+    target_mask: Tensor  # (T,) bool, False on the first token of every sequence (nothing predicts it)
+
+    @classmethod
+    def from_sequences(
+        cls, token_ids: Sequence[Tensor], target_masks: Sequence[Tensor]
+    ) -> PackedBatch:
+        """Pack B sequences (each (T_i,) int64) and their masks (each (T_i,) bool)."""
+        lengths = tuple(len(ids) for ids in token_ids)
+        batch = cls(torch.cat(list(token_ids)), lengths, torch.cat(list(target_masks)).bool())
+        assert not batch.target_mask[batch.cu_seqlens[:-1].long()].any(), (
+            "the first token of a sequence cannot be a target"
+        )
+        return batch
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries of the sequences, (B + 1,) int32, beginning with 0."""
+        lengths = torch.tensor((0, *self.seq_lengths), dtype=torch.int32)
+        return lengths.cumsum(0, dtype=torch.int32).to(self.token_ids.device)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Position of every token in its own sequence, (T,) int64."""
+        positions = [torch.arange(n) for n in self.seq_lengths]
+        return torch.cat(positions).to(self.token_ids.device)
+
+    @cached_property
+    def predict_index(self) -> Tensor:
+        """Row positions j whose next token j + 1 is a target, (N,) int64."""
+        return self.target_mask.nonzero().squeeze(-1) - 1
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The target tokens themselves, (N,) int64."""
+        return self.token_ids[self.predict_index + 1]
+
+    @cached_property
+    def num_targets(self) -> Tensor:
+        """Number of targets of each sequence, (B,) int64."""
+        counts = torch.zeros(len(self.seq_lengths), dtype=torch.int64, device=self.token_ids.device)
+        owner = torch.bucketize(self.predict_index, self.cu_seqlens[1:].long(), right=True)
+        return counts.index_add_(0, owner, torch.ones_like(owner))
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch on another device."""
+        return replace(
+            self, token_ids=self.token_ids.to(device), target_mask=self.target_mask.to(device)
+        )

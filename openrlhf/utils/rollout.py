@@ -1,0 +1,84 @@
+"""One finished sample, as it travels from the engines to the trainer: tokens in, tokens out, and its outcome.
+
+A literal example: prompt ids [7, 8], sampled ids [9, 2] give token_ids [7, 8, 9, 2] and
+action_mask [F, F, T, T]; logprobs has one number per sampled token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from openrlhf.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A sample of one prompt; T tokens in all, A of them sampled by the policy."""
+
+    sample_id: str  # "<episode>/<row>/<k>", unique in a run
+    group_id: int  # samples of the same prompt in the same step share it
+    row_id: int  # row of the prompt data set
+    token_ids: Tensor  # (T,) int64: prompt and everything that followed
+    action_mask: Tensor  # (T,) bool: tokens the policy sampled
+    logprobs: Tensor  # (A,) float32: log-probs reported by the engine at the sampling temperature
+    weight_versions: Tensor  # (A,) int32: version of the weights each token was sampled under
+    finish_reason: str  # "stop" or "length"
+    prompt_text: str
+    response_text: str
+    label: object = None
+    datasource: str = "default"
+    columns: dict[str, object] = field(default_factory=dict)  # further columns of the row
+    reward: float | None = None
+    score: float | None = None  # raw 0-1 task score, where the reward source gives one
+    extra_logs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_actions(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.logprobs)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the response was cut by the length limit."""
+        return self.finish_reason == "length"
+
+    @property
+    def task_score(self) -> float:
+        """The score where there is one, else the reward."""
+        value = self.reward if self.score is None else self.score
+        assert value is not None, f"sample {self.sample_id} was never scored"
+        return value
+
+
+def check_completion(
+    sample_id: str, token_ids: Sequence[int], logprobs: Sequence[float], *, vocab_size: int
+) -> None:
+    """Refuse what an engine cannot mean: no token, ids outside the vocabulary, missing or impossible log-probs."""
+    if not token_ids:
+        raise EngineError(f"sample {sample_id}: the engine answered no token")
+    if len(token_ids) != len(logprobs):
+        raise EngineError(
+            f"sample {sample_id}: {len(token_ids)} tokens but {len(logprobs)} log-probs"
+        )
+    for position, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        if not 0 <= token < vocab_size:
+            raise EngineError(
+                f"sample {sample_id}: token {token} at {position} is outside 0..{vocab_size - 1}"
+            )
+        if not math.isfinite(logprob) or logprob > 1e-3:
+            raise EngineError(f"sample {sample_id}: log-prob {logprob} at {position}")
+
+
+def sequence_tensors(
+    prompt_ids: Sequence[int], response_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Token ids (T,) int64 and action mask (T,) bool of a single-turn sample."""
+    token_ids = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
+    action_mask = torch.zeros(len(token_ids), dtype=torch.bool)
+    action_mask[len(prompt_ids) :] = True
+    return token_ids, action_mask

@@ -1,0 +1,271 @@
+"""Loading a tokenizer, and the one way text becomes token ids.
+
+Data cannot speak as another role: a special token spelled out in a prompt or an answer is tokenised as the plain
+text it is, while the same token in a chat template or an input template keeps its meaning.
+Knows nothing of messages, columns or rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.errors import ConfigError
+
+# Stand-ins for special tokens found in data while a template is rendered around them: private-use characters.
+_FIRST_STAND_IN = 0xF0000
+_ANCHOR = "\n"  # never merges with what follows; takes the prefix space a tokenizer puts before text
+
+
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    chat_template: str | None = None,
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a pad token but never a new id (embeddings keep their size).
+
+    `chat_template` replaces the tokenizer's own: Jinja text, or the path of a file that holds it.
+    Raises ConfigError when there is no such folder or hub name, or when it needs code of its own.
+    """
+    _refuse_missing_folder(name_or_path)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_load_problem(name_or_path, error)) from error
+    if chat_template:
+        tokenizer.chat_template = _template_text(chat_template)
+    if tokenizer.pad_token_id is None:
+        _borrow_pad_token(tokenizer)
+    return tokenizer
+
+
+def eos_token_ids(
+    model_name_or_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's, then those of the generation config or the config."""
+    found = [tokenizer.eos_token_id, *_configured_eos(model_name_or_path, trust_remote_code)]
+    return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, allow_special_tokens: bool = False
+) -> list[int]:
+    """Ids of a text, without BOS or EOS; special tokens spelled in it stay text unless they are allowed."""
+    return _encode(tokenizer, [text], allow_special_tokens)[0]
+
+
+def leading_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids a tokenizer itself puts before any text (BOS for most); empty when it adds none."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()
+
+
+class TextEncoder:
+    """Turns rendered texts into ids; holds what must be known about a tokenizer to do so.
+
+    A rendered text is a template's output around data that went through `hide`. Its pieces keep their order:
+    what the template wrote may hold special tokens, what the data wrote may not.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.allow_special_tokens = allow_special_tokens
+        self.leading_ids = leading_token_ids(tokenizer)
+        self.special_ids = frozenset(
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        ) | frozenset(tokenizer.all_special_ids)
+        texts = {str(tokenizer.added_tokens_decoder.get(i, "")) for i in self.special_ids}
+        texts |= set(tokenizer.all_special_tokens)
+        self._special_texts = sorted(filter(None, texts), key=len, reverse=True)
+        self._stand_ins = {
+            text: chr(_FIRST_STAND_IN + i) for i, text in enumerate(self._special_texts)
+        }
+        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
+        self._special_pattern = _any_of(self._special_texts)
+        self._stand_in_pattern = re.compile(f"({_any_of(list(self._originals)).pattern})")
+        self._adds_prefix_space = _adds_prefix_space(tokenizer)
+
+    def hide(self, text: str) -> str:
+        """Data text with a stand-in for every special token spelled in it."""
+        if self.allow_special_tokens or not self._special_pattern.search(text):
+            return text
+        return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+
+    def reveal(self, text: str) -> str:
+        """The text as a person reads it: stand-ins replaced by what they stand for."""
+        return self._stand_in_pattern.sub(lambda match: self._originals[match[0]], text)
+
+    def hides_anything(self, text: str) -> bool:
+        """Whether a rendered text holds a stand-in."""
+        return self._stand_in_pattern.search(text) is not None
+
+    def ends_with_special_token(self, text: str) -> bool:
+        """Whether a rendered text ends in a special token that the template wrote."""
+        return text.endswith(tuple(self._special_texts))
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of rendered prompts, each with exactly one BOS where tokenizer or template adds one."""
+        rows = self.encode_segments([[text] for text in texts])
+        return [self.with_leading_ids(segments[0]) for segments in rows]
+
+    def with_leading_ids(self, token_ids: list[int]) -> list[int]:
+        """The ids with the tokenizer's own beginning, unless they begin so already."""
+        if tuple(token_ids[: len(self.leading_ids)]) == self.leading_ids:
+            return token_ids
+        return [*self.leading_ids, *token_ids]
+
+    def encode_segments(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Ids of every segment of every row; segments are encoded apart, so a boundary is never merged over.
+
+        Rows hold rendered text; the result has the same nesting, one id list per segment.
+        """
+        pieces = [
+            (row_index, segment_index, piece, is_data)
+            for row_index, row in enumerate(rows)
+            for segment_index, segment in enumerate(row)
+            for piece, is_data in self._pieces(segment)
+        ]
+        is_first = [i == 0 or pieces[i][0] != pieces[i - 1][0] for i in range(len(pieces))]
+        encoded = self._encode_pieces([(p[2], p[3]) for p in pieces], is_first)
+        result: list[list[list[int]]] = [[[] for _ in row] for row in rows]
+        for (row_index, segment_index, _, _), ids in zip(pieces, encoded, strict=True):
+            result[row_index][segment_index].extend(ids)
+        return result
+
+    def _pieces(self, segment: str) -> list[tuple[str, bool]]:
+        """(text, is a special token spelled by the data) in order; almost always one piece."""
+        parts = self._stand_in_pattern.split(segment)
+        return [
+            (self._originals.get(part, part), index % 2 == 1)
+            for index, part in enumerate(parts)
+            if part
+        ]
+
+    def _encode_pieces(
+        self, pieces: list[tuple[str, bool]], is_first: list[bool]
+    ) -> list[list[int]]:
+        result: list[list[int]] = [[] for _ in pieces]
+        for wants_data in (False, True):
+            for wants_first in (True, False):
+                chosen = [
+                    i
+                    for i, (_, is_data) in enumerate(pieces)
+                    if is_data == wants_data and is_first[i] == wants_first
+                ]
+                texts = [pieces[i][0] for i in chosen]
+                encode = self._encode_start if wants_first else self._encode_continuation
+                for i, ids in zip(chosen, encode(texts, not wants_data), strict=True):
+                    result[i] = ids
+        return result
+
+    def _encode_start(self, texts: list[str], allow_special: bool) -> list[list[int]]:
+        return _encode(self.tokenizer, texts, allow_special)
+
+    def _encode_continuation(self, texts: list[str], allow_special: bool) -> list[list[int]]:
+        """Ids of texts that follow other text: without the prefix space some tokenizers put first."""
+        if not self._adds_prefix_space or not texts:
+            return _encode(self.tokenizer, texts, allow_special)
+        anchor = _encode(self.tokenizer, [_ANCHOR], False)[0]
+        anchored = _encode(self.tokenizer, [_ANCHOR + text for text in texts], allow_special)
+        assert all(ids[: len(anchor)] == anchor for ids in anchored), (
+            f"tokenizer {self.tokenizer.name_or_path} merges a line break with what follows it"
+        )
+        return [ids[len(anchor) :] for ids in anchored]
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], allow_special: bool
+) -> list[list[int]]:
+    if not texts:
+        return []
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=not allow_special,
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def _any_of(texts: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _adds_prefix_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    first_token = tokenizer.convert_ids_to_tokens(_encode(tokenizer, ["a"], False)[0])[0]
+    return first_token.startswith(("▁", "Ġ"))
+
+
+def _refuse_missing_folder(name_or_path: str) -> None:
+    path = Path(name_or_path).expanduser()
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if not path.exists() and looks_local:
+        raise ConfigError(
+            f"model path {name_or_path} does not exist. "
+            "Give a folder written by save_pretrained, or a hub name such as Qwen/Qwen3-0.6B."
+        )
+
+
+def _load_problem(name_or_path: str, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return f"tokenizer {name_or_path} runs code of its own. Add --trust_remote_code if you trust it."
+    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return (
+        f"tokenizer {name_or_path} cannot be loaded: {first_line} "
+        "Give a folder with tokenizer files, or a hub name that can be reached."
+    )
+
+
+def _template_text(chat_template: str) -> str:
+    is_short = len(chat_template) < 1024 and "\n" not in chat_template and "{" not in chat_template
+    if not is_short:
+        return chat_template
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"--tokenizer_chat_template {chat_template} is neither Jinja text nor a file. "
+            "Give the template itself or the path of a .jinja file."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _borrow_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
+        if token is not None:
+            tokenizer.pad_token = token
+            return
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+
+
+def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int]:
+    try:
+        config = transformers.GenerationConfig.from_pretrained(model_name_or_path)
+    except OSError:  # not every model has a generation config
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                model_name_or_path, trust_remote_code=trust_remote_code
+            )
+        except OSError:
+            return []
+    eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [eos]

@@ -1,0 +1,74 @@
+"""Loading a user's Python file (reward function, agent) as a module of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from openrlhf.errors import ConfigError
+
+
+def load_module(path: str | Path) -> ModuleType:
+    """Run a .py file under a name made from its path, so that two files of the same name do not collide.
+
+    The file's folder is importable for it. Raises ConfigError when the file is missing or does not run.
+    """
+    file = Path(path).expanduser().resolve()
+    if file.suffix != ".py" or not file.is_file():
+        raise ConfigError(f"{path} is not a Python file that exists. Give the path of a .py file.")
+    name = f"openrlhf_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling and dataclasses look the module up by name
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"{path} does not run: {type(error).__name__}: {error}{_line_in(file, error)}"
+        ) from error
+    return module
+
+
+def load_attribute(path: str | Path, name: str) -> object:
+    """A class or function of a user's file; raises ConfigError that lists what the file has instead."""
+    module = load_module(path)
+    if not hasattr(module, name):
+        found = ", ".join(public_names(module)) or "nothing public"
+        raise ConfigError(f"{path} has no {name}; found: {found}. Define {name} in it.")
+    return getattr(module, name)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Classes and functions that a user's file defines itself, in order."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def user_line(path: str | Path, error: BaseException) -> str | None:
+    """`file:line` of the deepest place in the user's file that an error went through, if any."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{error.filename}:{error.lineno}"
+    file = str(Path(path).expanduser().resolve())
+    traceback, line = error.__traceback__, None
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == file:
+            line = f"{path}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _line_in(file: Path, error: BaseException) -> str:
+    line = user_line(file, error)
+    return f" (at {line})" if line else ""

@@ -1,0 +1,86 @@
+"""Fixtures every test may use, and the environment of tests: two threads, no hub, no accounts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TEST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "2",
+    # Two OpenMP pools that spin on two cores slow each other tenfold: let idle ones sleep.
+    "KMP_BLOCKTIME": "0",
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "WANDB_MODE": "offline",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray must not empty CUDA_VISIBLE_DEVICES of actors that ask for no GPU.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+HAS_GPU = Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is not None
+
+for name, value in TEST_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+if not HAS_GPU:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is no GPU."""
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Qwen2 (untied, fp32) with tokenizer and chat template; do not write into it."""
+    from tests.tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny") / "qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_tied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with tied embeddings."""
+    from tests.tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny") / "qwen2_tied", is_tied=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model_dir: Path) -> object:
+    """The tokenizer of `tiny_model_dir`."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray cluster for the whole run: starting one takes 5 to 8 s."""
+    import ray
+
+    root = str(Path(__file__).resolve().parent.parent)
+    search_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    env_vars = {name: os.environ[name] for name in TEST_ENVIRONMENT} | {"PYTHONPATH": search_path}
+    if "DS_ACCELERATOR" in os.environ:
+        env_vars["DS_ACCELERATOR"] = os.environ["DS_ACCELERATOR"]
+    ray.init(
+        num_cpus=16,  # logical: actors share the real cores in turn
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": env_vars},
+    )
+    yield
+    ray.shutdown()

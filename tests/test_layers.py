@@ -1,0 +1,158 @@
+"""Imports point down, siblings are blind to each other, and heavy libraries stay at home."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.source import Import, Module, modules
+
+MODULES = modules()
+NAMES = {module.name: module for module in MODULES}
+
+LAYERS = {
+    "errors": 1,
+    "algorithms": 1,
+    "config": 2,
+    "utils": 3,
+    "models": 4,
+    "engines": 4,
+    "distributed": 4,
+    "datasets": 4,
+    "rewards": 4,
+    "trainer": 5,
+    "cli": 6,
+}
+
+# Third-party libraries a module may import at its top; the longest matching name counts.
+HOMES = {
+    "openrlhf.errors": set(),
+    "openrlhf.config": {"pydantic", "pydantic_core", "tyro", "yaml"},
+    "openrlhf.algorithms": {"torch"},
+    "openrlhf.utils": {"torch", "rich"},
+    "openrlhf.utils.tokenizer": {"torch", "transformers"},
+    "openrlhf.utils.images": {"torch", "transformers", "PIL"},
+    "openrlhf.rewards": {"torch"},
+    "openrlhf.rewards.remote": {"torch", "httpx"},
+    "openrlhf.datasets": {"torch", "datasets"},
+    "openrlhf.models": {"torch", "transformers", "peft"},
+    "openrlhf.engines": {"torch"},
+    "openrlhf.engines.vllm": {"torch", "vllm"},
+    "openrlhf.engines.hf_engine": {"torch", "transformers"},
+    "openrlhf.distributed": {"torch", "deepspeed"},
+    "openrlhf.distributed.schedule": {"torch", "transformers"},
+    "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
+    "openrlhf.trainer": {"torch"},
+    "openrlhf.trainer.ppo_utils": {"torch"},
+    "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
+    "openrlhf.trainer.ray": {"torch", "ray"},
+    "openrlhf.cli": set(),
+}
+LIGHT = {"openrlhf", "typing_extensions"} | set(sys.stdlib_module_names)
+HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray", "datasets", "peft", "wandb", "numpy"}
+
+
+def package_of(name: str) -> str:
+    """`openrlhf.trainer.ray.launcher` -> `trainer`."""
+    return [*name.split("."), ""][1]
+
+
+def trainer_part(name: str) -> str:
+    """Which part of layer 5 a module is: supervised, ppo_trainer, ray or ppo_utils."""
+    part = name.split(".")[2] if name.count(".") >= 2 else ""
+    if part in ("ray", "ppo_utils"):
+        return part
+    return "ppo_trainer" if part.startswith("ppo_trainer") else "supervised"
+
+
+PARTS_BELOW = {
+    "supervised": {"supervised"},
+    "ppo_trainer": {"ppo_trainer", "ray", "ppo_utils"},
+    "ray": {"ray", "ppo_utils"},
+    "ppo_utils": {"ppo_utils"},
+}
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    """Whether a module may import another of this package."""
+    above, below = package_of(importer), package_of(imported)
+    if above == below == "trainer":
+        return trainer_part(imported) in PARTS_BELOW[trainer_part(importer)]
+    return above == below or below == "" or LAYERS[below] < LAYERS.get(above, 0)
+
+
+def own_imports(module: Module) -> list[Import]:
+    return [item for item in module.imports if item.name.split(".")[0] == "openrlhf"]
+
+
+def allowed_libraries(name: str) -> set[str]:
+    homes = [home for home in HOMES if name == home or name.startswith((home + ".", home + "_"))]
+    return HOMES[max(homes, key=len)] if homes else set()
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "answer"),
+    [
+        ("openrlhf.utils.metrics", "openrlhf.config.common.LoggerConfig", True),
+        ("openrlhf.config.common", "openrlhf.utils.metrics", False),
+        ("openrlhf.models.actor", "openrlhf.engines.base", False),
+        ("openrlhf.trainer.ppo_utils.experience", "openrlhf.trainer.ray.launcher", False),
+        ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ppo_utils.experience", True),
+        ("openrlhf.trainer.sft_trainer", "openrlhf.trainer.ppo_trainer", False),
+        ("openrlhf.trainer.sft_trainer", "openrlhf.trainer.base_trainer", True),
+    ],
+)
+def test_the_rule_itself(importer, imported, answer):
+    assert is_allowed(importer, imported) is answer
+
+
+def test_every_package_has_a_layer():
+    assert {package_of(name) for name in NAMES} - {""} <= set(LAYERS)
+
+
+def test_imports_point_down_and_siblings_are_blind():
+    wrong = [
+        f"{module.where}:{item.line} imports {item.name}"
+        for module in MODULES
+        for item in own_imports(module)
+        if not is_allowed(module.name, item.name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_heavy_libraries_stay_at_home():
+    wrong = []
+    for module in MODULES:
+        allowed = allowed_libraries(module.name) | LIGHT
+        for item in module.imports:
+            library = item.name.split(".")[0]
+            if item.is_at_top and library not in allowed:
+                wrong.append(f"{module.where}:{item.line} imports {library} at its top")
+    assert not wrong, "\n".join(wrong)
+
+
+def reached(name: str, seen: set[str]) -> set[str]:
+    """Top-level libraries that importing a module loads, through this package's modules."""
+    module = NAMES.get(name) or NAMES.get(name.rpartition(".")[0])
+    if module is None or module.name in seen:
+        return set()
+    seen.add(module.name)
+    libraries = set()
+    for item in module.imports:
+        if item.is_at_top:
+            own = item.name.startswith("openrlhf")
+            libraries |= reached(item.name, seen) if own else {item.name.split(".")[0]}
+    return libraries
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in NAMES if package_of(name) in ("", "cli", "config"))
+)
+def test_a_command_line_answers_help_without_heavy_libraries(name):
+    assert reached(name, set()) & HEAVY == set()
+
+
+def test_package_files_are_empty():
+    full = [m.where for m in MODULES if m.path.name == "__init__.py" and m.text.strip()]
+    assert full == []

@@ -1,0 +1,100 @@
+"""Tiny models, tokenizers and data made on the spot: nothing in the tests is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+
+
+def make_tokenizer(path: Path | str) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with 262 ids and a chat template, saved at `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL_TOKENS[2:],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+ARCHITECTURES = {
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gpt_neox": transformers.GPTNeoXConfig,
+    "mixtral": transformers.MixtralConfig,
+}
+
+
+def make_model(
+    path: Path | str,
+    architecture: str = "qwen2",
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vocab_size: int | None = None,
+    is_tied: bool = False,
+    seed: int = 0,
+    **overrides: object,
+) -> Path:
+    """A randomly initialised causal LM with its tokenizer, saved at `path` in Hugging Face format."""
+    path = Path(path)
+    tokenizer = make_tokenizer(path)
+    common = dict(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=is_tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    if architecture != "gpt_neox":
+        common["num_key_value_heads"] = num_kv_heads
+    if architecture in ("gemma", "gemma2", "qwen3"):
+        common["head_dim"] = hidden_size // num_heads
+    if architecture == "mixtral":
+        common.update(num_local_experts=4, num_experts_per_tok=2)
+    config = ARCHITECTURES[architecture](**{**common, **overrides})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(path)
+    return path
+
+
+def write_jsonl(path: Path | str, rows: list[dict]) -> Path:
+    """Write rows as JSON lines and answer the path."""
+    path = Path(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,77 @@
+"""A sync is only over when every engine has shown what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openrlhf.engines.base import NamedTensors, SyncReceipt, WeightBucket
+from openrlhf.errors import WeightSyncError
+from openrlhf.trainer.ray.weight_sync import send_weights
+from openrlhf.utils.tensors import fingerprint
+
+WEIGHTS = [("a.weight", torch.arange(6.0)), ("b.weight", torch.ones(2, 2))]
+
+
+class InProcessWriter:
+    """Hands tensors over in the handle itself, one tensor a bucket."""
+
+    is_closed = False
+
+    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+        for name, tensor in tensors:
+            yield WeightBucket(
+                (name,), ("float32",), (tuple(tensor.shape),), (0,), tensor.nbytes, {"t": tensor}
+            )
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeEngine:
+    """Keeps what it receives; can be told to misbehave."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.held: dict[str, torch.Tensor] = {}
+
+    def begin_weight_update(self) -> None:
+        self.held.clear()
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        if self.fault == "drop" and self.held:
+            return
+        tensor = bucket.handle["t"]
+        self.held[bucket.names[0]] = tensor + 1 if self.fault == "corrupt" else tensor
+
+    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+        prints = {name: fingerprint(tensor) for name, tensor in self.held.items()}
+        receipt = SyncReceipt(weight_version, prints, is_cache_reset=True)
+        if self.fault == "stale":
+            return replace(receipt, weight_version=weight_version - 1)
+        return replace(receipt, is_cache_reset=self.fault != "cache")
+
+
+def test_good_engines_pass() -> None:
+    writer = InProcessWriter()
+    report = send_weights(WEIGHTS, [FakeEngine(), FakeEngine()], 3, writer=writer)
+    assert report.num_buckets == 2
+    assert report.num_bytes == 40
+    assert writer.is_closed
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("drop", "did not receive 1 tensors, e.g. b.weight"),
+        ("corrupt", "2 tensors differ from the trainer's, e.g. a.weight"),
+        ("stale", "holds weight version 2, sent 3"),
+        ("cache", "kept its prefix cache"),
+    ],
+)
+def test_an_engine_without_proof_is_refused_by_name(fault: str, message: str) -> None:
+    with pytest.raises(WeightSyncError, match=f"engine 1.*{message}"):
+        send_weights(WEIGHTS, [FakeEngine(), FakeEngine(fault)], 3, writer=InProcessWriter())

@@ -1,0 +1,160 @@
+"""The console's words, the hints' thresholds, and the frameworks' chatter kept off the screen."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from openrlhf.utils import logging as console
+
+METRICS = {
+    "reward": 0.4121,
+    "response_length": 5.25,
+    "kl": 0.0021,
+    "ppo_clip_ratio": 0.003,
+    "actor_grad_norm": 0.52,
+    "tokens_per_s": 1832.0,
+    "timing/generation": 0.9,
+    "timing/make_experience": 0.3,
+    "timing/ppo_train": 0.8,
+    "timing/broadcast": 0.1,
+    "timing/step_total": 2.14,
+}
+
+
+def test_step_line_shows_numbers_and_phase_split():
+    assert console.step_line(12, 60, METRICS) == (
+        "step 12/60 | reward 0.412 | len 5.2 | kl 0.0021 | clip 0.3% | grad 0.52 | tok/s 1.8k"
+        " | 2.1s: gen 0.9 logp 0.3 train 0.8 sync 0.1"
+    )
+
+
+def test_step_line_of_supervised_training_shows_loss_and_rate():
+    line = console.step_line(3, 10, {"gpt_loss": 1.25, "lr": 5e-6, "grad_norm": 2.0})
+    assert line == "step 3/10 | loss 1.2500 | grad 2 | lr 5e-06"
+
+
+def test_eval_line_drops_the_prefix():
+    line = console.eval_line(20, {"eval/eval_math_pass1": 0.5, "reward": 1.0})
+    assert line == "eval at step 20 | math_pass1 0.5"
+
+
+def test_format_count_picks_the_unit():
+    counts = [console.format_count(n) for n in (950, 1832, 3_100_000, 7.24e9)]
+    assert counts == ["950", "1.8k", "3.1M", "7.2B"]
+
+
+def test_healthy_metrics_give_no_hint():
+    healthy = {"group_reward_std": 0.3, "response_clip_ratio": 0.1, "vllm_kl": 1e-4, "entropy": 2.0}
+    assert console.hints(healthy, [healthy]) == []
+
+
+def test_equal_rewards_are_hinted_once_per_spell():
+    red, green = {"group_reward_std": 0.0}, {"group_reward_std": 0.2}
+    assert "teaches nothing" in console.hints(red, [green])[0]
+    assert console.hints(red, [green, red]) == []
+    assert len(console.hints(red, [red, green])) == 1
+
+
+def test_truncation_mismatch_and_entropy_have_their_hints():
+    start = [{"entropy": 2.0}] * 5
+    metrics = {"response_clip_ratio": 0.5, "vllm_kl": 0.02, "entropy": 0.19}
+    cut, mismatch, entropy = console.hints(metrics, start)
+    assert "50% of the responses" in cut and "--generate_max_len" in cut
+    assert "mismatch KL 0.02" in mismatch
+    assert "entropy fell to 0.19" in entropy
+
+
+def test_entropy_needs_a_history_to_collapse_from():
+    assert console.hints({"entropy": 0.0}, []) == []
+
+
+def test_banner_aligns_entries_under_their_section(capsys):
+    console.print_banner({"model": {"actor": "tiny"}, "batch": {"prompts x samples": "4 x 8"}})
+    assert capsys.readouterr().out == (
+        "model\n  actor              tiny\nbatch\n  prompts x samples  4 x 8\n"
+    )
+
+
+def test_progress_is_silent_when_nobody_watches(capsys):
+    with console.progress("loading", total=3) as advance:
+        advance()
+        advance(2)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_a_warning_is_said_once(capsys):
+    console.warn_once("only once")
+    console.warn_once("only once")
+    assert capsys.readouterr().err == "warning: only once\n"
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+CHATTER = """
+import logging, sys, warnings
+sys.path.insert(0, {root!r})
+from openrlhf.utils.logging import notice, redirect_framework_logs
+early = logging.getLogger("ray")
+early.addHandler(logging.StreamHandler(sys.stdout))
+path = redirect_framework_logs("run", "actor", attempt=1)
+late = logging.getLogger("DeepSpeed")
+late.addHandler(logging.StreamHandler(sys.stdout))
+early.warning("early chatter")
+late.error("late chatter")
+logging.getLogger("vllm.engine").warning("child chatter")
+warnings.warn("python warning")
+notice("said aloud")
+"""
+
+
+def test_framework_chatter_goes_to_the_role_log(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    result = run_python(CHATTER.format(root=root), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "said aloud\n"
+    assert result.stderr == ""
+    text = (tmp_path / "run/logs/actor.attempt1.log").read_text()
+    for said in ("early chatter", "late chatter", "child chatter", "python warning", "said aloud"):
+        assert said in text
+
+
+def test_vllm_configuration_sends_its_lines_to_the_same_file(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {root!r})\n"
+        "import json, logging, logging.config, os\n"
+        "from openrlhf.utils.logging import redirect_framework_logs\n"
+        "redirect_framework_logs('run', 'engine')\n"
+        "config = json.load(open(os.environ['VLLM_LOGGING_CONFIG_PATH']))\n"
+        "logging.config.dictConfig(config)\n"
+        "logging.getLogger('vllm.worker').info('from the engine core')\n"
+    )
+    result = run_python(code, tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert "from the engine core" in (tmp_path / "run/logs/engine.log").read_text()
+
+
+def test_captured_streams_take_native_prints_along(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {root!r})\n"
+        "import os\n"
+        "from openrlhf.utils.logging import redirect_framework_logs\n"
+        "redirect_framework_logs('run', 'critic', capture_streams=True)\n"
+        "os.write(1, b'native print\\n')\n"
+    )
+    result = run_python(code, tmp_path)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert "native print" in (tmp_path / "run/logs/critic.log").read_text()
+
+
+def test_package_logger_keeps_out_of_the_root_logger():
+    assert logging.getLogger("openrlhf").propagate is False

@@ -1,0 +1,201 @@
+"""Sinks write what they were given, and none of them can stop or slow a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from types import SimpleNamespace
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from openrlhf.utils import tracking
+
+
+def logger_config(**wandb: str | None) -> SimpleNamespace:
+    settings = {"key": None, "org": None, "group": None, "project": "p", "run_name": "r"}
+    return SimpleNamespace(tensorboard_dir=None, wandb=SimpleNamespace(**{**settings, **wandb}))
+
+
+def test_jsonl_holds_one_strict_json_object_a_step(tmp_path):
+    tracker = tracking.JsonlTracker(tmp_path)
+    tracker.log(1, {"reward": 0.5, "kl": math.nan, "grad_norm": math.inf})
+    tracker.log(2, {"reward": torch.tensor(0.75)})
+    first, second = tracking.read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["reward"], first["kl"], first["grad_norm"]) == (1, 0.5, None, None)
+    assert (second["step"], second["reward"]) == (2, 0.75)
+
+
+def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
+    tracker = tracking.JsonlTracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward": float(step)})
+    with tracker.path.open("a") as file:
+        file.write('{"step": 4, "rew')
+    resumed = tracking.JsonlTracker(tmp_path, resume_step=2)
+    resumed.log(3, {"reward": 30.0})
+    records = tracking.read_metrics(resumed.path)
+    assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_fresh_run_sets_the_old_file_aside(tmp_path):
+    tracking.JsonlTracker(tmp_path).log(1, {"reward": 1.0})
+    tracking.JsonlTracker(tmp_path).log(1, {"reward": 2.0})
+    assert tracking.read_metrics(tmp_path / "metrics.previous.jsonl")[0]["reward"] == 1.0
+    assert tracking.read_metrics(tmp_path / "metrics.jsonl")[0]["reward"] == 2.0
+
+
+def test_a_file_that_cannot_be_written_warns_once(tmp_path, capsys):
+    tracker = tracking.JsonlTracker(tmp_path)
+    tracker.path.mkdir()  # opening it now fails, for root as well
+    tracker.log(1, {"reward": 1.0})
+    tracker.log(2, {"reward": 1.0})
+    assert tracker.num_lost == 2
+    assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_lines_stay_the_same_size_over_many_steps(tmp_path):
+    tracker = tracking.JsonlTracker(tmp_path)
+    for step in range(100, 300):
+        tracker.log(step, {"reward": 0.5})
+    lengths = {len(line) for line in tracker.path.read_text().splitlines()}
+    assert max(lengths) - min(lengths) <= 4  # trailing zeros of the clock
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict]] = []
+        self.is_closed = False
+
+    def log(self, step, values):
+        self.records.append((step, values))
+
+    def close(self):
+        self.is_closed = True
+
+
+class Failing(Recorder):
+    def log(self, step, values):
+        raise ConnectionError("no network\nsecond line")
+
+
+class Hanging(Recorder):
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def log(self, step, values):
+        self.release.wait(60)
+
+
+def test_background_tracker_delivers_everything_before_it_closes():
+    sink = Recorder()
+    tracker = tracking.BackgroundTracker("sink", lambda: sink)
+    for step in range(5):
+        tracker.log(step, {"reward": float(step)})
+    tracker.close()
+    assert sink.records == [(step, {"reward": float(step)}) for step in range(5)]
+    assert sink.is_closed
+
+
+def test_a_failing_sink_warns_once_and_training_goes_on(capsys):
+    tracker = tracking.BackgroundTracker("wandb", Failing)
+    tracker.log(1, {"reward": 0.0})
+    tracker._thread.join(10)
+    for step in range(2, 500):
+        tracker.log(step, {"reward": 0.0})
+    tracker.close()
+    warning = capsys.readouterr().err
+    assert warning.count("warning:") == 1
+    assert "wandb failed (ConnectionError: no network)" in warning
+
+
+def test_a_sink_that_cannot_be_made_warns_once(capsys):
+    def make_sink():
+        raise OSError("no account")
+
+    tracker = tracking.BackgroundTracker("wandb", make_sink)
+    tracker.log(1, {})
+    tracker.close()
+    assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
+    sink = Hanging()
+    tracker = tracking.BackgroundTracker("sink", lambda: sink, queue_size=4)
+    start = time.monotonic()
+    for step in range(100):
+        tracker.log(step, {"reward": 0.0})
+    tracker.close(timeout_s=0.1)
+    assert time.monotonic() - start < 2.0
+    assert capsys.readouterr().err.count("warning:") == 1
+    assert tracker.num_lost >= 90
+    sink.release.set()
+
+
+def test_keyboard_interrupt_is_not_swallowed():
+    with pytest.raises(KeyboardInterrupt), tracking._Tolerate():
+        raise KeyboardInterrupt
+
+
+def test_make_tracker_writes_only_the_run_folder_by_default(tmp_path):
+    tracker = tracking.make_tracker(logger_config(), tmp_path, {})
+    tracker.log(1, {"reward": 1.0})
+    tracker.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_wandb_key_moves_to_the_environment_and_is_masked(tmp_path, monkeypatch):
+    seen = {}
+
+    class FakeWandb(Recorder):
+        def __init__(self, logger, run_dir, config):
+            super().__init__()
+            seen.update(config)
+
+    monkeypatch.setattr(tracking, "WandbTracker", FakeWandb)
+    monkeypatch.setenv("WANDB_API_KEY", "other")
+    config = {"logger": {"wandb": {"key": "canary", "project": "p"}}}
+    tracker = tracking.make_tracker(logger_config(key="canary"), tmp_path, config)
+    tracker.close()
+    assert seen == {"logger": {"wandb": {"key": "***", "project": "p"}}}
+    assert "canary" not in json.dumps(seen)
+
+
+def test_tensorboard_writes_an_event_file(tmp_path):
+    config = logger_config()
+    config.tensorboard_dir = str(tmp_path / "tb")
+    tracker = tracking.make_tracker(config, tmp_path, {})
+    tracker.log(1, {"reward": 1.0})
+    tracker.close()
+    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
+
+
+def test_rollouts_are_read_back_as_written(tmp_path):
+    rows = [
+        {"sample_id": "0/1/0", "reward": 1.0, "token_ids": torch.tensor([5, 6])},
+        {"sample_id": "0/1/1", "reward": 0.0, "token_ids": torch.tensor([5]), "extra": {"n": 1.0}},
+    ]
+    path = tracking.RolloutWriter(tmp_path).write(7, rows)
+    assert path == tmp_path / "rollouts/step_000007.parquet"
+    back = pyarrow.parquet.read_table(path).to_pylist()
+    assert [row["token_ids"] for row in back] == [[5, 6], [5]]
+    assert [row["extra"] for row in back] == [None, {"n": 1.0}]
+
+
+def test_columns_of_mixed_types_become_json(tmp_path):
+    rows = [{"label": "7"}, {"label": 7}, {"label": {"answer": [1, "x"]}}, {"label": None}]
+    path = tracking.RolloutWriter(tmp_path).write(1, rows)
+    labels = pyarrow.parquet.read_table(path)["label"].to_pylist()
+    assert labels == ['"7"', "7", '{"answer": [1, "x"]}', None]
+
+
+def test_a_rollout_folder_that_cannot_be_written_warns_once(tmp_path, capsys):
+    (tmp_path / "rollouts").write_text("a file in the way")
+    writer = tracking.RolloutWriter(tmp_path)
+    assert writer.write(1, [{"reward": 1.0}]) is None
+    assert writer.write(2, [{"reward": 1.0}]) is None
+    assert writer.num_lost == 2
+    assert capsys.readouterr().err.count("warning:") == 1
