@@ -1,8 +1,9 @@
 """Peak memory and time of `chunked_logprobs` next to plain linear + log_softmax, measured on the CPU.
 
-Every variant runs in a process of its own. The kernel's high-water mark (VmHWM) is reset after the inputs, the weight
-and its gradient exist and have been touched, so the difference to VmRSS at that moment is what the call itself took:
-temporaries, per-token vectors, the gradient of the hidden states, and whatever the matrix library keeps for itself.
+Every variant runs in a process of its own. The kernel's high-water mark (VmHWM) is reset just before
+the forward and again before the backward; its rise over the memory resident at that moment, less the
+gradient of the weight, is what the call took: temporaries, per-token vectors, the gradient of the
+hidden states, and whatever the matrix library keeps for itself.
 
     python benchmarks/logprob_memory.py --vocab-size 152000 --num-tokens 4096
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from openrlhf.algorithms.tokens import chunked_logprobs
 
@@ -46,7 +48,10 @@ class Stretch:
         self.extra_mib = (status_kib("VmHWM") - self._start_kib) / 1024
 
 
-def dense_logprobs(hidden, weight, targets, with_entropy):  # noqa: ANN001, ANN201
+def dense_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The plain way, for comparison: all logits at once."""
     logits = F.linear(hidden, weight).float()
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else None
@@ -62,24 +67,21 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     weight = torch.randn(args.vocab_size, args.hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.randint(args.vocab_size, (args.num_tokens,))
 
-    def run(num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def run(num_tokens: int) -> tuple[Tensor, ...]:
         some = (hidden[:num_tokens], weight, targets[:num_tokens])
         if args.variant == "dense":
-            outputs = dense_logprobs(*some, args.with_entropy)
+            outputs = dense_logprobs(*some, with_entropy=args.with_entropy)
         else:
             outputs = chunked_logprobs(*some, with_entropy=args.with_entropy)
         return tuple(x for x in outputs if x is not None)
 
-    # A first tiny pass loads the libraries and leaves the gradient of the weight in place.
-    sum(x.sum() for x in run(2)).backward()
-    spare = torch.ones_like(weight)  # memory for the new gradient of the weight, freed just before
+    sum(x.sum() for x in run(2)).backward()  # loads what is loaded on first use
     with Stretch() as forward:
         outputs = run(args.num_tokens)
     weight.grad = None
-    del spare
     with Stretch() as backward:
-        grad_weight_mib = weight.numel() * weight.element_size() / MIB
         sum(x.sum() for x in outputs).backward()
+    grad_weight_mib = weight.numel() * weight.element_size() / MIB
     return {
         "forward_mib": forward.extra_mib,
         "backward_mib": backward.extra_mib - grad_weight_mib,
@@ -97,7 +99,9 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--with-entropy", action="store_true")
     parser.add_argument("--with-dense", action="store_true", help="also measure the plain way")
-    parser.add_argument("--variant", choices=("chunked", "dense"), help="one, in this process, as JSON")
+    parser.add_argument(
+        "--variant", choices=("chunked", "dense"), help="one, in this process, as JSON"
+    )
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(measure(args)))

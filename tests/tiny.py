@@ -98,3 +98,19 @@ def write_jsonl(path: Path | str, rows: list[dict]) -> Path:
     path = Path(path)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def make_reward_model(path: Path | str, *, seed: int = 1, **model: object) -> Path:
+    """A random reward model in Hugging Face format, with the mean and std of its scores in the config."""
+    path = make_model(path, seed=seed, **model)  # type: ignore[arg-type]
+    config = transformers.AutoConfig.from_pretrained(path)
+    config.num_labels = 1
+    config.mean, config.std = 0.1, 0.5
+    torch.manual_seed(seed)
+    reward_model = transformers.AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32
+    )
+    with torch.no_grad():
+        reward_model.score.weight.normal_(std=0.3)
+    reward_model.save_pretrained(path)
+    return path

@@ -1,6 +1,6 @@
 """Arithmetic with a known answer: 1 when the last number of the response equals the label, else 0.
 
-    openrlhf train_ppo_ray ... --remote_rm_url examples/python/math_reward_func.py --label_key answer
+openrlhf train_ppo_ray ... --remote_rm_url examples/python/math_reward_func.py --label_key answer
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[object]) -> dict[str, object]:
-    """Exact comparison of numbers: 0.5, 1/2 and .50 are equal; a response without a number scores 0."""
+    """Exact comparison of numbers: 0.5, 1/2 and .50 are equal; a response without a number scores
+    0.
+    """
     responses = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
     answers = [_last_number(response) for response in responses]
     scores = [

@@ -244,7 +244,10 @@ class _PerToken(NamedTuple):
 
     def at(self, rows: slice) -> _PerToken:
         """The same for some of the tokens, each (C, 1)."""
-        return _PerToken(*(None if x is None else x[rows].unsqueeze(-1) for x in self))
+        return _PerToken(
+            *(x[rows].unsqueeze(-1) for x in self[:3]),
+            *(None if x is None else x[rows].unsqueeze(-1) for x in self[3:]),
+        )
 
 
 def _grad_of_raw_logits(

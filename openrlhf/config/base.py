@@ -1,13 +1,14 @@
-"""What a config field is: a typed value with its help text, its other names and its range in one declaration.
+"""What a config field is: a typed value with its help text, other names and range in one place.
 
-The path of a field in the tree is its dotted flag (`--ds.zero_stage`). Other names stand beside the field; a name
-that stands beside several fields of one tree sets all of them. Knows nothing of argv or files.
+The path of a field in the tree is its dotted flag (`--ds.zero_stage`). Other names stand beside
+the field; a name that stands beside several fields of one tree sets all of them.
+Knows nothing of argv or files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,7 +21,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 class Alias:
     """Another name of a field; `meanings` translates what is typed after it (`--bf16` -> "bf16").
 
-    A name with a leading dot is a sibling of the field (`.no_nesterov` -> `actor.muon.no_nesterov`).
+    A name with a leading dot is a sibling of the field: `.no_nesterov` of `muon.nesterov`.
     """
 
     name: str
@@ -34,6 +35,7 @@ class OptionInfo:
     aliases: tuple[Alias, ...] = ()
     bare: str | None = None  # value of the flag typed without one; bool fields need none
     env: str | None = None  # environment variable that gives the default
+    secret_env: str | None = None  # environment variable that a secret is moved to
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Option:
 
     path: str  # dotted
     field: FieldInfo
-    info: OptionInfo = field(default_factory=OptionInfo)
+    info: OptionInfo
 
     @property
     def is_switch(self) -> bool:
@@ -53,22 +55,38 @@ class Option:
 class Base(BaseModel):
     """A frozen part of the config tree; a name it does not have is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
 
 
 def option(
     default: object,
     description: str,
     *names: str | Alias,
-    bare: str | None = None,
-    env: str | None = None,
-    **limits: object,
-) -> Any:  # noqa: ANN401 - stands where the field's own type is expected
-    """Declare a field: default (or factory), help text, other names, range (`gt=0` and the like)."""
+    **details: object,
+) -> Any:
+    """Declare a field: default (or its factory), help text, other names.
+
+    `details` are those of `OptionInfo` (bare, env, secret_env) and ranges (`gt=0` and the like).
+    """
     aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
-    start = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {"option": OptionInfo(aliases, bare, env)}
-    return Field(**start, **limits, description=description, json_schema_extra=extra)  # type: ignore[call-overload]
+    about = {name: details.pop(name) for name in ("bare", "env", "secret_env") if name in details}
+    also = " ".join(f"--{alias.name}" for alias in aliases if not alias.name.startswith("."))
+    text = f"{description} Also {also}." if also else description
+    start = {"default_factory" if callable(default) else "default": default}
+    extra = {"option": OptionInfo(aliases, **about)}  # type: ignore[arg-type]
+    known = {**start, **details, "description": text, "json_schema_extra": extra}
+    return Field(**known)  # type: ignore[call-overload]
+
+
+def switch(description: str, *names: str | Alias, default: bool = False) -> Any:
+    """Declare a field that is true when its flag stands alone."""
+    return option(default, description, *names)
 
 
 def walk(config_class: type[BaseModel], prefix: str = "") -> Iterator[Option]:
@@ -84,7 +102,7 @@ def walk(config_class: type[BaseModel], prefix: str = "") -> Iterator[Option]:
             yield Option(prefix + name, info, declared)
 
 
-def value_at(config: BaseModel, path: str) -> Any:  # noqa: ANN401 - any leaf
+def value_at(config: BaseModel, path: str) -> Any:
     """The value of the leaf with this dotted path."""
     value: Any = config
     for name in path.split("."):

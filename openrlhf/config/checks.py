@@ -1,4 +1,7 @@
-"""Rules that several commands share; each yields one line for a problem: what is wrong, the value, what to type."""
+"""Rules that several commands share.
+
+Each yields one line for a problem: what is wrong, the value, what to type.
+"""
 
 from __future__ import annotations
 

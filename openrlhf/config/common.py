@@ -1,6 +1,7 @@
-"""Parts of the config tree that several commands share: optimizer, LoRA, DeepSpeed, checkpoints, logging, evaluation.
+"""Parts of the config tree that several commands share, from the optimizer to evaluation.
 
-Defaults and flat names are those of the 0.8 command lines; a command with another default subclasses the part.
+Defaults and flat names are those of the 0.8 command lines; a command with another default
+subclasses the part.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from openrlhf.config.base import Alias, Base, option
+from openrlhf.config.base import Alias, Base, option, switch
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -33,13 +34,13 @@ class MuonConfig(Base):
     lr: float = option(0.02, "Learning rate of the Muon group.", ge=0)
     momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1)
     ns_steps: int = option(5, "Newton-Schulz steps.", gt=0)
-    nesterov: bool = option(
-        True, "Nesterov momentum.", Alias(".no_nesterov", {"true": False, "false": True})
+    nesterov: bool = switch(
+        "Nesterov momentum.", Alias(".no_nesterov", {"true": False, "false": True}), default=True
     )
 
 
 class OptimizerConfig(Base):
-    """Optimizer and schedule of one model; stands at the top of the tree or under actor and critic."""
+    """Optimizer and schedule of one model: at the top of the tree, or under actor and critic."""
 
     optim: Literal["adam", "muon"] = option("adam", "Optimizer.", "optim")
     adam: AdamConfig = AdamConfig()
@@ -77,14 +78,14 @@ class DeepSpeedConfig(Base):
         Alias("bf16", {"true": "bf16"}),
     )
     zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
-    adam_offload: bool = option(False, "Keep the optimizer in CPU memory.", "adam_offload")
-    overlap_comm: bool = option(
-        False, "Overlap gradient reduction with the backward pass.", "overlap_comm"
+    adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
+    overlap_comm: bool = switch(
+        "Overlap gradient reduction with the backward pass.", "overlap_comm"
     )
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Type gradients are accumulated in; unset: DeepSpeed's choice.", "grad_accum_dtype"
     )
-    deepcompile: bool = option(False, "DeepSpeed DeepCompile.", "deepcompile")
+    deepcompile: bool = switch("DeepSpeed DeepCompile.", "deepcompile")
     tensor_parallel_size: int = option(
         1, "DeepSpeed AutoTP degree.", "ds_tensor_parallel_size", ge=1
     )
@@ -95,9 +96,8 @@ class DeepSpeedConfig(Base):
         "attn_implementation",
         Alias("flash_attn", {"true": "flash_attention_2"}),
     )
-    use_liger_kernel: bool = option(False, "Liger kernels.", "use_liger_kernel")
-    packing_samples: bool = option(
-        False,
+    use_liger_kernel: bool = switch("Liger kernels.", "use_liger_kernel")
+    packing_samples: bool = switch(
         "Accepted for old commands: batches are always packed, on every device.",
         "packing_samples",
     )
@@ -105,8 +105,7 @@ class DeepSpeedConfig(Base):
     ring_attn_head_stride: int = option(
         1, "Heads processed in one ring step.", "ring_head_stride", ge=1
     )
-    enable_sleep: bool = option(
-        False,
+    enable_sleep: bool = switch(
         "Offload training states to CPU memory between phases.",
         "deepspeed_enable_sleep",
     )
@@ -116,10 +115,10 @@ class DeepSpeedConfig(Base):
         "value_head_prefix",
         "value_prefix_head",
     )
-    load_in_4bit: bool = option(False, "QLoRA: base weights in 4 bits.", "load_in_4bit")
+    load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", "load_in_4bit")
     lora: LoraConfig = LoraConfig()
-    use_universal_ckpt: bool = option(
-        False, "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
+    use_universal_ckpt: bool = switch(
+        "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
     )
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
         option(None, "Kernels of mixture-of-experts layers.")
@@ -137,15 +136,13 @@ class CheckpointConfig(Base):
     )
     path: str = option("./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path")
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
-    save_hf: bool = option(False, "Export a model with each checkpoint.", "save_hf_ckpt")
-    disable_ds: bool = option(
-        False, "Leave out the resumable part of checkpoints.", "disable_ds_ckpt"
-    )
+    save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
+    disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
     max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
     max_mem: float = option(
-        float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0
+        float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0, allow_inf_nan=True
     )
-    load_enable: bool = option(False, "Resume from the checkpoint root.", "load_checkpoint")
+    load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
         "", "Metric of the best checkpoint; empty: the first pass rate, `none`: off."
     )
@@ -160,6 +157,7 @@ class WandbConfig(Base):
         "use_wandb",
         Alias("report_to", {"wandb": "true", "all": "true"}),
         bare="true",
+        secret_env="WANDB_API_KEY",
     )
     org: str | None = option(None, "W&B entity.", "wandb_org")
     group: str | None = option(None, "W&B group.", "wandb_group")
@@ -204,4 +202,4 @@ class TrainConfig(Base):
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
     seed: int = option(42, "Seed of everything random.", "seed")
-    full_determinism_enable: bool = option(False, "Deterministic kernels only.", "full_determinism")
+    full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")

@@ -1,6 +1,7 @@
-"""Config of train_ppo_ray and train_ppo: `PPOConfig`, and every rule that its fields keep among each other.
+"""Config of train_ppo_ray and train_ppo: `PPOConfig`, and every rule that its fields keep.
 
-Each rule is a method `check_...` (refused) or `note_...` (said, then on we go) that yields one line for each case.
+A rule is a method `check_...` (refused) or `note_...` (said, then on we go) that yields one line
+for each case.
 """
 
 from __future__ import annotations
@@ -48,18 +49,28 @@ class PPOConfig(RunConfig):
     logger: PPOLoggerConfig = PPOLoggerConfig()
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Defaults that follow: group size, room for the prompt, micro-batch, the critic's memory plan."""
+        """Defaults that follow: group size, micro-batch, placement, critic, room for the prompt."""
         yield from super().derived()
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             yield "rollout.n_samples_per_prompt", DEFAULT_GROUP_SIZE
         if not is_given(self, "rollout.micro_batch_size"):
             smaller = min(self.rollout.micro_batch_size, self.num_rollout_samples)
             yield "rollout.micro_batch_size", smaller
+        for first, second in self.colocated_pairs():
+            if not is_given(self, f"{second}.num_nodes"):
+                yield f"{second}.num_nodes", getattr(self, first).num_nodes
         for name in ("gradient_checkpointing_enable", "gradient_checkpointing_reentrant"):
             if not is_given(self, f"critic.{name}"):
                 yield f"critic.{name}", getattr(self.actor, name)
-        total = self.data.max_len
-        if total is not None and not is_given(self, "data.prompt_max_len"):
+        if self.data.max_len is not None:
+            yield from self._shares_of_total_length(self.data.max_len)
+
+    def _shares_of_total_length(self, total: int) -> Iterator[tuple[str, object]]:
+        has_prompt = is_given(self, "data.prompt_max_len")
+        if not is_given(self, "rollout.max_new_tokens"):
+            room = total - self.data.prompt_max_len if has_prompt else total // 2
+            yield "rollout.max_new_tokens", max(1, min(self.rollout.max_new_tokens, room))
+        if not has_prompt:
             yield "data.prompt_max_len", max(1, total - self.rollout.max_new_tokens)
 
     @property
@@ -76,6 +87,17 @@ class PPOConfig(RunConfig):
     def num_rollout_samples(self) -> int:
         """Samples in a step."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    def colocated_pairs(self) -> Iterator[tuple[str, str]]:
+        """Pairs of roles that share GPUs, the one that sets the shape first."""
+        if self.train.colocate_all or self.train.colocate_actor_ref:
+            yield "actor", "ref"
+        if self.train.colocate_all:
+            yield "actor", "reward"
+            if self.has_critic:
+                yield "actor", "critic"
+        elif self.train.colocate_critic_reward and self.has_critic:
+            yield "critic", "reward"
 
     def check_actor_model_is_named(self) -> Iterator[str]:
         """There is no default policy."""
@@ -126,7 +148,8 @@ class PPOConfig(RunConfig):
             yield (
                 f"--train_batch_size {batch_size} is more than the {num_samples} samples of a step "
                 f"(--rollout_batch_size {prompts} x --n_samples_per_prompt {group}). Type "
-                f"--train_batch_size {num_samples} or --rollout_batch_size {-(-batch_size // group)}."
+                f"--train_batch_size {num_samples} or "
+                f"--rollout_batch_size {-(-batch_size // group)}."
             )
 
     def check_micro_batches_fit(self) -> Iterator[str]:
@@ -157,21 +180,14 @@ class PPOConfig(RunConfig):
 
     def check_colocated_models_have_one_shape(self) -> Iterator[str]:
         """Models that share GPUs ask for the same ones."""
-        pairs = []
-        if self.train.colocate_all or self.train.colocate_actor_ref:
-            pairs.append(("actor", "ref"))
-        if self.train.colocate_all:
-            pairs += [("actor", "reward")] + [("actor", "critic")] * self.has_critic
-        elif self.train.colocate_critic_reward:
-            pairs.append(("critic", "reward"))
-        for first, second in pairs:
+        for first, second in self.colocated_pairs():
             yield from self._shape_problems(first, second)
 
     def _shape_problems(self, first: str, second: str) -> Iterator[str]:
         wanted, other = getattr(self, first), getattr(self, second)
         for name in ("num_nodes", "num_gpus_per_node"):
             mine, theirs = getattr(wanted, name), getattr(other, name)
-            if None not in (mine, theirs) and mine != theirs and is_given(self, f"{second}.{name}"):
+            if None not in (mine, theirs) and mine != theirs:
                 yield (
                     f"--{second}_{name} {theirs} differs from --{first}_{name} {mine}, and the two "
                     f"models share their GPUs. Type --{second}_{name} {mine}."
@@ -230,7 +246,7 @@ class PPOConfig(RunConfig):
             yield f"--advantage_estimator {estimator}: {group} samples of each prompt."
 
     def note_kl_estimator(self) -> Iterator[str]:
-        """Each place of the KL term has an estimator that is unbiased there (semantics: k1 in rewards)."""
+        """In the reward k1 is unbiased; in the loss only k2 and k3 have a useful gradient."""
         kl = self.algo.kl
         if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1":
             yield (

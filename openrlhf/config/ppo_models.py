@@ -1,13 +1,14 @@
-"""The four models of the PPO config tree: policy, critic, reference and reward, with their placement.
+"""The four models of the PPO config tree, with their placement.
 
-Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face users type.
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
+users type.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf.config.base import Base, option
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.common import AdamConfig, OptimizerConfig
 
 GPUS_HELP = "GPUs on each node (CPU ranks where there is no GPU); unset: "
@@ -36,11 +37,11 @@ class ActorConfig(OptimizerConfig):
         None, "Policy to start from: hub id or path.", "pretrain", "model_name_or_path"
     )
     adam: ActorAdamConfig = ActorAdamConfig()
-    gradient_checkpointing_enable: bool = option(
-        False, "Recompute activations in the backward pass.", "gradient_checkpointing"
+    gradient_checkpointing_enable: bool = switch(
+        "Recompute activations in the backward pass.", "gradient_checkpointing"
     )
-    gradient_checkpointing_reentrant: bool = option(
-        False, "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
+    gradient_checkpointing_reentrant: bool = switch(
+        "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
     policy_loss_type: Literal["ppo", "gspo", "cispo"] = option(
         "ppo", "Token ratio (ppo) or sequence ratio (gspo).", "policy_loss_type"
@@ -64,9 +65,7 @@ class ActorConfig(OptimizerConfig):
     ptx_coef: float = option(
         0.05, "Weight of the language-modelling loss on --pretrain_data.", "ptx_coef", ge=0
     )
-    freeze_visual_encoder: bool = option(
-        False, "Train language parameters only.", "freeze_visual_encoder"
-    )
+    freeze_visual_encoder: bool = switch("Train language parameters only.", "freeze_visual_encoder")
 
 
 class CriticConfig(OptimizerConfig):
@@ -82,11 +81,10 @@ class CriticConfig(OptimizerConfig):
         "critic_pretrain",
     )
     adam: CriticAdamConfig = CriticAdamConfig()
-    gradient_checkpointing_enable: bool = option(
-        False, "Recompute activations; unset: as the actor.", "gradient_checkpointing"
+    gradient_checkpointing_enable: bool = switch(
+        "Recompute activations; unset: as the actor.", "gradient_checkpointing"
     )
-    gradient_checkpointing_reentrant: bool = option(
-        False,
+    gradient_checkpointing_reentrant: bool = switch(
         "The reentrant variant of it; unset: as the actor.",
         "gradient_checkpointing_use_reentrant",
     )
@@ -94,7 +92,7 @@ class CriticConfig(OptimizerConfig):
     freezing_steps: int = option(
         -1, "The first N steps train the critic alone.", "freezing_actor_steps"
     )
-    save_value_network: bool = option(False, "Export the critic at the end.", "save_value_network")
+    save_value_network: bool = switch("Export the critic at the end.", "save_value_network")
 
 
 class RefConfig(Base):
@@ -104,7 +102,7 @@ class RefConfig(Base):
     num_gpus_per_node: int | None = option(
         None, GPUS_HELP + "as the actor.", "ref_num_gpus_per_node", ge=1
     )
-    offload: bool = option(False, "Keep its weights in CPU memory.", "ref_reward_offload")
+    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
 
 
 class RewardConfig(Base):
@@ -126,9 +124,9 @@ class RewardConfig(Base):
     failure: str = option(
         "fail", "When a reward cannot be had: fail, drop_group or retry(n).", "reward_failure"
     )
-    offload: bool = option(False, "Keep its weights in CPU memory.", "ref_reward_offload")
-    normalize_enable: bool = option(
-        False, "(reward - mean) / std, both from the model's config.", "normalize_reward"
+    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
+    normalize_enable: bool = switch(
+        "(reward - mean) / std, both from the model's config.", "normalize_reward"
     )
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"

@@ -1,13 +1,16 @@
 """Parts of the PPO config tree: rollouts, vLLM, algorithm, training, data, evaluation.
 
-Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face users type.
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
+users type.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf.config.base import Base, option
+from pydantic import field_validator
+
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.common import (
     CheckpointConfig,
     EvalConfig,
@@ -65,13 +68,13 @@ class VLLMConfig(Base):
     sync_backend: Literal["nccl", "gloo"] = option(
         "nccl", "How weights travel to engines.", "vllm_sync_backend"
     )
-    sync_with_ray: bool = option(False, "Send weights through Ray.", "vllm_sync_with_ray")
-    enable_prefix_caching: bool = option(
-        False, "Cache common prefixes between weight updates.", "enable_prefix_caching"
+    sync_with_ray: bool = switch("Send weights through Ray.", "vllm_sync_with_ray")
+    enable_prefix_caching: bool = switch(
+        "Cache common prefixes between weight updates.", "enable_prefix_caching"
     )
-    enforce_eager: bool = option(False, "No CUDA graphs.", "enforce_eager")
-    enable_sleep: bool = option(
-        False, "Engines give memory back while training runs.", "vllm_enable_sleep"
+    enforce_eager: bool = switch("No CUDA graphs.", "enforce_eager")
+    enable_sleep: bool = switch(
+        "Engines give memory back while training runs.", "vllm_enable_sleep"
     )
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
@@ -84,11 +87,9 @@ class AdvantageConfig(Base):
     estimator: Estimator = option("gae", "Advantage estimator.", "advantage_estimator")
     gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
     lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
-    no_std_norm: bool = option(
-        False, "Do not divide by the standard deviation.", "no_advantage_std_norm"
-    )
-    is_correction_enable: bool = option(
-        False, "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
+    no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
+    is_correction_enable: bool = switch(
+        "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
         "tis", "Kind of correction."
@@ -96,6 +97,12 @@ class AdvantageConfig(Base):
     is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0), "Band of importance ratios.", "vllm_is_truncated_threshold"
     )
+
+    @field_validator("is_correction_threshold", mode="before")
+    @classmethod
+    def read_one_threshold(cls, value: object) -> object:
+        """Old commands type the upper bound alone."""
+        return (0.0, *value) if isinstance(value, tuple) and len(value) == 1 else value
 
 
 class KLConfig(Base):
@@ -109,7 +116,7 @@ class KLConfig(Base):
     )
     horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
-    use_loss: bool = option(False, "KL in the loss, not in the reward.", "use_kl_loss")
+    use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
 
 
 class AlgoConfig(Base):
@@ -120,8 +127,8 @@ class AlgoConfig(Base):
     loss_aggregation: Literal["token_mean", "seq_mean", "seq_sum_norm"] = option(
         "token_mean", "What a loss is averaged over.", "loss_aggregation"
     )
-    dynamic_filtering_enable: bool = option(
-        False, "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
+    dynamic_filtering_enable: bool = switch(
+        "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
     )
     dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
@@ -145,24 +152,20 @@ class PPOTrainConfig(TrainConfig):
     num_episodes: int = option(
         1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
     )
-    dynamic_batch_enable: bool = option(
-        False, "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
+    dynamic_batch_enable: bool = switch(
+        "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )
     max_tokens_per_gpu: int = option(
         16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
     )
-    colocate_all: bool = option(
-        False, "All models and engines share the GPUs.", "colocate_all_models"
+    colocate_all: bool = switch("All models and engines share the GPUs.", "colocate_all_models")
+    colocate_actor_ref: bool = switch("Actor and reference share GPUs.", "colocate_actor_ref")
+    colocate_critic_reward: bool = switch(
+        "Critic and reward model share GPUs.", "colocate_critic_reward"
     )
-    colocate_actor_ref: bool = option(
-        False, "Actor and reference share GPUs.", "colocate_actor_ref"
-    )
-    colocate_critic_reward: bool = option(
-        False, "Critic and reward model share GPUs.", "colocate_critic_reward"
-    )
-    enable_ema: bool = option(False, "Export an average of the weights.", "enable_ema")
+    enable_ema: bool = switch("Export an average of the weights.", "enable_ema")
     ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
-    async_enable: bool = option(False, "Generate while training.", "async_train")
+    async_enable: bool = switch("Generate while training.", "async_train")
     async_queue_size: int = option(
         1,
         "Batches that may wait for training.",
@@ -173,8 +176,8 @@ class PPOTrainConfig(TrainConfig):
     async_num_tasks: int = option(
         128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
     )
-    partial_rollout_enable: bool = option(
-        False, "Weight updates pause samples instead of waiting.", "partial_rollout"
+    partial_rollout_enable: bool = switch(
+        "Weight updates pause samples instead of waiting.", "partial_rollout"
     )
     agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", "agent_func_path")
 
@@ -209,15 +212,11 @@ class PPODataConfig(Base):
     input_template: str | None = option(
         None, "Text around a plain prompt, with {} for it.", "input_template"
     )
-    apply_chat_template: bool = option(
-        False, "Use the tokenizer's chat template.", "apply_chat_template"
-    )
+    apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", "tokenizer_chat_template"
     )
-    disable_fast_tokenizer: bool = option(
-        False, "Use the slow tokenizer.", "disable_fast_tokenizer"
-    )
+    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
     dataloader_num_workers: int = option(
         0, "Processes that prepare prompts.", "dataloader_num_workers", ge=0
     )

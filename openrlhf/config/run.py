@@ -1,6 +1,7 @@
-"""What the config of every training command has at its top, and how its cross-field rules are collected.
+"""What the config of every training command has at its top, and how its rules are collected.
 
-A rule is a method `check_...` that yields one line for each problem; `note_...` yields lines that do not stop a run.
+A rule is a method `check_...` that yields one line for each problem; `note_...` yields lines that
+do not stop a run.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import ClassVar
 from pydantic import model_validator
 from typing_extensions import Self
 
-from openrlhf.config.base import Base, is_given, option, with_value
-from openrlhf.config.common import CheckpointConfig, LoggerConfig, TrainConfig
+from openrlhf.config.base import Base, is_given, option, switch, with_value
+from openrlhf.config.common import CheckpointConfig, EvalConfig, LoggerConfig, TrainConfig
 
 
 class RunConfig(Base):
@@ -21,17 +22,16 @@ class RunConfig(Base):
     # Flags that old commands have and nothing reads: accepted with a notice.
     dead_flags: ClassVar[tuple[str, ...]] = ()
 
-    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.", "local_rank")
-    use_ms: bool = option(False, "ModelScope instead of the Hugging Face hub.", "use_ms")
-    trust_remote_code: bool = option(
-        False, "Run Python files that come with a model or tokenizer.", "trust_remote_code"
-    )
+    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
+    use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
+    trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Leaves whose default follows from the rest: pairs of path and value, each applied before the next."""
+        """Leaves whose default follows from the rest; each pair is applied before the next."""
         if self.logger.tensorboard_dir == "true":
             yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
         if self.train.micro_batch_size > self.train.batch_size and not is_given(
@@ -41,7 +41,7 @@ class RunConfig(Base):
 
     @model_validator(mode="after")
     def fill_derived(self) -> Self:
-        """Put derived defaults in while the tree is being built, so that it is complete from then on."""
+        """Put derived defaults in while the tree is being built; it is complete from then on."""
         for path, value in self.derived():
             section, _, rest = path.partition(".")
             part = with_value(getattr(self, section), rest, value)
@@ -57,9 +57,16 @@ class RunConfig(Base):
         yield from self._lines("note_")
 
     def _lines(self, prefix: str) -> Iterator[str]:
-        for name in dir(type(self)):
+        names = [name for part in reversed(type(self).__mro__) for name in vars(part)]
+        for name in dict.fromkeys(names):
             if name.startswith(prefix):
                 yield from getattr(self, name)()
+
+    def check_step_intervals(self) -> Iterator[str]:
+        """-1 is off; there is no every-zeroth step."""
+        for name, steps in (("eval_steps", self.eval.steps), ("save_steps", self.ckpt.save_steps)):
+            if steps == 0 or steps < -1:
+                yield f"--{name} must be -1 or above 0: {steps}. Type --{name} -1 to switch it off."
 
     def note_remote_code(self) -> Iterator[str]:
         """Code from a hub is said loudly."""

@@ -1,6 +1,7 @@
-"""Config of supervised commands: `SFTConfig` for train_sft, and the parts that reward and preference training share.
+"""Config of supervised commands: `SFTConfig` for train_sft, and parts for its relatives.
 
-Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face users type.
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
+users type.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, option
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
 from openrlhf.config.common import (
     CheckpointConfig,
@@ -29,11 +30,11 @@ class ModelConfig(Base):
     model_name_or_path: str | None = option(
         None, "Model to start from: hub id or path.", "pretrain", "model_name_or_path"
     )
-    gradient_checkpointing_enable: bool = option(
-        False, "Recompute activations in the backward pass.", "gradient_checkpointing"
+    gradient_checkpointing_enable: bool = switch(
+        "Recompute activations in the backward pass.", "gradient_checkpointing"
     )
-    gradient_checkpointing_reentrant: bool = option(
-        False, "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
+    gradient_checkpointing_reentrant: bool = switch(
+        "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
@@ -43,8 +44,8 @@ class ModelConfig(Base):
 class SFTModelConfig(ModelConfig):
     """`model.*` of train_sft."""
 
-    pretrain_mode_enable: bool = option(
-        False, "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
+    pretrain_mode_enable: bool = switch(
+        "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
     )
 
 
@@ -60,18 +61,14 @@ class SupervisedDataConfig(Base):
     dataset_split: str = option("train", "Split of the training data.", "dataset_split")
     max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
     max_samples: int = option(1_000_000, "Most rows of a dataset.", "max_samples", gt=0)
-    apply_chat_template: bool = option(
-        False, "Use the tokenizer's chat template.", "apply_chat_template"
-    )
+    apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", "tokenizer_chat_template"
     )
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
     )
-    disable_fast_tokenizer: bool = option(
-        False, "Use the slow tokenizer.", "disable_fast_tokenizer"
-    )
+    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
     dataloader_num_workers: int = option(
         0, "Processes that prepare batches.", "dataloader_num_workers", ge=0
     )
@@ -87,7 +84,7 @@ class SFTDataConfig(SupervisedDataConfig):
     input_template: str | None = option(
         "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
     )
-    multiturn: bool = option(False, "Learn every assistant turn.", "multiturn")
+    multiturn: bool = switch("Learn every assistant turn.", "multiturn")
 
 
 class SFTTrainConfig(TrainConfig):

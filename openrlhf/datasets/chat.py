@@ -1,7 +1,8 @@
-"""From a row's value (text, message list or `conversations`) to rendered text and the spans the assistant wrote.
+"""From a row's value (text, message list or `conversations`) to rendered text and the spans the
+assistant wrote.
 
-Rendered text holds stand-ins for special tokens spelled in the data (see `TextEncoder`), so nothing a row says can
-open or close a turn. Knows templates; knows nothing of token ids.
+Rendered text holds stand-ins for special tokens spelled in the data (see `TextEncoder`), so nothing
+a row says can open or close a turn. Knows templates; knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tokenizer import TextEncoder
+from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
 
 Message = dict[str, object]
 Span = tuple[int, int]
@@ -44,7 +42,9 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A dialogue as its template writes it, and the character spans (start, end) of assistant turns."""
+    """A dialogue as its template writes it, and the character spans (start, end) of assistant
+    turns.
+    """
 
     text: str
     assistant_spans: tuple[Span, ...]
@@ -53,7 +53,9 @@ class Rendered:
 def pick_column(
     wanted: str, found: Sequence[str], standard: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """The column to read and a notice when it is not the wanted one; (None, None) when there is none."""
+    """The column to read and a notice when it is not the wanted one; (None, None) when there is
+    none.
+    """
     if wanted in found:
         return wanted, None
     for name in standard:
@@ -63,7 +65,9 @@ def pick_column(
 
 
 def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
-    """Messages with the roles of ROLES, from text (one message) or a list with role/content or from/value."""
+    """Messages with the roles of ROLES, from text (one message) or a list with role/content or
+    from/value.
+    """
     if isinstance(value, str):
         return [{"role": text_role, "content": value}]
     if isinstance(value, Mapping):
@@ -103,7 +107,9 @@ def plain_text(value: object, column: str) -> str:
     if isinstance(value, (list, tuple, Mapping)):
         raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
     if not isinstance(value, str):
-        raise RowError(f"'{column}' is {'missing' if value is None else type(value).__name__}, not text")
+        raise RowError(
+            f"'{column}' is {'missing' if value is None else type(value).__name__}, not text"
+        )
     if not value.strip():
         raise RowError(f"'{column}' is empty")
     return value
@@ -126,25 +132,19 @@ def fill_template(input_template: str | None, text: str) -> str:
 
 
 def has_placeholder(input_template: str | None) -> bool:
-    """Whether the template wraps anything; raises ConfigError when it is no format string with one {}."""
+    """Whether the template wraps anything; raises ConfigError when it is no format string with one
+    {}.
+    """
     if not input_template:
         return False
     try:
         return "\0" in input_template.format("\0")
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(
-            f"--input_template {input_template!r} is not a format string with one {{}} ({error!r}). "
+            f"--input_template {input_template!r} is not a format string with one {{}} "
+            f"({error!r}). "
             "Write other braces twice."
         ) from error
-
-
-def require_chat_template(encoder: TextEncoder) -> None:
-    """Raise ConfigError when there is no template to apply."""
-    if not encoder.tokenizer.chat_template:
-        raise ConfigError(
-            f"tokenizer {encoder.tokenizer.name_or_path} has no chat template. "
-            "Give one with --tokenizer_chat_template, or leave --apply_chat_template out."
-        )
 
 
 def render(
@@ -155,8 +155,10 @@ def render(
     tools: object = None,
 ) -> str:
     """The dialogue as the chat template writes it; raises RowError when the template refuses it."""
-    texts, _ = _run_template(encoder, messages, add_generation_prompt, tools)
-    return texts
+    text, _ = _run_template(
+        encoder, messages, add_generation_prompt=add_generation_prompt, tools=tools
+    )
+    return text
 
 
 def render_dialogue(
@@ -165,10 +167,11 @@ def render_dialogue(
     """The dialogue with the span of every assistant turn, its end marker included.
 
     Spans come from the template's generation markers, else from rendering prefixes of the dialogue.
-    Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused dialogue.
+    Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused
+    dialogue.
     """
     if has_generation_markers(encoder):
-        text, spans = _run_template(encoder, messages, False, tools, wants_spans=True)
+        text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
         return Rendered(text, tuple(spans))
     text = render(encoder, messages, tools=tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -194,7 +197,7 @@ def render_answer(
 
 def has_generation_markers(encoder: TextEncoder) -> bool:
     """Whether the chat template marks what the assistant writes with {% generation %}."""
-    return _GENERATION_MARKER.search(_template(encoder)) is not None
+    return _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)) is not None
 
 
 def _prefix_span(
@@ -214,7 +217,9 @@ def _prefix_span(
 
 
 def _without_tail(encoder: TextEncoder, text: str, start: int, end: int) -> Span:
-    """The span without white space that the template writes behind its end marker, which no model samples."""
+    """The span without white space that the template writes behind its end marker, which no model
+    samples.
+    """
     stripped = text[start:end].rstrip()
     if encoder.ends_with_special_token(stripped):
         return start, start + len(stripped)
@@ -224,30 +229,21 @@ def _without_tail(encoder: TextEncoder, text: str, start: int, end: int) -> Span
 def _run_template(
     encoder: TextEncoder,
     messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tools: object,
     *,
+    tools: object,
+    add_generation_prompt: bool = False,
     wants_spans: bool = False,
 ) -> tuple[str, list[Span]]:
-    hidden = [_hide(encoder, message) for message in messages]
     try:
-        texts, spans = render_jinja_template(
-            [hidden],
+        return render_chat(
+            encoder.tokenizer,
+            [_hide(encoder, message) for message in messages],
             tools=_tool_list(tools),
-            chat_template=_template(encoder),
-            return_assistant_tokens_mask=wants_spans,
             add_generation_prompt=add_generation_prompt,
-            **encoder.tokenizer.special_tokens_map,
+            wants_spans=wants_spans,
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
-    return texts[0], [tuple(span) for span in spans[0]] if wants_spans else []
-
-
-def _template(encoder: TextEncoder) -> str:
-    template = encoder.tokenizer.chat_template
-    assert template, "require_chat_template comes first"
-    return template["default"] if isinstance(template, dict) else template
 
 
 def _tool_list(tools: object) -> list[dict] | None:

@@ -1,7 +1,8 @@
-"""Reading JSON and JSON-lines files strictly: a damaged record is an error with its file, line and byte.
+"""Reading JSON and JSON-lines files strictly: a damaged record is an error with its file, line and
+byte.
 
-Byte order marks, CRLF and blank lines are harmless and accepted. Rows go into Arrow chunk by chunk, so memory is
-bounded by the table, not by Python objects.
+Byte order marks, CRLF and blank lines are harmless and accepted. Rows go into Arrow chunk by chunk,
+so memory is bounded by the table, not by Python objects.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ def read_json_table(path: Path) -> pa.Table:
 
 
 def join_tables(tables: list[pa.Table], place: str) -> pa.Table:
-    """Tables one below the other; a column missing in one is empty there, mixed types raise DataError."""
+    """Tables one below the other; a column missing in one is empty there, mixed types raise
+    DataError.
+    """
     if not tables:
         return pa.table({})
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
-        raise DataError(f"{place}: a column mixes types: {error}. Use one type per column.") from error
+        raise DataError(
+            f"{place}: a column mixes types: {error}. Use one type per column."
+        ) from error
 
 
 def _records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
@@ -71,7 +76,10 @@ def _records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
                     problems.add(f"{path}:{number}", f"{error} (record at byte {offset})")
                 except UnicodeDecodeError as error:
                     where = offset + error.start
-                    problems.add(f"{path}:{number}", f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {where}")
+                    problems.add(
+                        f"{path}:{number}",
+                        f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {where}",
+                    )
             offset += len(raw)
 
 
@@ -95,7 +103,9 @@ def _array_records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
         if isinstance(record, dict):
             yield number, record
         else:
-            problems.add(f"{path}: record {number}", f"{type(record).__name__} instead of an object")
+            problems.add(
+                f"{path}: record {number}", f"{type(record).__name__} instead of an object"
+            )
 
 
 def _is_array(path: Path) -> bool:
@@ -153,10 +163,14 @@ def _refuse_lone_surrogates(value: object) -> None:
 
 
 def _to_table(path: Path, rows: list[Row], lines: list[int]) -> pa.Table:
-    """A chunk of rows as a table; pyarrow takes the columns of the first row only, so they are gathered here."""
+    """A chunk of rows as a table; pyarrow takes the columns of the first row only, so they are
+    gathered here.
+    """
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    return pa.table({name: _to_array(path, name, values, lines) for name, values in columns.items()})
+    return pa.table(
+        {name: _to_array(path, name, values, lines) for name, values in columns.items()}
+    )
 
 
 def _to_array(path: Path, name: str, values: list[object], lines: list[int]) -> pa.Array:

@@ -1,7 +1,8 @@
-"""From what a user types (files, folders, saved data sets, hub names, comma lists) to one table of rows.
+"""From what a user types (files, folders, saved data sets, hub names, comma lists) to one table of
+rows.
 
-Everything that can be wrong with files is found here, before any model is loaded. Knows no columns: what a row must
-hold is the business of the data set classes.
+Everything that can be wrong with files is found here, before any model is loaded. Knows no columns:
+what a row must hold is the business of the data set classes.
 """
 
 from __future__ import annotations
@@ -42,14 +43,20 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 42,
 ) -> Dataset:
-    """The rows that a comma list of data sets names, blended by `probs` or else one after the other.
+    """The rows that a comma list of data sets names, blended by `probs` or else one after the
+    other.
 
-    `max_samples` caps each data set and the blend. Raises ConfigError or DataError with a one-line remedy.
+    `max_samples` caps each data set and the blend. Raises ConfigError or DataError with a one-line
+    remedy.
     """
-    names = [spec] if Path(spec).expanduser().exists() else [name.strip() for name in spec.split(",")]
+    names = (
+        [spec] if Path(spec).expanduser().exists() else [name.strip() for name in spec.split(",")]
+    )
     names = [name for name in names if name]
     if not names:
-        raise ConfigError("no data set is named. Give files, folders or hub names, separated by commas.")
+        raise ConfigError(
+            "no data set is named. Give files, folders or hub names, separated by commas."
+        )
     weights = _parse_probs(probs, names)
     parts = [_capped(_load_one(name, split), max_samples) for name in names]
     return _capped(_blend(parts, names, weights, seed), max_samples)
@@ -67,16 +74,20 @@ def _is_local(name: str) -> bool:
     path = _local_path(name)
     if name.endswith(".py") or (path.is_file() and path.suffix == ".py"):
         raise ConfigError(
-            f"data set {name} is a Python script, which is never run. Give its data as jsonl, csv or parquet."
+            f"data set {name} is a Python script, which is never run. "
+            "Give its data as jsonl, csv or parquet."
         )
     if "://" in name:
-        raise ConfigError(f"data set {name} is a URL, which is not fetched. Download it, then give the path.")
+        raise ConfigError(
+            f"data set {name} is a URL, which is not fetched. Download it, then give the path."
+        )
     if path.exists():
         return True
     looks_local = name.startswith(("/", ".", "~")) or name.endswith(SUFFIXES) or name.count("/") > 1
     if looks_local:
         raise ConfigError(
-            f"data set {name} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name."
+            f"data set {name} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder of "
+            "them, or a hub name."
         )
     return False
 
@@ -97,7 +108,9 @@ def _load_local(name: str, split: str) -> Dataset:
         return _pick_saved(datasets.load_from_disk(str(path)), name, split)
     by_split = {"train": [path]} if path.is_file() else _files_by_split(path)
     if not by_split:
-        raise ConfigError(f"folder {name} has no data files. Put {', '.join(SUFFIXES)} files into it.")
+        raise ConfigError(
+            f"folder {name} has no data files. Put {', '.join(SUFFIXES)} files into it."
+        )
     wanted = _SPLIT_WORDS.get(split, split)
     if wanted not in by_split:
         raise _missing_split(name, split, sorted(by_split))
@@ -117,12 +130,15 @@ def _pick_saved(saved: Dataset | DatasetDict, name: str, split: str) -> Dataset:
 
 def _missing_split(name: str, split: str, found: list[str]) -> ConfigError:
     return ConfigError(
-        f"data set {name} has no split '{split}'; splits found: {', '.join(found)}. Name one of them."
+        f"data set {name} has no split '{split}'; splits found: {', '.join(found)}. "
+        "Name one of them."
     )
 
 
 def _files_by_split(folder: Path) -> dict[str, list[Path]]:
-    """Data files by the split that their name or folder says; files that say none are `train` if none does."""
+    """Data files by the split that their name or folder says; files that say none are `train` if
+    none does.
+    """
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -181,9 +197,7 @@ def _read_csv(path: Path) -> pa.Table:
     """A CSV file with quoted line breaks allowed; what looks like a date stays text."""
     parse = pa.csv.ParseOptions(newlines_in_values=True)
     table = pa.csv.read_csv(path, parse_options=parse)
-    dates = {
-        field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)
-    }
+    dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
     if not dates:
         return table
     convert = pa.csv.ConvertOptions(column_types=dates)
@@ -191,7 +205,9 @@ def _read_csv(path: Path) -> pa.Table:
 
 
 def _load_from_hub(name: str, split: str) -> Dataset:
-    """A hub data set `name` or `name@subset`, the subset being a configuration or a folder of data files."""
+    """A hub data set `name` or `name@subset`, the subset being a configuration or a folder of data
+    files.
+    """
     repository, _, subset = name.partition("@")
     try:
         if subset and subset not in datasets.get_dataset_config_names(repository):
@@ -199,7 +215,8 @@ def _load_from_hub(name: str, split: str) -> Dataset:
         return datasets.load_dataset(repository, subset or None, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"data set {name} cannot be loaded from the hub (split '{split}'): {_first_line(error)} "
+            f"data set {name} cannot be loaded from the hub (split '{split}'): "
+            f"{_first_line(error)} "
             "Check the name and the split, or give a local path."
         ) from error
 

@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.chat import (
     STANDARD_PROMPT_COLUMNS,
@@ -21,12 +19,11 @@ from openrlhf.datasets.chat import (
     has_placeholder,
     pick_column,
     render_prompt,
-    require_chat_template,
 )
 from openrlhf.datasets.problems import Problems, missing_column
 from openrlhf.datasets.token_store import TokenStore
 from openrlhf.errors import ConfigError, DataError
-from openrlhf.utils.tokenizer import TextEncoder
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 CHUNK_ROWS = 1000
 OVERLONG_POLICIES = ("filter", "truncate_left", "error")
@@ -59,12 +56,14 @@ class PromptRecord:
 
 
 class PromptDataset:
-    """Prompts that fit the length limit, in file order; raises DataError for rows that cannot be used."""
+    """Prompts that fit the length limit, in file order; raises DataError for rows that cannot be
+    used.
+    """
 
     def __init__(
         self,
         rows: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         prompt_format: PromptFormat,
         *,
         progress: Progress | None = None,
@@ -114,7 +113,8 @@ class PromptDataset:
         columns, form = self._rows.column_names, self._format
         if form.overlong not in OVERLONG_POLICIES:
             raise ConfigError(
-                f"--overlong_prompts {form.overlong} is unknown. Use {', '.join(OVERLONG_POLICIES)}."
+                f"--overlong_prompts {form.overlong} is unknown. "
+                f"Use {', '.join(OVERLONG_POLICIES)}."
             )
         name, notice = pick_column(form.input_key, columns, STANDARD_PROMPT_COLUMNS)
         if name is None:
@@ -122,9 +122,11 @@ class PromptDataset:
         if form.label_key and form.label_key not in columns:
             raise missing_column(form.label_key, columns, flag="--label_key")
         if form.apply_chat_template:
-            require_chat_template(self._encoder)
+            chat_template_of(self._encoder.tokenizer)
         elif form.input_template and not has_placeholder(form.input_template):
-            self.notices.append(f"--input_template {form.input_template!r} has no {{}} and is not used")
+            self.notices.append(
+                f"--input_template {form.input_template!r} has no {{}} and is not used"
+            )
         if notice:
             self.notices.append(notice)
         return name
@@ -194,7 +196,7 @@ class PromptDataset:
             text = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
         self._kept.append(row_id)
         self._texts.append(text)
-        self._tokens.append(torch.tensor(ids))
+        self._tokens.append(ids)
 
     def _cut(self, ids: list[int], limit: int) -> list[int]:
         """The last tokens of a prompt, behind the BOS it began with."""
@@ -206,13 +208,16 @@ class PromptDataset:
         limit, num_rows = self._format.max_len, len(self._rows)
         if self.num_dropped:
             self.notices.append(
-                f"{self.num_dropped} of {num_rows} prompts are over {limit} tokens and were left out"
+                f"{self.num_dropped} of {num_rows} prompts are over {limit} tokens and were left "
+                "out"
             )
         if self.num_truncated:
             self.notices.append(
-                f"{self.num_truncated} of {num_rows} prompts are over {limit} tokens and lost their beginning"
+                f"{self.num_truncated} of {num_rows} prompts are over {limit} tokens and lost "
+                "their beginning"
             )
         if not self._kept:
             raise DataError(
-                f"all {num_rows} prompts are longer than --prompt_max_len {limit}. Raise it, or use shorter ones."
+                f"all {num_rows} prompts are longer than --prompt_max_len {limit}. "
+                "Raise it, or use shorter ones."
             )

@@ -1,6 +1,8 @@
-"""In which order rows are seen: a pure function of seed and epoch, whatever the number of ranks or workers.
+"""In which order rows are seen: a pure function of seed and epoch, whatever the number of ranks or
+workers.
 
-The cursor is the only state of a run's way through its data; it is two numbers and goes into checkpoints as JSON.
+The cursor is the only state of a run's way through its data; it is two numbers and goes into
+checkpoints as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class PromptCursor:
         return self.episode >= self.num_episodes or self.sampler.num_rows == 0
 
     def draw(self, num_rows: int) -> list[int]:
-        """The next row indices: at most `num_rows`, fewer at an episode's end, none when all is drawn."""
+        """The next row indices: at most `num_rows`, fewer at an episode's end, none when all is
+        drawn.
+        """
         assert num_rows > 0, f"a draw of {num_rows} rows never ends"
         if self.is_exhausted:
             return []
@@ -60,7 +64,9 @@ class PromptCursor:
         return drawn
 
     def num_batches(self, batch_size: int) -> int:
-        """Draws of `batch_size` in the whole run; the last of an episode may be smaller, none is left out."""
+        """Draws of `batch_size` in the whole run; the last of an episode may be smaller, none is
+        left out.
+        """
         return self.num_episodes * -(-self.sampler.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, int]:
@@ -76,7 +82,9 @@ class PromptCursor:
         """Continue where a checkpoint stood; the rows and the seed must be those of then."""
         expected = {"num_rows": self.sampler.num_rows, "seed": self.sampler.seed}
         found = {name: state[name] for name in expected}
-        assert found == expected, f"the checkpoint's data order is of {found}, this run's of {expected}"
+        assert found == expected, (
+            f"the checkpoint's data order is of {found}, this run's of {expected}"
+        )
         self._move_to(state["episode"], state["position"])
 
     def _move_to(self, episode: int, position: int) -> None:
@@ -92,9 +100,9 @@ def length_grouped_batches(
 ) -> list[list[list[int]]]:
     """Global batches of consecutive rows, each cut into micro-batches of rows of similar length.
 
-    `order` are row indices, `lengths[row]` their token counts. A micro-batch holds at most `max_tokens` tokens, or a
-    single row that is longer. Rows are regrouped only inside their global batch, so what an optimizer step sees
-    depends on the order alone.
+    `order` are row indices, `lengths[row]` their token counts. A micro-batch holds at most
+    `max_tokens` tokens, or a single row that is longer. Rows are regrouped only inside their global
+    batch, so what an optimizer step sees depends on the order alone.
     """
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     return [_first_fit(batch, lengths, max_tokens) for batch in batches]

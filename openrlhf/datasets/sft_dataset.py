@@ -1,7 +1,8 @@
 """Supervised examples: token ids and the mask of tokens that are learned.
 
-Prompt and response are tokenised apart, exactly as at inference, where the prompt's tokens are fixed before the
-response begins. The mask covers the response and its end; with pretrain_mode every token but the first.
+Prompt and response are tokenised apart, exactly as at inference, where the prompt's tokens are
+fixed before the response begins. The mask covers the response and its end; with pretrain_mode every
+token but the first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.chat import (
     STANDARD_PROMPT_COLUMNS,
@@ -26,13 +25,12 @@ from openrlhf.datasets.chat import (
     plain_text,
     render_answer,
     render_dialogue,
-    require_chat_template,
     to_messages,
 )
 from openrlhf.datasets.problems import Problems, missing_column
 from openrlhf.datasets.token_store import TokenStore
 from openrlhf.errors import ConfigError, DataError
-from openrlhf.utils.tokenizer import TextEncoder
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 CHUNK_ROWS = 1000
 OVERLONG_POLICIES = ("filter", "truncate", "error")
@@ -82,7 +80,7 @@ class SFTDataset:
     def __init__(
         self,
         rows: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         sft_format: SFTFormat,
         *,
         progress: Progress | None = None,
@@ -124,9 +122,11 @@ class SFTDataset:
         form, columns = self._format, self._rows.column_names
         _check_format(form)
         if form.apply_chat_template:
-            require_chat_template(self._encoder)
+            chat_template_of(self._encoder.tokenizer)
         elif form.input_template and not has_placeholder(form.input_template):
-            self.notices.append(f"--input_template {form.input_template!r} has no {{}} and is not used")
+            self.notices.append(
+                f"--input_template {form.input_template!r} has no {{}} and is not used"
+            )
         input_key, notice = pick_column(form.input_key, columns, STANDARD_PROMPT_COLUMNS)
         if input_key is None:
             raise missing_column(form.input_key, columns, flag="--input_key")
@@ -142,7 +142,9 @@ class SFTDataset:
             return form.output_key
         name, _ = pick_column("completion", columns, STANDARD_RESPONSE_COLUMNS)
         if name is not None and input_key == "prompt":
-            self.notices.append("no --output_key was given; the standard column 'completion' is used")
+            self.notices.append(
+                "no --output_key was given; the standard column 'completion' is used"
+            )
             return name
         if not form.apply_chat_template:
             raise DataError(
@@ -182,26 +184,35 @@ class SFTDataset:
         return row_ids, segments
 
     def _segments(self, row: Row) -> list[_Segment]:
-        """What is tokenised apart, in order; raises RowError, or _NoTargetError for nothing to learn."""
+        """What is tokenised apart, in order; raises RowError, or _NoTargetError for nothing to
+        learn.
+        """
         if self._format.pretrain_mode:
-            return [_Segment(self._encoder.hide(_text_or_none(row[self._input_key])), True)]
+            return [
+                _Segment(self._encoder.hide(_text_or_none(row[self._input_key])), is_target=True)
+            ]
         if self._format.apply_chat_template:
             return self._chat_segments(row)
         assert self._output_key is not None, "_pick_output requires one without a chat template"
-        response = _text_or_none(row[self._output_key])
+        response = _text_or_none(self._response(row))
         prompt = self._encoder.hide(plain_text(row[self._input_key], self._input_key))
-        eos = self._encoder.tokenizer.eos_token
         return [
-            _Segment(fill_template(self._format.input_template, prompt), False),
-            _Segment(self._encoder.hide(response.removesuffix(eos) if eos else response), True),
+            _Segment(fill_template(self._format.input_template, prompt), is_target=False),
+            _Segment(self._encoder.hide(response), is_target=True),
         ]
+
+    def _response(self, row: Row) -> object:
+        """The response column; an EOS spelled at its end is the end that is put there anyway."""
+        value = row[self._output_key]  # type: ignore[index]
+        if value is None:
+            raise _NoTargetError("empty response")
+        eos = self._encoder.tokenizer.eos_token
+        return value.removesuffix(eos) if isinstance(value, str) and eos else value
 
     def _chat_segments(self, row: Row) -> list[_Segment]:
         messages = to_messages(row[self._input_key])
         if self._output_key is not None:
-            if row[self._output_key] is None:
-                raise _NoTargetError("empty response")
-            messages += to_messages(row[self._output_key], text_role="assistant")
+            messages += to_messages(self._response(row), text_role="assistant")
         answers = [m for m in messages if m["role"] == "assistant"]
         if not answers or is_blank(answers[-1]):
             raise _NoTargetError("no assistant turn" if not answers else "empty response")
@@ -229,7 +240,7 @@ class SFTDataset:
             self.dropped["nothing to learn"] += 1
             return
         self.row_ids.append(row_id)
-        self._tokens.append(torch.tensor(token_ids), torch.tensor(mask))
+        self._tokens.append(token_ids, mask)
 
     def _assemble(
         self, segments: list[_Segment], ids: list[list[int]]
@@ -253,7 +264,8 @@ class SFTDataset:
         eos_id = self._encoder.tokenizer.eos_token_id
         if eos_id is None:
             raise ConfigError(
-                f"tokenizer {self._encoder.tokenizer.name_or_path} has no EOS token to end a response with. "
+                f"tokenizer {self._encoder.tokenizer.name_or_path} has no EOS token to end a "
+                "response with. "
                 "Set eos_token in its tokenizer_config.json."
             )
         return eos_id
@@ -288,19 +300,23 @@ def _text_or_none(value: object) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise _NoTargetError("empty response")
     if not isinstance(value, str):
-        raise RowError(f"{type(value).__name__} instead of text. Message lists need --apply_chat_template")
+        raise RowError(
+            f"{type(value).__name__} instead of text. Message lists need --apply_chat_template"
+        )
     return value
 
 
 def _cut_at_spans(rendered: Rendered) -> list[_Segment]:
-    """The rendered text in order, cut at assistant spans; white space behind the last span is left out."""
+    """The rendered text in order, cut at assistant spans; white space behind the last span is left
+    out.
+    """
     segments: list[_Segment] = []
     position = 0
     for start, end in rendered.assistant_spans:
-        segments.append(_Segment(rendered.text[position:start], False))
-        segments.append(_Segment(rendered.text[start:end], True))
+        segments.append(_Segment(rendered.text[position:start], is_target=False))
+        segments.append(_Segment(rendered.text[start:end], is_target=True))
         position = end
     tail = rendered.text[position:]
     if tail.strip():
-        segments.append(_Segment(tail, False))
+        segments.append(_Segment(tail, is_target=False))
     return [segment for segment in segments if segment.text]

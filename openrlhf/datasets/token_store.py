@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +18,11 @@ class TokenStore:
         self._masks = bytearray()
         self._ends = array("q")
 
-    def append(self, token_ids: Tensor, mask: Tensor | None = None) -> None:
-        """Add a sequence, (T,) integers, and its mask, (T,) bool (all False when None)."""
-        self._ids.frombytes(token_ids.to(torch.int32).numpy().tobytes())
-        self._masks.extend(
-            bytes(len(token_ids)) if mask is None else mask.to(torch.uint8).numpy().tobytes()
-        )
+    def append(self, token_ids: Sequence[int], mask: Sequence[bool] | None = None) -> None:
+        """Add a sequence of T ids and its mask of T flags (all False when None)."""
+        self._ids.extend(token_ids)
+        self._masks.extend(bytes(len(token_ids)) if mask is None else bytes(mask))
+        assert len(self._masks) == len(self._ids), "a mask of another length than its ids"
         self._ends.append(len(self._ids))
 
     def __len__(self) -> int:
@@ -32,7 +31,7 @@ class TokenStore:
     def __getitem__(self, index: int) -> Tensor:
         """Token ids of one sequence, (T,) int64."""
         start, stop = self._bounds(index)
-        return torch.tensor(self._ids[start:stop], dtype=torch.int64)
+        return torch.frombuffer(self._ids[start:stop], dtype=torch.int32).long()
 
     def mask(self, index: int) -> Tensor:
         """Mask of one sequence, (T,) bool."""
@@ -42,7 +41,7 @@ class TokenStore:
     @property
     def lengths(self) -> Tensor:
         """Token count of every sequence, (len,) int64."""
-        ends = torch.from_numpy(np.array(self._ends, dtype=np.int64))
+        ends = torch.tensor(self._ends.tolist(), dtype=torch.int64)
         return torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
 
     def fingerprint(self) -> str:

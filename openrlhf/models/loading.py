@@ -192,6 +192,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
     check_packable(model)
+    own_memory(model)
     return model
 
 
@@ -237,6 +238,7 @@ def load_sequence_model(
         init_value_head(model.get_submodule(HEAD))
     check_packable(model)
     rename_head(model, name)
+    own_memory(model)
     return model
 
 
@@ -250,6 +252,17 @@ def rename_head(model: PreTrainedModel, name: str) -> None:
         )
     model.add_module(name, model.get_submodule(HEAD))
     delattr(model, HEAD)
+
+
+def own_memory(model: PreTrainedModel) -> None:
+    """Copy weights on the CPU out of the mapped file they are views of.
+
+    A file puts them at any offset, which changes the last bits of a product from file to file; and a
+    checkpoint written over the mapped file would change them.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.clone()
 
 
 @contextmanager

@@ -70,12 +70,16 @@ class RewardSource(Protocol):
     """Anything that scores texts: a function, a server, a pool of processes."""
 
     def score(self, batch: RewardBatch) -> RewardResult:
-        """Score every sample once; raises RewardError rather than answering fewer or non-finite rewards."""
+        """Score every sample once; raises RewardError rather than answering fewer or non-finite
+        rewards.
+        """
         ...
 
 
 def finite_column(values: object, *, name: str, batch: RewardBatch, source: str) -> Tensor:
-    """One finite float32 per sample, (B,), from a tensor, an array or a list; RewardError names the bad sample."""
+    """One finite float32 per sample, (B,), from a tensor, an array or a list; RewardError names the
+    bad sample.
+    """
     numbers = _as_list(values, name=name, source=source)
     if len(numbers) != len(batch):
         raise RewardError(
@@ -84,11 +88,14 @@ def finite_column(values: object, *, name: str, batch: RewardBatch, source: str)
         )
     for index, value in enumerate(numbers):
         if not _is_number(value):
-            raise RewardError(f"{source}: {name} of {batch.name_of(index)} is {value!r}, not a number")
+            raise RewardError(
+                f"{source}: {name} of {batch.name_of(index)} is {value!r}, not a number"
+            )
     column = torch.tensor([_to_float(value) for value in numbers], dtype=torch.float32)
     for index in (~torch.isfinite(column)).nonzero().flatten().tolist():
         raise RewardError(
-            f"{source}: {name} of {batch.name_of(index)} is {numbers[index]!r}, not a finite float32"
+            f"{source}: {name} of {batch.name_of(index)} is {numbers[index]!r}, not a finite "
+            "float32"
         )
     return column
 
@@ -116,12 +123,16 @@ def result_from_answer(
 
 
 def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardResult:
-    """The results of consecutive slices as one; raises RewardError when they do not carry the same parts."""
+    """The results of consecutive slices as one; raises RewardError when they do not carry the same
+    parts.
+    """
     if not results:
         return RewardResult(torch.zeros(0))
     parts = {(r.scores is not None, *sorted(r.extra_logs)) for r in results}
     if len(parts) > 1:
-        raise RewardError(f"{source}: scores or extra_logs are there for some batches and not for others")
+        raise RewardError(
+            f"{source}: scores or extra_logs are there for some batches and not for others"
+        )
     scores = [r.scores for r in results if r.scores is not None]
     return RewardResult(
         rewards=torch.cat([r.rewards for r in results]),
@@ -157,5 +168,7 @@ def _is_number(value: object) -> bool:
 
 
 def _to_float(value: bool | int | float) -> float:
-    """The number as a float; an integer that no float32 can hold becomes infinite, and is then refused."""
+    """The number as a float; an integer that no float32 can hold becomes infinite, and is then
+    refused.
+    """
     return math.inf if isinstance(value, int) and abs(value) > 1e39 else float(value)

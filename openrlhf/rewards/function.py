@@ -1,8 +1,8 @@
 """Rewards from a user's Python function.
 
-Two shapes are understood: `reward_func(queries, prompts, labels)` that answers a dict of rewards, scores and
-extra_logs, and the Hugging Face shape `f(prompts, completions, **columns)` that answers a list of floats.
-The function runs in this process; it must return by itself.
+Two shapes are understood: `reward_func(queries, prompts, labels)` that answers a dict of rewards,
+scores and extra_logs, and the Hugging Face shape `f(prompts, completions, **columns)` that answers
+a list of floats. The function runs in this process; it must return by itself.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from types import ModuleType
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results, result_from_answer
-from openrlhf.utils.user_code import load_module, public_names, user_line
+from openrlhf.utils.user_code import blaming, load_module, public_names
 
 FUNCTION_NAME = "reward_func"
 RewardFunction = Callable[..., object]
 
 
 def load_reward_function(path: str | Path) -> RewardFunction:
-    """`reward_func` of a file, else its single public function; ConfigError when there is neither."""
+    """`reward_func` of a file, else its single public function; ConfigError when there is "
+    "neither."""
     module = load_module(path)
     function = getattr(module, FUNCTION_NAME, None) or _only_function(module, path)
     if not callable(function):
-        raise ConfigError(f"{path}: {FUNCTION_NAME} is a {type(function).__name__}, not a function.")
+        raise ConfigError(
+            f"{path}: {FUNCTION_NAME} is a {type(function).__name__}, not a function."
+        )
     _refuse_unknown_shape(function, path)
     return function
 
@@ -47,11 +50,8 @@ class FunctionReward:
         return concat_results([self._score_slice(part) for part in slices], source=self.path)
 
     def _score_slice(self, batch: RewardBatch) -> RewardResult:
-        try:
+        with blaming(self.path, RewardError):
             answer = self._call(self.function, batch)
-        except Exception as error:
-            where = user_line(self.path, error) or self.path
-            raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
         if isinstance(answer, Mapping):
             return result_from_answer(answer, batch=batch, source=self.path)
         return result_from_answer({"rewards": answer}, batch=batch, source=self.path)
@@ -69,14 +69,17 @@ def _call_queries(function: RewardFunction, batch: RewardBatch) -> object:
 
 
 def _call_completions(function: RewardFunction, batch: RewardBatch) -> object:
-    columns = {name: list(values) for name, values in batch.columns.items()}
-    columns.setdefault("labels", list(batch.labels))
+    arguments: dict[str, object] = {
+        "labels": list(batch.labels),
+        **{name: list(values) for name, values in batch.columns.items()},
+        "prompts": list(batch.prompts),
+        "completions": list(batch.responses),
+    }
     parameters = inspect.signature(function).parameters.values()
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        names = {p.name for p in parameters}
-        columns = {name: values for name, values in columns.items() if name in names}
-    columns.update(prompts=list(batch.prompts), completions=list(batch.responses))
-    return function(**columns)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return function(**arguments)
+    names = {p.name for p in parameters}
+    return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def _wants_completions(function: RewardFunction) -> bool:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
 import torch
 
 from openrlhf.algorithms.advantages import estimator
@@ -29,7 +28,7 @@ from openrlhf.trainer.ppo_utils.samples_generator import Generator, SamplesGener
 from openrlhf.trainer.ppo_utils.scoring import FunctionScorer, ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
 from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
-from openrlhf.trainer.ray.launcher import connect_ray
+from openrlhf.trainer.ray.launcher import ray_session
 from openrlhf.trainer.ray.local_group import LocalCluster
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import view_cluster
@@ -57,18 +56,15 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     _say(notices)
     inputs = prepare_inputs(config)
     redirect_framework_logs(inputs.run_dir, "driver")
-    connect_ray()
-    try:
+    with ray_session():
         counts = role_counts(
             config,
             view_cluster(),
             has_critic=needs_critic(config),
             has_reference=needs_reference(config),
         )
-        cluster = RayCluster(config, counts, run_dir=str(inputs.run_dir.resolve()))
-        _run(config, inputs, cluster, is_main=True)
-    finally:
-        ray.shutdown()
+        with RayCluster(config, counts, run_dir=str(inputs.run_dir.resolve())) as cluster:
+            _run(config, inputs, cluster, is_main=True)
 
 
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
@@ -94,7 +90,8 @@ def _run(
     if is_main:
         save_resolved(config, inputs.run_dir / "config.yaml")
     groups = _start_groups(config, cluster)
-    engines = cluster.start_engines(groups["actor"])
+    engines = cluster.start_engines()
+    cluster.wait_until_up()
     sizes = _init_models(config, groups, schedule)
     if is_main:
         _banner(config, inputs, schedule, sizes, cluster.counts)

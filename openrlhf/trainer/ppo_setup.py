@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
@@ -58,7 +58,7 @@ def prepare_inputs(config: PPOConfig) -> RunInputs:
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
-    stop = eos_token_ids(model_path, tokenizer)
+    stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
     rollout = config.rollout
     run_dir = Path(config.ckpt.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,7 @@ def prepare_inputs(config: PPOConfig) -> RunInputs:
 def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
     """Exact numbers of steps and updates for `num_prompts` prompts an episode."""
     size, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    full, rest = divmod(num_prompts, size)
-    batches = [size] * full + ([rest] if rest else [])
+    batches = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
     updates = [
         num_updates_per_rollout(n * samples, config.train.batch_size, config.train.max_epochs)
         for n in batches
@@ -159,15 +158,17 @@ def _prompts(
     prompts = PromptDataset(
         rows,
         tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        prompt_max_len=data.prompt_max_len,
-        overlong=data.overlong_prompts,
+        PromptFormat(
+            input_key=data.input_key,
+            label_key=data.label_key,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+            max_len=data.prompt_max_len,
+            overlong=data.overlong_prompts,
+        ),
     )
-    if prompts.num_dropped:
-        notice(f"{prompts.num_dropped} prompts over --prompt_max_len {data.prompt_max_len} left out")
+    for line in prompts.notices:
+        notice(line)
     return prompts
 
 
@@ -177,4 +178,4 @@ def _reward_function(config: PPOConfig) -> FunctionReward | None:
         return None
     if not os.path.splitext(url)[1] == ".py":
         raise ConfigError(f"--remote_rm_url {url}: only a Python file with reward_func works today")
-    return FunctionReward(url)
+    return FunctionReward(url, batch_size=config.rollout.micro_batch_size)

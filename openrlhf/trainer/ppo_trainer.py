@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptRecord
-from openrlhf.datasets.sampler import EpochSampler
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
@@ -36,7 +36,9 @@ class PPOParts:
 
     actor: WorkerGroup
     critic: WorkerGroup | None
-    engines: Sequence[RolloutEngine]  # that need weights sent; empty when the policy generates itself
+    engines: Sequence[
+        RolloutEngine
+    ]  # that need weights sent; empty when the policy generates itself
     samples_generator: SamplesGenerator
     experience_maker: RemoteExperienceMaker
     phases: DevicePhases
@@ -59,9 +61,9 @@ class PPOTrainer:
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.ledger = Ledger()
         self.history: list[dict[str, float]] = []
-        batch_size = config.rollout.batch_size
-        steps_per_episode = -(-len(parts.prompts) // batch_size)
-        self.num_steps = steps_per_episode * config.train.num_episodes
+        sampler = EpochSampler(len(parts.prompts), config.train.seed)
+        self.cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
+        self.num_steps = self.cursor.num_batches(config.rollout.batch_size)
 
     def fit(self) -> None:
         """Run all episodes; evaluates before the first step, every `--eval_steps`, and at the end."""
@@ -72,7 +74,6 @@ class PPOTrainer:
             with timed("step_total", metrics):
                 rollouts = self.generate(prompts, global_step, metrics)
                 metrics.merge(self.train_step(rollouts, global_step))
-            self.settle(prompts, global_step)
             self.report(global_step, metrics, rollouts)
             if self.is_eval_step(global_step):
                 self.evaluate(global_step)
@@ -161,22 +162,15 @@ class PPOTrainer:
         return global_step == self.num_steps or (every > 0 and global_step % every == 0)
 
     def prompt_batches(self) -> Iterator[list[PromptRecord]]:
-        """Batches of prompts over all episodes; the last one of an episode may be smaller."""
-        prompts, size = self.parts.prompts, self.config.rollout.batch_size
-        sampler = EpochSampler(len(prompts), self.config.train.seed)
-        for episode in range(self.config.train.num_episodes):
-            order = sampler.order(episode).tolist()
-            for start in range(0, len(order), size):
-                batch = [prompts[i] for i in order[start : start + size]]
-                self.ledger.draw((episode, prompt.row_id) for prompt in batch)
-                yield batch
-
-    def settle(self, prompts: Sequence[PromptRecord], global_step: int) -> None:
-        """Note in the ledger that these prompts were trained on."""
-        steps_per_episode = self.num_steps // self.config.train.num_episodes
-        episode = (global_step - 1) // steps_per_episode
-        self.ledger.settle(((episode, prompt.row_id) for prompt in prompts), "trained")
-        self.ledger.check()
+        """Batches of prompts over all episodes, settled in the ledger once they were trained on."""
+        while not self.cursor.is_exhausted:
+            episode = self.cursor.episode
+            rows = self.cursor.draw(self.config.rollout.batch_size)
+            keys = [(episode, row) for row in rows]
+            self.ledger.draw(keys)
+            yield [self.parts.prompts[row] for row in rows]
+            self.ledger.settle(keys, "trained")
+            self.ledger.check()
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree before anything could have drifted."""

@@ -1,24 +1,31 @@
 """Loading a tokenizer, and the one way text becomes token ids.
 
-Data cannot speak as another role: a special token spelled out in a prompt or an answer is tokenised as the plain
-text it is, while the same token in a chat template or an input template keeps its meaning.
-Knows nothing of messages, columns or rows.
+Data cannot speak as another role: a special token spelled out in a prompt or an answer is tokenised
+as the plain text it is, while the same token in a chat template or an input template keeps its
+meaning. Knows nothing of messages, columns or rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import transformers
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.errors import ConfigError
 
-# Stand-ins for special tokens found in data while a template is rendered around them: private-use characters.
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+
+# Stand-ins for special tokens found in data while a template is rendered around them: private-use
+# characters.
 _FIRST_STAND_IN = 0xF0000
-_ANCHOR = "\n"  # never merges with what follows; takes the prefix space a tokenizer puts before text
+_ANCHOR = (
+    "\n"  # never merges with what follows; takes the prefix space a tokenizer puts before text
+)
 
 
 def load_tokenizer(
@@ -27,7 +34,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     use_fast: bool = True,
     trust_remote_code: bool = False,
-) -> PreTrainedTokenizerBase:
+) -> Tokenizer:
     """The tokenizer of a model, with a pad token but never a new id (embeddings keep their size).
 
     `chat_template` replaces the tokenizer's own: Jinja text, or the path of a file that holds it.
@@ -49,23 +56,27 @@ def load_tokenizer(
 
 def eos_token_ids(
     model_name_or_path: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     trust_remote_code: bool = False,
 ) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's, then those of the generation config or the config."""
+    """Every id that ends a response: the tokenizer's, then those of the generation config or the
+    config.
+    """
     found = [tokenizer.eos_token_id, *_configured_eos(model_name_or_path, trust_remote_code)]
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, allow_special_tokens: bool = False
+    tokenizer: Tokenizer, text: str, *, allow_special_tokens: bool = False
 ) -> list[int]:
-    """Ids of a text, without BOS or EOS; special tokens spelled in it stay text unless they are allowed."""
-    return _encode(tokenizer, [text], allow_special_tokens)[0]
+    """Ids of a text, without BOS or EOS; special tokens spelled in it stay text unless they are
+    allowed.
+    """
+    return _encode(tokenizer, [text], allow_special=allow_special_tokens)[0]
 
 
-def leading_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def leading_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids a tokenizer itself puts before any text (BOS for most); empty when it adds none."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
@@ -75,16 +86,58 @@ def leading_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return ()
 
 
+class TemplateError(ValueError):
+    """A chat template refuses a dialogue; the message is the template's own."""
+
+
+def chat_template_of(tokenizer: Tokenizer) -> str:
+    """The chat template that is used; raises ConfigError when there is none."""
+    template = tokenizer.chat_template
+    if not template:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template. "
+            "Give one with --tokenizer_chat_template, or leave --apply_chat_template out."
+        )
+    return template["default"] if isinstance(template, dict) else template
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    tools: Sequence[object] | None = None,
+    add_generation_prompt: bool = False,
+    wants_spans: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The dialogue as the chat template writes it, in a sandbox, and what its generation markers
+    enclose.
+
+    Spans are (start, end) characters, empty unless wanted. Raises TemplateError.
+    """
+    import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
+
+    try:
+        texts, spans = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) if tools else None,
+            chat_template=chat_template_of(tokenizer),
+            return_assistant_tokens_mask=wants_spans,
+            add_generation_prompt=add_generation_prompt,
+            **tokenizer.special_tokens_map,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise TemplateError(str(error)) from error
+    return texts[0], [(start, end) for start, end in spans[0]] if wants_spans else []
+
+
 class TextEncoder:
     """Turns rendered texts into ids; holds what must be known about a tokenizer to do so.
 
-    A rendered text is a template's output around data that went through `hide`. Its pieces keep their order:
-    what the template wrote may hold special tokens, what the data wrote may not.
+    A rendered text is a template's output around data that went through `hide`. Its pieces keep
+    their order: what the template wrote may hold special tokens, what the data wrote may not.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, allow_special_tokens: bool = False) -> None:
         self.tokenizer = tokenizer
         self.allow_special_tokens = allow_special_tokens
         self.leading_ids = leading_token_ids(tokenizer)
@@ -121,7 +174,8 @@ class TextEncoder:
         return text.endswith(tuple(self._special_texts))
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of rendered prompts, each with exactly one BOS where tokenizer or template adds one."""
+        """Ids of rendered prompts, each with exactly one BOS where tokenizer or template adds "
+        "one."""
         rows = self.encode_segments([[text] for text in texts])
         return [self.with_leading_ids(segments[0]) for segments in rows]
 
@@ -132,7 +186,8 @@ class TextEncoder:
         return [*self.leading_ids, *token_ids]
 
     def encode_segments(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-        """Ids of every segment of every row; segments are encoded apart, so a boundary is never merged over.
+        """Ids of every segment of every row; segments are encoded apart, so a boundary is never
+        merged over.
 
         Rows hold rendered text; the result has the same nesting, one id list per segment.
         """
@@ -176,23 +231,24 @@ class TextEncoder:
         return result
 
     def _encode_start(self, texts: list[str], allow_special: bool) -> list[list[int]]:
-        return _encode(self.tokenizer, texts, allow_special)
+        return _encode(self.tokenizer, texts, allow_special=allow_special)
 
     def _encode_continuation(self, texts: list[str], allow_special: bool) -> list[list[int]]:
-        """Ids of texts that follow other text: without the prefix space some tokenizers put first."""
+        """Ids of texts that follow other text: without the prefix space some tokenizers put "
+        "first."""
         if not self._adds_prefix_space or not texts:
-            return _encode(self.tokenizer, texts, allow_special)
-        anchor = _encode(self.tokenizer, [_ANCHOR], False)[0]
-        anchored = _encode(self.tokenizer, [_ANCHOR + text for text in texts], allow_special)
+            return _encode(self.tokenizer, texts, allow_special=allow_special)
+        anchor = _encode(self.tokenizer, [_ANCHOR], allow_special=False)[0]
+        anchored = _encode(
+            self.tokenizer, [_ANCHOR + text for text in texts], allow_special=allow_special
+        )
         assert all(ids[: len(anchor)] == anchor for ids in anchored), (
             f"tokenizer {self.tokenizer.name_or_path} merges a line break with what follows it"
         )
         return [ids[len(anchor) :] for ids in anchored]
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], allow_special: bool
-) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, texts: list[str], *, allow_special: bool) -> list[list[int]]:
     if not texts:
         return []
     return tokenizer(
@@ -208,8 +264,10 @@ def _any_of(texts: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
-def _adds_prefix_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    first_token = tokenizer.convert_ids_to_tokens(_encode(tokenizer, ["a"], False)[0])[0]
+def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
+    first_token = tokenizer.convert_ids_to_tokens(
+        _encode(tokenizer, ["a"], allow_special=False)[0]
+    )[0]
     return first_token.startswith(("▁", "Ġ"))
 
 
@@ -226,7 +284,10 @@ def _refuse_missing_folder(name_or_path: str) -> None:
 def _load_problem(name_or_path: str, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
-        return f"tokenizer {name_or_path} runs code of its own. Add --trust_remote_code if you trust it."
+        return (
+            f"tokenizer {name_or_path} runs code of its own. "
+            "Add --trust_remote_code if you trust it."
+        )
     first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return (
         f"tokenizer {name_or_path} cannot be loaded: {first_line} "
@@ -247,7 +308,7 @@ def _template_text(chat_template: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _borrow_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+def _borrow_pad_token(tokenizer: Tokenizer) -> None:
     for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
         if token is not None:
             tokenizer.pad_token = token
@@ -262,8 +323,8 @@ def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[in
         try:
             config = transformers.AutoConfig.from_pretrained(
                 model_name_or_path, trust_remote_code=trust_remote_code
-            )
-        except OSError:
+            ).get_text_config()
+        except (OSError, ValueError):  # a folder that holds a tokenizer only
             return []
     eos = getattr(config, "eos_token_id", None)
     if eos is None:

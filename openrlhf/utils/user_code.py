@@ -6,15 +6,41 @@ import hashlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, OpenRLHFError
+
+
+class blaming:
+    """A block that runs user code: any exception of it becomes one of ours, with the user's
+    file:line.
+    """
+
+    def __init__(self, path: str | Path, error_type: type[OpenRLHFError]) -> None:
+        self.path = path
+        self.error_type = error_type
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Raise `error_type` from an Exception; let KeyboardInterrupt and SystemExit pass."""
+        if isinstance(error, Exception):
+            where = user_line(self.path, error) or str(self.path)
+            raise self.error_type(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def load_module(path: str | Path) -> ModuleType:
-    """Run a .py file under a name made from its path, so that two files of the same name do not collide.
+    """Run a .py file under a name made from its path, so that two files of the same name do not
+    collide.
 
-    The file's folder is importable for it. Raises ConfigError when the file is missing or does not run.
+    The file's folder is importable for it. Raises ConfigError when the file is missing or does not
+    run.
     """
     file = Path(path).expanduser().resolve()
     if file.suffix != ".py" or not file.is_file():
@@ -26,18 +52,15 @@ def load_module(path: str | Path) -> ModuleType:
     sys.modules[name] = module  # pickling and dataclasses look the module up by name
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    try:
+    with blaming(path, ConfigError):
         spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(
-            f"{path} does not run: {type(error).__name__}: {error}{_line_in(file, error)}"
-        ) from error
     return module
 
 
 def load_attribute(path: str | Path, name: str) -> object:
-    """A class or function of a user's file; raises ConfigError that lists what the file has instead."""
+    """A class or function of a user's file; raises ConfigError that lists what the file has
+    instead.
+    """
     module = load_module(path)
     if not hasattr(module, name):
         found = ", ".join(public_names(module)) or "nothing public"
@@ -67,8 +90,3 @@ def user_line(path: str | Path, error: BaseException) -> str | None:
             line = f"{path}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return line
-
-
-def _line_in(file: Path, error: BaseException) -> str:
-    line = user_line(file, error)
-    return f" (at {line})" if line else ""

@@ -9,7 +9,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
-def rollout(prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0) -> Rollout:
+def rollout(
+    prompt: list[int], response: list[int], *, reward: float = 1.0, group: int = 0
+) -> Rollout:
     token_ids, action_mask = sequence_tensors(prompt, response)
     return Rollout(
         sample_id=f"{group}/{prompt}",

@@ -18,7 +18,9 @@ from tests.trainer.test_experience import THREE, rollout
 
 def numbered(count: int) -> Experience:
     """Samples whose first token is their number, with 1 to 5 actions."""
-    return Experience.from_rollouts([rollout([i], [0] * (1 + i % 5), group=i) for i in range(count)])
+    return Experience.from_rollouts(
+        [rollout([i], [0] * (1 + i % 5), group=i) for i in range(count)]
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,14 +50,17 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
 
 def test_the_order_depends_on_the_seed_only() -> None:
     orders = [
-        plan_updates(numbered(8), 1, train_batch_size=8, max_epochs=1, seed=seed)[0][0]
-        .experience.group_ids.tolist()
+        plan_updates(numbered(8), 1, train_batch_size=8, max_epochs=1, seed=seed)[0][
+            0
+        ].experience.group_ids.tolist()
         for seed in (3, 3, 4)
     ]
     assert orders[0] == orders[1]
     batches = [
-        [set(s.experience.group_ids.tolist()) for s in plan_updates(
-            numbered(8), 1, train_batch_size=4, max_epochs=1, seed=seed)[0]]
+        [
+            set(s.experience.group_ids.tolist())
+            for s in plan_updates(numbered(8), 1, train_batch_size=4, max_epochs=1, seed=seed)[0]
+        ]
         for seed in (3, 4)
     ]
     assert batches[0] != batches[1]

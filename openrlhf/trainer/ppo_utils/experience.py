@@ -105,7 +105,9 @@ class Experience:
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
 
 
-def scatter_back(parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor) -> Tensor:
+def scatter_back(
+    parts: Sequence[Tensor], indices: Sequence[Sequence[int]], sizes: Tensor
+) -> Tensor:
     """Undo a partition: per-part flat columns back into sample order.
 
     `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many entries

@@ -50,9 +50,9 @@ def run_updates(
     metrics = Metrics()
     for step in steps:
         micro_batches = [step.experience.select(i) for i in _cut(step, plan)]
-        num_micro_batches = int(reduce_max({"num_micro_batches": len(micro_batches)})[
-            "num_micro_batches"
-        ])
+        num_micro_batches = int(
+            reduce_max({"num_micro_batches": len(micro_batches)})["num_micro_batches"]
+        )
         for index in range(num_micro_batches):
             is_last = index == num_micro_batches - 1
             if index < len(micro_batches):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import ray
+from ray.util.placement_group import remove_placement_group
+
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
-from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.utils.logging import notice
 
 COLOCATED_POOL = "shared by all"
@@ -84,6 +87,8 @@ class RayCluster:
         self.config = config
         self.counts = counts
         self.run_dir = run_dir
+        self.groups: list[RayActorGroup] = []
+        self.engines: list[RayEngine] = []
         self.slots = place(counts.demands, counts.cluster)
         busiest = max([*counts.ranks.values(), counts.num_engines])
         self.has_gpus = counts.cluster.has_gpus
@@ -92,9 +97,23 @@ class RayCluster:
                 f"{busiest} ranks share {counts.cluster.num_cpus} core(s): right, but not faster"
             )
 
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all processes and give the places back."""
+        for handle in [h for g in self.groups for h in g.handles] + [
+            e.handle for e in self.engines
+        ]:
+            ray.kill(handle)
+        for group in {
+            slot.group.id: slot.group for s in self.slots.values() for slot in s
+        }.values():
+            remove_placement_group(group)
+
     def start_group(self, role: str, worker_class: type) -> WorkerGroup:
         """Start the ranks of a role."""
-        return RayActorGroup(
+        group = RayActorGroup(
             worker_class,
             (self.config,),
             self.slots[role],
@@ -102,19 +121,28 @@ class RayCluster:
             run_dir=self.run_dir,
             num_threads=self._threads_of(self.counts.ranks[role]),
         )
+        self.groups.append(group)
+        return group
 
-    def start_engines(self, actor: WorkerGroup) -> list[RolloutEngine]:
+    def start_engines(self) -> list[RolloutEngine]:
         """Start the vLLM engines; none when the policy generates itself."""
         if not self.counts.num_engines:
             return []
-        return list(
-            create_vllm_engines(
-                engine_config(self.config, has_gpus=self.has_gpus),
-                self.slots["vllm"],
-                run_dir=self.run_dir,
-                num_threads=self._threads_of(self.counts.num_engines),
-            )
+        engines = create_vllm_engines(
+            engine_config(self.config, has_gpus=self.has_gpus),
+            self.slots["vllm"],
+            run_dir=self.run_dir,
+            num_threads=self._threads_of(self.counts.num_engines),
         )
+        self.engines += engines
+        return list(engines)
+
+    def wait_until_up(self) -> None:
+        """Wait for all processes; they start at the same time."""
+        for group in self.groups:
+            group.join()
+        for engine in self.engines:
+            engine.ready()
 
     def _threads_of(self, num_ranks: int) -> int:
         # Phases take turns: one role at a time may use all cores.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -17,10 +18,23 @@ FORWARDED_PREFIXES = ("HF_", "WANDB_", "NCCL_", "VLLM_", "OPENRLHF_")
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
 
 
-def connect_ray() -> None:
-    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one on this machine."""
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one on this machine.
+
+    What was joined or started here is left or stopped at the end; a connection the caller had stays.
+    """
     if ray.is_initialized():
+        yield
         return
+    _connect()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect() -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     address = os.environ.get("RAY_ADDRESS")
     if address != "local":
@@ -99,7 +113,7 @@ def _named(cause: OpenRLHFError, who: str) -> OpenRLHFError:
 
 
 class RayActorGroup:
-    """The ranks of one model as Ray actors."""
+    """The ranks of one model as Ray actors; `join` comes before any other call."""
 
     def __init__(
         self,
@@ -124,7 +138,10 @@ class RayActorGroup:
             )
             for rank, slot in enumerate(slots)
         ]
-        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), timeout_s)
+
+    def join(self) -> None:
+        """Wait until all ranks are up and have met."""
+        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), self.timeout_s)
         self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(
@@ -141,11 +158,6 @@ class RayActorGroup:
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Call `method` with the same arguments on every rank."""
         return self.start(method, [args] * self.num_ranks)()
-
-    def shutdown(self) -> None:
-        """End the processes."""
-        for handle in self.handles:
-            ray.kill(handle)
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
         # The first error wins, whichever rank it is on: peers of a failed rank hang in a collective.

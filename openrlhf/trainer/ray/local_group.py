@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
+from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import RoleCounts
+from openrlhf.trainer.ray.cluster import RoleCounts, engine_config
 from openrlhf.trainer.ray.model_actor import RankIdentity
 
 ROLES = ("actor", "critic", "ref", "reward")
@@ -48,7 +52,8 @@ class LocalCluster:
         self.config = config
         self.run_dir = run_dir
         self.topology = topology
-        self.counts = RoleCounts(dict.fromkeys(ROLES, topology.world_size))
+        ranks = dict.fromkeys(ROLES, topology.world_size)
+        self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
     def start_group(self, role: str, worker_class: type) -> WorkerGroup:
         """This rank of a role."""
@@ -57,6 +62,16 @@ class LocalCluster:
         worker.setup()
         return LocalGroup(worker, self.topology)
 
-    def start_engines(self, actor: WorkerGroup) -> list[RolloutEngine]:
-        """No engines beside the policy's own generation."""
-        return []
+    def start_engines(self) -> list[RolloutEngine]:
+        """One engine in this process when --vllm_num_engines asks for it, else none: the policy generates itself."""
+        if not self.config.vllm.num_engines:
+            return []
+        if self.topology.world_size > 1 or self.config.vllm.num_engines > 1:
+            raise ConfigError(
+                f"--vllm_num_engines {self.config.vllm.num_engines} without Ray on {self.topology.world_size} "
+                "process(es): one process holds at most one engine. Use train_ppo_ray, or --vllm_num_engines 0."
+            )
+        return [VLLMEngine(engine_config(self.config, has_gpus=torch.cuda.is_available()))]
+
+    def wait_until_up(self) -> None:
+        """Nothing to wait for: all of it is this process."""

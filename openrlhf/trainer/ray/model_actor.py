@@ -144,7 +144,9 @@ def _inverse(order: list[int]) -> list[int]:
 def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("10.255.255.255", 1))  # sends nothing; asks which interface would be used
+            probe.connect(
+                ("10.255.255.255", 1)
+            )  # sends nothing; asks which interface would be used
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])

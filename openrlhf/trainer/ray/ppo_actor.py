@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.algorithms.off_policy import mismatch
+from openrlhf.algorithms.off_policy import mismatch_report
 from openrlhf.algorithms.policy_loss import (
     POLICY_LOSSES,
     ClipRange,
@@ -176,7 +176,7 @@ def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
 
 
 def _add_mismatch_metrics(metrics: Metrics, trainer_N: Tensor, engine_N: Tensor) -> None:
-    report = mismatch(trainer_N, engine_N)
+    report = mismatch_report(trainer_N, engine_N)
     metrics.add("vllm_kl", report.kl, weight=report.num_tokens)
     metrics.add("logprobs_diff", report.mean_abs, weight=report.num_tokens)
     metrics.add("logprobs_diff_max", report.max_abs, reduction="max")

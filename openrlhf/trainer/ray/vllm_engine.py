@@ -47,6 +47,10 @@ class RayEngine:
         reference = getattr(self.handle, method.__name__).remote(*args)
         return get(reference, self.name, self.timeout_s)
 
+    def ready(self) -> None:
+        """Wait until the engine is up."""
+        self._call(LLMRayActor.ready)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """See RolloutEngine."""
         return self._call(LLMRayActor.generate, requests)  # type: ignore[no-any-return]
@@ -79,9 +83,9 @@ class RayEngine:
 def create_vllm_engines(
     config: VLLMEngineConfig, slots: Sequence[Slot], *, run_dir: str, num_threads: int
 ) -> list[RayEngine]:
-    """Start one engine actor a slot and wait until all are up."""
+    """Start one engine actor a slot; `ready` waits until it is up."""
     names = [f"vllm-{index}" for index in range(len(slots))]
-    engines = [
+    return [
         RayEngine(
             start_actor(
                 LLMRayActor,
@@ -94,9 +98,6 @@ def create_vllm_engines(
         )
         for name, slot in zip(names, slots, strict=True)
     ]
-    for engine in engines:
-        get(engine.handle.ready.remote(), engine.name, engine.timeout_s)
-    return engines
 
 
 class EnginePool:
@@ -111,7 +112,9 @@ class EnginePool:
         with ThreadPoolExecutor(max_workers=width) as pool:
             parts = list(
                 pool.map(
-                    lambda k: self.engines[k].generate(requests[k::width]) if requests[k::width] else [],
+                    lambda k: (
+                        self.engines[k].generate(requests[k::width]) if requests[k::width] else []
+                    ),
                     range(width),
                 )
             )
@@ -137,9 +140,7 @@ class GroupGenerator:
         return interleave(parts, len(requests))
 
 
-def interleave(
-    parts: Sequence[Sequence[list[Completion]]], total: int
-) -> list[list[Completion]]:
+def interleave(parts: Sequence[Sequence[list[Completion]]], total: int) -> list[list[Completion]]:
     """Undo `requests[k::width]`."""
     answers: list[list[Completion]] = [[] for _ in range(total)]
     for k, part in enumerate(parts):

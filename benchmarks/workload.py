@@ -1,0 +1,76 @@
+"""The fixed workload every benchmark runs: a 3.4 M-parameter Qwen2 in fp32, 16 prompts x 8 samples.
+
+Made on the spot and seeded, so that both sides of a ratio see the same model, prompts and tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.tiny import make_model
+
+VOCAB_SIZE = 2048
+NUM_PROMPTS = 16
+NUM_SAMPLES = 8  # of a prompt
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Where the model lies and how long responses are."""
+
+    model: Path
+    max_new_tokens: int = 64
+
+    @property
+    def num_completions(self) -> int:
+        """Completions of one step."""
+        return NUM_PROMPTS * NUM_SAMPLES
+
+
+def make_workload(folder: Path, *, max_new_tokens: int = 64, hidden_size: int = 256) -> Workload:
+    """Write the model (once) and answer the workload."""
+    path = folder / f"model-{hidden_size}"
+    if not (path / "config.json").exists():
+        make_model(
+            path,
+            hidden_size=hidden_size,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            vocab_size=VOCAB_SIZE,
+        )
+    return Workload(path, max_new_tokens)
+
+
+def prompt_token_ids() -> list[list[int]]:
+    """Random prompts of equal length, without special tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_PROMPTS, PROMPT_TOKENS)
+    return torch.randint(10, 260, shape, generator=generator).tolist()
+
+
+def prompt_texts(model: Path) -> list[str]:
+    """The same prompts as text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.decode(ids) for ids in prompt_token_ids()]
+
+
+def packed_sequences(num_sequences: int, length: int) -> torch.Tensor:
+    """Training tokens, (num_sequences, length) int64."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(10, VOCAB_SIZE, (num_sequences, length), generator=generator)
+
+
+def write_prompts(folder: Path, *, num_steps: int, model: Path) -> Path:
+    """A prompt file with enough rows for `num_steps` steps."""
+    path = folder / f"prompts-{num_steps}.jsonl"
+    rows = [{"input": text} for _ in range(num_steps) for text in prompt_texts(model)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

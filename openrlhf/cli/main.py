@@ -1,0 +1,43 @@
+"""The console script `openrlhf`: finds the command and hands the rest of the line to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+# Sub-command -> module in openrlhf.cli, one line of help.
+COMMANDS = {
+    "sft": ("train_sft", "supervised fine-tuning and continued pre-training"),
+    "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
+    "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a sub-command; without one, say which there are."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    name, *rest = words
+    modules = {module: name for name, (module, _) in COMMANDS.items()}
+    known = modules.get(name.replace("-", "_"), name)
+    if known not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        print(f"error: there is no command {name}. Type openrlhf {near}.", file=sys.stderr)
+        raise SystemExit(2)
+    import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
+
+
+def usage() -> str:
+    """The commands, one line each."""
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: openrlhf COMMAND [FLAGS]", "", *lines, "", "openrlhf COMMAND --help: its flags"]
+    )
+
+
+if __name__ == "__main__":
+    main()

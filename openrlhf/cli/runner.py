@@ -1,0 +1,85 @@
+"""What every command does around its work: help, parsing, secrets, errors as lines and codes.
+
+Exit codes: 0 done, 2 wrong input, 3 a fault that could not be survived, 4 a bug, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic
+
+from openrlhf.config.cli import ConfigT, Parsed, parse_config
+from openrlhf.config.help import print_help
+from openrlhf.config.unimplemented import refuse_unimplemented
+from openrlhf.errors import OpenRLHFError
+
+
+@dataclass(frozen=True)
+class Command(Generic[ConfigT]):
+    """A command: its name in help, its config, and the function that does the work."""
+
+    name: str
+    config_class: type[ConfigT]
+    run: Callable[[Parsed[ConfigT]], None]
+
+
+def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
+    """Parse and run; leaves by SystemExit when anything went wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        print_help(command.config_class, command.name)
+        return
+    is_debug = "--debug" in words
+    try:
+        command.run(prepare(command, [word for word in words if word != "--debug"]))
+    except OpenRLHFError as error:
+        if is_debug:
+            traceback.print_exc()
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        print("error: interrupted", file=sys.stderr)
+        raise SystemExit(130) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise SystemExit(4) from error
+
+
+def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
+    """A config that may run; its secrets are in the environment and no longer in the arguments."""
+    parsed = parse_config(command.config_class, argv)
+    refuse_unimplemented(parsed.config)
+    os.environ.update(parsed.environment)
+    for secret in parsed.environment.values():
+        sys.argv = [word.replace(secret, "***") for word in sys.argv]
+        hide_from_process_list(secret)
+    return parsed
+
+
+def hide_from_process_list(secret: str) -> None:
+    """Overwrite a word of this process's arguments, which every user of the machine can read."""
+    stat_path, line_path = Path("/proc/self/stat"), Path("/proc/self/cmdline")
+    if not secret or not stat_path.exists():
+        return
+    # Bounds of the arguments: fields 48 and 49 of proc(5), counted after the name, which may hold
+    # spaces.
+    fields = stat_path.read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    arguments, word = line_path.read_bytes(), secret.encode()
+    at = arguments.find(word)
+    while start and at >= 0 and start + at + len(word) <= end:
+        ctypes.memset(start + at, ord("*"), len(word))
+        at = arguments.find(word, at + len(word))
+
+
+def print_notices(notices: Sequence[str]) -> None:
+    """Say what the user should know before the run starts."""
+    for notice in notices:
+        print(f"note: {notice}", file=sys.stderr)

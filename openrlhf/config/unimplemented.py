@@ -1,0 +1,87 @@
+"""The one list of flags that are understood and whose feature is not built yet.
+
+A flag leaves the list in the change that builds its feature. Settings that only refine a feature
+are not listed: without the feature they have no effect, and old commands carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from openrlhf.config.base import value_at, walk
+from openrlhf.config.flags import plain_flag
+from openrlhf.config.run import RunConfig
+from openrlhf.errors import ConfigError
+
+
+class Unimplemented(NamedTuple):
+    """A leaf, what is missing, and the values beside its default that work already."""
+
+    path: str
+    reason: str
+    accepts: Callable[[Any], bool] = lambda value: False
+
+
+def is_one_python_file(value: str) -> bool:
+    """Whether a reward source is a single local file."""
+    return value.endswith(".py") and "," not in value and "://" not in value
+
+
+UNIMPLEMENTED: tuple[Unimplemented, ...] = (
+    Unimplemented("actor.aux_loss_coef", "load-balancing loss"),
+    Unimplemented("actor.freeze_visual_encoder", "vision-language models"),
+    Unimplemented("actor.optim", "Muon"),
+    Unimplemented("actor.policy_loss_type", "CISPO", lambda value: value in ("ppo", "gspo")),
+    Unimplemented("algo.advantage.is_correction_enable", "importance correction"),
+    Unimplemented("algo.dynamic_filtering_enable", "dynamic sampling"),
+    Unimplemented("ckpt.best_metric_key", "best checkpoints"),
+    Unimplemented("ckpt.load_enable", "resuming"),
+    Unimplemented("ckpt.save_steps", "checkpoints during training", lambda value: value <= 0),
+    Unimplemented("critic.optim", "Muon"),
+    Unimplemented("data.max_images_per_prompt", "vision-language models"),
+    Unimplemented("data.pretrain_dataset", "mixing in pre-training text"),
+    Unimplemented("ds.deepcompile", "DeepCompile"),
+    Unimplemented("ds.experts_implementation", "kernels of expert layers"),
+    Unimplemented("ds.load_in_4bit", "QLoRA"),
+    Unimplemented("ds.lora.rank", "LoRA"),
+    Unimplemented("ds.ring_attn_size", "ring attention"),
+    Unimplemented("ds.tensor_parallel_size", "tensor parallel training"),
+    Unimplemented("ds.use_liger_kernel", "Liger kernels"),
+    Unimplemented("ds.use_universal_ckpt", "universal checkpoints"),
+    Unimplemented("ds.zpg", "ZeRO++"),
+    Unimplemented("model.aux_loss_coef", "load-balancing loss"),
+    Unimplemented("optim", "Muon"),
+    Unimplemented("reward.failure", "outliving a failed reward"),
+    Unimplemented(
+        "reward.model_name_or_path", "several reward models", lambda value: "," not in value
+    ),
+    Unimplemented("reward.remote_url", "reward servers", is_one_python_file),
+    Unimplemented("reward.weights", "several reward models"),
+    Unimplemented("rollout.vllm_generate_batch_size", "generating ahead"),
+    Unimplemented("train.agent_func_path", "agents"),
+    Unimplemented("train.async_enable", "asynchronous training"),
+    Unimplemented("train.enable_ema", "averaged weights"),
+    Unimplemented("train.partial_rollout_enable", "partial rollouts"),
+    Unimplemented("use_ms", "ModelScope"),
+    Unimplemented("vllm.sync_with_ray", "weight sync through Ray"),
+)
+
+
+def refuse_unimplemented(config: RunConfig) -> None:
+    """Raise ConfigError that lists every setting whose feature is not built yet."""
+    problems = list(dict.fromkeys(unimplemented_problems(config)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def unimplemented_problems(config: RunConfig) -> Iterator[str]:
+    """One line for every setting whose feature is not built yet."""
+    options = {option.path: option for option in walk(type(config))}
+    for later in UNIMPLEMENTED:
+        if later.path not in options:
+            continue
+        option, value = options[later.path], value_at(config, later.path)
+        if value != option.field.get_default() and not later.accepts(value):
+            word = "" if value is True else f" {value}"
+            yield f"not yet implemented: {plain_flag(option)}{word} ({later.reason}). Leave it out."

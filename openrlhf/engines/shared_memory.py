@@ -1,0 +1,171 @@
+"""Weight buckets through shared memory of one machine: the trainer writes them, engines read them where they lie.
+
+The writer owns two anonymous memory files in turn, so that a bucket can be filled while the last one is read. They
+have no name anywhere, so nothing is left behind when a process dies, and the size of /dev/shm does not matter; readers
+of the same user open them through /proc. It works the same when both sides are one process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from openrlhf.engines.base import NamedTensors, WeightBucket
+from openrlhf.errors import WeightSyncError
+from openrlhf.utils.tensors import align, as_bytes, dtype_name, tensors_in
+
+NUM_SEGMENTS = 2
+RESERVE_STEP = 16 * 2**20  # bytes of memory taken at once
+
+
+class Segment:
+    """Memory that other processes may open, taken as it is filled."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.num_reserved = 0
+        self.descriptor = os.memfd_create("openrlhf-weights", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        self._finalizer = weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, num_bytes)
+        self.bytes = _mapped(self.descriptor, num_bytes)
+
+    def reserve(self, end: int) -> None:
+        """Take memory up to `end`; raises WeightSyncError when there is none (writing would kill the process)."""
+        if end <= self.num_reserved:
+            return
+        num_bytes = min(max(end, self.num_reserved + RESERVE_STEP), self.num_bytes) - self.num_reserved
+        try:
+            os.posix_fallocate(self.descriptor, self.num_reserved, num_bytes)
+        except OSError as error:
+            raise WeightSyncError(f"no memory for a bucket of weights: {error}") from error
+        self.num_reserved += num_bytes
+
+    def close(self) -> None:
+        """Let go of the memory; it is freed when the last reader has done the same."""
+        self._finalizer()
+        del self.bytes
+
+
+def _mapped(descriptor: int, num_bytes: int) -> Tensor:
+    """The file as (num_bytes,) uint8; the mapping ends with the last tensor that looks into it."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+@dataclass
+class _Filling:
+    """A bucket that is being filled."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def bucket(self, segment: Segment) -> WeightBucket:
+        return WeightBucket(
+            tuple(self.names),
+            tuple(self.dtypes),
+            tuple(self.shapes),
+            tuple(self.offsets),
+            self.num_bytes,
+            {"shm": segment.path, "segment_bytes": segment.num_bytes},
+        )
+
+
+class ShmBucketWriter:
+    """Writes named tensors into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        assert bucket_bytes > 0
+        self.bucket_bytes = bucket_bytes
+        self._segments: list[Segment | None] = [None] * NUM_SEGMENTS
+        self._turn = 0
+
+    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+        """Fill and yield buckets; each may be read until the next but one is asked for."""
+        filling = _Filling()
+        for name, tensor in tensors:
+            begin = align(filling.num_bytes)
+            if filling.names and begin + tensor.nbytes > self.bucket_bytes:
+                yield self._finish(filling)
+                filling, begin = _Filling(), 0
+            self._put(tensor, begin)
+            filling.names.append(name)
+            filling.dtypes.append(dtype_name(tensor.dtype))
+            filling.shapes.append(tuple(tensor.shape))
+            filling.offsets.append(begin)
+            filling.num_bytes = begin + tensor.nbytes
+        if filling.names:
+            yield self._finish(filling)
+
+    def close(self) -> None:
+        """Free the shared memory; buckets that were given out can no longer be opened."""
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+        self._segments = [None] * NUM_SEGMENTS
+
+    def __enter__(self) -> ShmBucketWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, tensor: Tensor, begin: int) -> None:
+        end = begin + tensor.nbytes
+        segment = self._segment(end)
+        segment.reserve(end)
+        segment.bytes[begin:end].copy_(as_bytes(tensor))
+
+    def _segment(self, num_bytes: int) -> Segment:
+        """The segment whose turn it is, made larger when a tensor alone needs more than a bucket."""
+        segment = self._segments[self._turn]
+        if segment is not None and segment.num_bytes < num_bytes:
+            segment.close()
+            segment = None
+        if segment is None:
+            segment = Segment(max(num_bytes, self.bucket_bytes))
+            self._segments[self._turn] = segment
+        return segment
+
+    def _finish(self, filling: _Filling) -> WeightBucket:
+        segment = self._segments[self._turn]
+        assert segment is not None
+        self._turn = (self._turn + 1) % NUM_SEGMENTS
+        return filling.bucket(segment)
+
+
+class ShmBucketReader:
+    """Opens buckets of a `ShmBucketWriter`, in this process or another one."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, Tensor] = {}
+
+    def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
+        """(name, view into the shared memory) of every tensor; valid only as long as the bucket is."""
+        views = tensors_in(self._open(bucket), bucket.dtypes, bucket.shapes, bucket.offsets)
+        return list(zip(bucket.names, views, strict=True))
+
+    def close(self) -> None:
+        """Let go of all segments; must be called at the end of an update, for names come again."""
+        self._mapped.clear()
+
+    def _open(self, bucket: WeightBucket) -> Tensor:
+        path, num_bytes = str(bucket.handle["shm"]), int(str(bucket.handle["segment_bytes"]))
+        if path not in self._mapped:
+            try:
+                descriptor = os.open(path, os.O_RDWR)
+            except OSError as error:
+                raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
+            try:
+                self._mapped[path] = _mapped(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+        return self._mapped[path]

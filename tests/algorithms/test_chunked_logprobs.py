@@ -1,0 +1,171 @@
+"""Log-probs and entropy of an LM head in chunks, against all logits at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.tokens import chunked_logprobs
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "logprob_memory.py"
+VOCAB, HIDDEN, TOKENS = 13, 5, 11
+
+
+def dense(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
+    """The same by torch.distributions, from all logits."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(
+        torch.promote_types(hidden.dtype, torch.float32)
+    )
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    return distribution.log_prob(targets), distribution.entropy()
+
+
+def make_inputs(dtype=torch.float64, num_tokens=TOKENS, vocab=VOCAB, hidden=HIDDEN):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(num_tokens, hidden, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    return states, weight, bias, torch.randint(vocab, (num_tokens,), generator=generator)
+
+
+OPTIONS = [
+    {},
+    {"temperature": 0.6},
+    {"softcap": 1.5},
+    {"logit_scale": 0.3},
+    {"temperature": 0.6, "softcap": 1.5, "logit_scale": 1.3},
+]
+
+
+def test_log_prob_and_entropy_by_hand():
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [3.0]]).log1p()
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([1]), with_entropy=True)
+    # logits 0 and log 4: probabilities 1/5 and 4/5
+    assert logprobs.item() == pytest.approx(-0.2231435513)
+    assert entropy.item() == pytest.approx(0.5004024235)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, None])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values_equal_the_dense_ones(options, chunk_tokens):
+    hidden, weight, bias, targets = make_inputs()
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets, bias_V=bias, with_entropy=True, chunk_tokens=chunk_tokens, **options
+    )
+    expected = dense(hidden, weight, targets, bias=bias, **options)
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_pass_gradcheck(options, with_entropy):
+    hidden, weight, bias, targets = make_inputs()
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        found = chunked_logprobs(
+            hidden,
+            weight,
+            targets,
+            bias_V=bias,
+            with_entropy=with_entropy,
+            chunk_tokens=4,
+            **options,
+        )
+        return found if with_entropy else found[:1]
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("used", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.01)])
+def test_gradients_equal_the_dense_ones_whichever_output_is_used(used):
+    hidden, weight, bias, targets = make_inputs()
+    results = []
+    for function in (chunked_logprobs, dense):
+        names = {"bias_V": bias, "with_entropy": True} if function is chunked_logprobs else {}
+        names = names or {"bias": bias}
+        outputs = function(hidden, weight, targets, **names)
+        parts = [scale * x.sum() for scale, x in zip(used, outputs, strict=True) if scale]
+        results.append(torch.autograd.grad(sum(parts), (hidden, weight, bias)))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    hidden, weight, bias, targets = make_inputs()
+    logprobs, _ = chunked_logprobs(hidden, weight.detach(), targets, bias_V=bias.detach())
+    logprobs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None and bias.grad is None
+    expected, _ = dense(hidden.detach().requires_grad_(), weight.detach(), targets)
+    frozen = chunked_logprobs(hidden.detach(), weight, targets)[0]
+    frozen.sum().backward()
+    assert weight.grad is not None and expected.shape == frozen.shape
+
+
+def test_no_tokens_give_no_log_probs_and_zero_gradients():
+    hidden, weight, bias, targets = make_inputs(torch.float32, num_tokens=0)
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, bias_V=bias, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert not weight.grad.any() and not bias.grad.any() and hidden.grad.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_fp32_log_probs_close_to_the_dense_ones(dtype):
+    hidden, weight, _, targets = make_inputs(dtype, num_tokens=200, vocab=300, hidden=32)
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, targets, with_entropy=True, chunk_tokens=64
+    )
+    expected = dense(hidden, weight, targets)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=2e-5)
+    grads = torch.autograd.grad(logprobs.mean(), (hidden, weight))
+    exact = torch.autograd.grad(
+        dense(hidden.double(), weight.double(), targets)[0].mean(), (hidden, weight)
+    )
+    for grad, other in zip(grads, exact, strict=True):
+        assert grad.dtype == dtype
+        assert (grad - other).norm() / other.norm() < 0.01
+
+
+def test_huge_logits_neither_overflow_nor_lose_their_gradient():
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    logprobs, entropy = chunked_logprobs(
+        hidden, weight, torch.tensor([0, 0]), with_entropy=True
+    )
+    assert logprobs.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.tolist() == [[0.0], [2.0]]
+
+
+def test_chunking_changes_nothing_in_the_values():
+    hidden, weight, _, targets = make_inputs(torch.float32, num_tokens=64)
+    whole, _ = chunked_logprobs(hidden, weight, targets)
+    parts, _ = chunked_logprobs(hidden, weight, targets, chunk_tokens=7)
+    torch.testing.assert_close(whole, parts, rtol=1e-6, atol=1e-6)
+
+
+def test_two_dtypes_are_refused():
+    hidden, weight, _, targets = make_inputs(torch.float32)
+    with pytest.raises(AssertionError, match="hidden"):
+        chunked_logprobs(hidden, weight.bfloat16(), targets)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark from /proc")
+@pytest.mark.parametrize("flags", [["--dtype=float32"], ["--dtype=bfloat16", "--with-entropy"]])
+def test_memory_stays_under_1024_rows_of_the_vocabulary(flags):
+    vocab = 20_000
+    sizes = [f"--vocab-size={vocab}", "--num-tokens=3000", "--hidden-size=16", "--num-threads=1"]
+    command = [sys.executable, str(BENCHMARK), *sizes, *flags, "--variant=chunked"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    bound_mib = 1024 * vocab * 4 / 2**20
+    assert 5 < found["forward_mib"] < bound_mib
+    assert 5 < found["backward_mib"] < bound_mib

@@ -1,0 +1,67 @@
+"""KL estimators and the adaptive coefficient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from openrlhf.algorithms.kl import adaptive_kl_coef, kl_per_token
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    # d = log 2 and d = -log 2
+    [
+        ("k1", [math.log(2), -math.log(2)]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2]),
+        ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
+    ],
+)
+def test_estimators_by_hand(estimator, expected):
+    logprobs = torch.tensor([0.5, 0.25]).log()
+    ref_logprobs = torch.tensor([0.25, 0.5]).log()
+    found = kl_per_token(logprobs, ref_logprobs, estimator=estimator)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimators_average_to_the_kl_of_the_distributions(estimator):
+    policy = torch.distributions.Categorical(probs=torch.tensor([0.5, 0.3, 0.2]))
+    reference = torch.distributions.Categorical(probs=torch.tensor([0.2, 0.2, 0.6]))
+    every = torch.arange(3)
+    terms = kl_per_token(policy.log_prob(every), reference.log_prob(every), estimator=estimator)
+    exact = torch.distributions.kl_divergence(policy, reference)
+    assert (policy.probs * terms).sum().item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("distance", [-1000.0, -50.0, 50.0, 1000.0])
+def test_far_tokens_are_clamped_to_ten_and_have_a_finite_gradient(estimator, distance):
+    logprobs = torch.tensor([distance], requires_grad=True)
+    kl = kl_per_token(logprobs, torch.zeros(1), estimator=estimator)
+    kl.sum().backward()
+    assert kl.item() == (-10.0 if estimator == "k1" and distance < 0 else 10.0)
+    assert logprobs.grad.item() == 0.0
+
+
+def test_difference_is_taken_in_fp32():
+    logprobs = torch.tensor([-1.0], dtype=torch.bfloat16)
+    kl = kl_per_token(logprobs, torch.tensor([-1.001]))
+    assert kl.dtype == torch.float32
+    assert kl.item() == pytest.approx(0.001, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.6, 0.1 * (1 + 0.1 * 0.0128)),  # ten percent over the target
+        (6.0, 0.1),
+        (600.0, 0.1 * (1 + 0.2 * 0.0128)),  # the error is clipped
+        (0.0, 0.1 * (1 - 0.2 * 0.0128)),
+    ],
+)
+def test_coefficient_follows_the_clipped_error(kl, expected):
+    found = adaptive_kl_coef(0.1, kl, target=6.0, horizon=10000, num_samples=128)
+    assert found == pytest.approx(expected, rel=1e-12)

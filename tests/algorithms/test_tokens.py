@@ -1,0 +1,72 @@
+"""Flat vectors, padded blocks and reductions over ragged samples."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.algorithms import tokens
+
+COUNTS = torch.tensor([2, 0, 3])
+FLAT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+ragged = st.lists(st.integers(0, 5), max_size=6).map(lambda counts: torch.tensor(counts).long())
+
+
+def test_padding_puts_each_sample_in_a_row_with_zeros_at_the_right():
+    expected = [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 4.0, 5.0]]
+    assert tokens.pad_flat(FLAT, COUNTS).tolist() == expected
+
+
+@given(ragged)
+def test_unpadding_undoes_padding(counts):
+    flat = torch.arange(int(counts.sum())).float() + 1
+    assert torch.equal(tokens.unpad(tokens.pad_flat(flat, counts), counts), flat)
+
+
+def test_padding_passes_gradients_through_unchanged():
+    flat = FLAT.clone().requires_grad_()
+    weights = torch.tensor([[1.0, 2.0, 9.0], [9.0, 9.0, 9.0], [3.0, 4.0, 5.0]])
+    (tokens.pad_flat(flat, COUNTS) * weights).sum().backward()
+    assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_segment_sums_and_means_of_an_empty_sample_are_zero():
+    assert tokens.segment_sum(FLAT, COUNTS).tolist() == [3.0, 0.0, 12.0]
+    assert tokens.segment_mean(FLAT, COUNTS).tolist() == [1.5, 0.0, 4.0]
+
+
+@given(ragged)
+def test_segment_sum_equals_a_loop(counts):
+    flat = torch.arange(int(counts.sum())).float().square()
+    expected = [piece.sum().item() for piece in flat.split(counts.tolist())]
+    assert tokens.segment_sum(flat, counts).tolist() == expected
+
+
+def test_nan_in_one_sample_stays_in_that_sample():
+    flat = torch.tensor([1.0, math.nan, 3.0, 4.0, 5.0])
+    sums = tokens.segment_sum(flat, COUNTS)
+    assert math.isnan(sums[0]) and sums[1:].tolist() == [0.0, 12.0]
+
+
+def test_a_number_per_sample_is_repeated_for_its_actions():
+    repeated = tokens.repeat_per_action(torch.tensor([7.0, 8.0, 9.0]), COUNTS)
+    assert repeated.tolist() == [7.0, 7.0, 9.0, 9.0, 9.0]
+
+
+def test_last_actions_skip_samples_without_actions():
+    assert tokens.last_action_index(torch.tensor([0, 2, 0, 3, 0])).tolist() == [1, 4]
+
+
+def test_masked_nan_has_no_effect_on_value_or_gradient():
+    values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
+    mean = tokens.masked_mean(values, torch.tensor([True, False, True]))
+    mean.backward()
+    assert mean.item() == 2.0
+    assert values.grad.tolist() == [0.5, 0.0, 0.5]
+
+
+def test_masked_mean_of_nothing_is_zero():
+    assert tokens.masked_mean(FLAT, torch.zeros(5, dtype=torch.bool)).item() == 0.0

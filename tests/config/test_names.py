@@ -1,0 +1,239 @@
+"""Every old name, new name and Hugging Face name of a flag sets the same fields."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from openrlhf.config.base import value_at, walk
+from openrlhf.config.cli import build, parse_config
+from openrlhf.config.flags import flag_table
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sources import read_all
+from openrlhf.config.supervised import SFTConfig
+from tests.config.names import PPO_NAMES, SFT_NAMES
+
+ROWS = [(PPOConfig, *row) for row in PPO_NAMES] + [(SFTConfig, *row) for row in SFT_NAMES]
+PPO_NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
+
+
+def tree(config_class, argv):
+    reading = read_all(config_class, argv)
+    config, wrong = build(config_class, reading.values)
+    assert not reading.problems
+    assert not wrong
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flat", "dotted", "words"), ROWS, ids=lambda value: str(value)[-40:]
+)
+def test_the_flat_name_sets_what_the_dotted_names_set(config_class, flat, dotted, words):
+    paths = dotted.split()
+    typed = ["true"] if not words and flat not in ("bf16", "flash_attn") else words.split()
+    if flat == "bf16":
+        typed = ["bf16"]
+    if flat == "flash_attn":
+        typed = ["flash_attention_2"]
+    start = ["--attn_implementation", "eager"] if "attn_implementation" in dotted else []
+    by_flat = tree(config_class, [*start, f"--{flat}", *words.split()])
+    by_dots = tree(config_class, [word for path in paths for word in (f"--{path}", *typed)])
+    before = tree(config_class, start)
+    for path in paths:
+        assert value_at(by_flat, path) == value_at(by_dots, path)
+        assert value_at(by_flat, path) != value_at(before, path)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "path", "value"),
+    [
+        (SFTConfig, "model_name_or_path", "model.model_name_or_path", "m"),
+        (SFTConfig, "dataset_name", "data.dataset", "d"),
+        (SFTConfig, "output_dir", "ckpt.output_dir", "o"),
+        (SFTConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
+        (SFTConfig, "num_train_epochs", "train.max_epochs", 5),
+        (SFTConfig, "max_length", "data.max_len", 7),
+        (PPOConfig, "model_name_or_path", "actor.model_name_or_path", "m"),
+        (PPOConfig, "dataset_name", "data.prompt_dataset", "d"),
+        (PPOConfig, "output_dir", "ckpt.output_dir", "o"),
+        (PPOConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
+        (PPOConfig, "num_train_epochs", "train.num_episodes", 5),
+        (PPOConfig, "num_generations", "rollout.n_samples_per_prompt", 6),
+        (PPOConfig, "max_completion_length", "rollout.max_new_tokens", 9),
+        (PPOConfig, "beta", "algo.kl.init_coef", 0.04),
+        (PPOConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
+        (PPOConfig, "reward_failure", "reward.failure", "retry(3)"),
+        (PPOConfig, "overlong_prompts", "data.overlong_prompts", "error"),
+        (PPOConfig, "loss_aggregation", "algo.loss_aggregation", "seq_mean"),
+        (PPOConfig, "prompt_max_len", "data.prompt_max_len", 11),
+        (SFTConfig, "overlong_rows", "data.overlong_rows", "truncate"),
+    ],
+)
+def test_hugging_face_and_new_names_set_the_field(config_class, name, path, value):
+    assert value_at(tree(config_class, [f"--{name}", str(value)]), path) == value
+
+
+def test_names_that_set_several_fields_are_these_and_no_others():
+    several = {
+        name: {target.option.path for target in targets}
+        for name, targets in flag_table(PPOConfig).items()
+        if len(targets) > 1
+    }
+
+    def both(leaf):
+        return {f"actor.{leaf}", f"critic.{leaf}"}
+
+    assert several == {
+        "optim": both("optim"),
+        "adam_betas": both("adam.betas"),
+        "l2": both("adam.weight_decay"),
+        "max_norm": both("max_norm"),
+        "lr_scheduler": both("lr_scheduler"),
+        "lr_warmup_ratio": both("lr_warmup_ratio"),
+        "min_lr_ratio": both("min_lr_ratio"),
+        "gradient_checkpointing": both("gradient_checkpointing_enable"),
+        "gradient_checkpointing_use_reentrant": both("gradient_checkpointing_reentrant"),
+        "ref_reward_offload": {"ref.offload", "reward.offload"},
+        "report_to": {"logger.wandb.key", "logger.tensorboard_dir"},
+    }
+    assert [name for name, targets in flag_table(SFTConfig).items() if len(targets) > 1] == [
+        "report_to"
+    ]
+
+
+def test_no_flat_name_stands_for_two_kinds_of_field():
+    for config_class in (PPOConfig, SFTConfig):
+        for name, targets in flag_table(config_class).items():
+            kinds = defaultdict(set)
+            for target in targets:
+                kinds[str(target.option.field.annotation)].add(target.option.path)
+            assert len(kinds) == 1, name
+
+
+def test_every_field_has_help_text():
+    for config_class in (PPOConfig, SFTConfig):
+        for option in walk(config_class):
+            assert option.field.description, option.path
+
+
+def test_switches_stand_alone_or_take_true_and_false():
+    for words, expected in (([], True), (["true"], True), (["False"], False), (["0"], False)):
+        assert tree(SFTConfig, ["--packing_samples", *words]).ds.packing_samples is expected
+    assert tree(SFTConfig, ["--bf16"]).ds.param_dtype == "bf16"
+    assert tree(SFTConfig, ["--bf16", "false"]).ds.param_dtype == "auto"
+    assert tree(SFTConfig, ["--ds.param_dtype", "fp32"]).ds.param_dtype == "fp32"
+    assert tree(SFTConfig, ["--muon.no_nesterov"]).muon.nesterov is False
+    assert tree(PPOConfig, ["--critic.muon.no_nesterov"]).critic.muon.nesterov is False
+
+
+def test_dashes_and_underscores_are_the_same_and_launchers_set_the_local_rank():
+    assert tree(SFTConfig, ["--train-batch-size", "16"]).train.batch_size == 16
+    assert tree(SFTConfig, ["--adam.weight-decay=0.5"]).adam.weight_decay == 0.5
+    assert tree(SFTConfig, ["--local_rank=3"]).local_rank == 3
+    assert tree(SFTConfig, ["--local-rank", "1"]).local_rank == 1
+
+
+def test_numbers_may_be_negative_scientific_or_in_lists():
+    config = tree(
+        PPOConfig,
+        [
+            *("--freezing_actor_steps", "-1"),
+            *("--reward_clip_range", "-10", "10"),
+            *("--max_samples", "1e5"),
+            *("--actor_learning_rate", "5e-7"),
+            *("--reward_weights", "0.25,0.75"),
+            *("--zero_stage", "3"),
+        ],
+    )
+    assert config.critic.freezing_steps == -1
+    assert config.reward.clip_range == (-10, 10)
+    assert config.data.max_samples == 100_000
+    assert config.actor.adam.lr == 5e-7
+    assert config.reward.weights == (0.25, 0.75)
+    assert config.ds.zero_stage == 3
+
+
+def test_the_last_of_two_values_wins():
+    config = tree(
+        PPOConfig, ["--max_norm", "2", "--actor.max_norm", "3", "--seed", "1", "--seed", "4"]
+    )
+    assert (config.actor.max_norm, config.critic.max_norm, config.train.seed) == (3, 2, 4)
+
+
+def test_report_to_names_the_sinks():
+    def report(*words):
+        return tree(SFTConfig, ["--output_dir", "o", "--report_to", *words]).logger
+
+    assert (report("wandb").wandb.key, report("wandb").tensorboard_dir) == ("true", None)
+    assert report("tensorboard").tensorboard_dir == "o/tensorboard"
+    assert (report("none").wandb.key, report("none").tensorboard_dir) == (None, None)
+    assert report("all").wandb.key == "true"
+    assert report("all").tensorboard_dir == "o/tensorboard"
+
+
+def test_the_one_threshold_of_old_commands_is_the_upper_bound():
+    config = tree(PPOConfig, ["--vllm_is_truncated_threshold", "2"])
+    assert config.algo.advantage.is_correction_threshold == (0.0, 2.0)
+
+
+def test_environment_variables_give_defaults_and_flags_win(monkeypatch):
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "7")
+    train = tree(PPOConfig, ["--async_queue_size", "2"]).train
+    assert (train.async_queue_size, train.async_num_tasks) == (2, 7)
+
+
+def test_dead_flags_are_accepted_with_a_notice():
+    parsed = parse_config(PPOConfig, [*PPO_NEEDS, "--actor_init_on_gpu", "--perf"])
+    assert [line for line in parsed.notices if "no effect" in line] == [
+        "--actor_init_on_gpu has no effect; it is accepted for old commands.",
+        "--perf has no effect; it is accepted for old commands.",
+    ]
+    sft = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d", "--train_split", "train"])
+    assert sft.notices == ("--train_split has no effect; it is accepted for old commands.",)
+
+
+def test_unset_fields_follow_the_rest():
+    alone = tree(PPOConfig, [])
+    assert alone.rollout.n_samples_per_prompt == 1
+    assert alone.vllm.num_engines is None
+    assert alone.actor.num_gpus_per_node is None
+    assert tree(PPOConfig, ["--advantage_estimator", "reinforce"]).num_rollout_samples == 1024
+    for estimator in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo"):
+        config = tree(PPOConfig, ["--advantage_estimator", estimator])
+        assert config.rollout.n_samples_per_prompt == 8
+    small = tree(PPOConfig, ["--rollout_batch_size", "2", "--train_batch_size", "2"])
+    assert (small.train.micro_batch_size, small.rollout.micro_batch_size) == (2, 2)
+    total = tree(PPOConfig, ["--data.max_len", "2048", "--rollout.max_new_tokens", "1500"])
+    assert total.data.prompt_max_len == 548
+    short = tree(PPOConfig, ["--data.max_len", "512"])
+    assert (short.data.prompt_max_len, short.rollout.max_new_tokens) == (256, 256)
+    rest = tree(PPOConfig, ["--max_len", "512", "--prompt_max_len", "100"])
+    assert (rest.data.prompt_max_len, rest.rollout.max_new_tokens) == (100, 412)
+    long = tree(PPOConfig, ["--max_len", "4096"])
+    assert (long.data.prompt_max_len, long.rollout.max_new_tokens) == (3072, 1024)
+    actor_only = tree(PPOConfig, ["--actor.gradient_checkpointing_enable"])
+    assert actor_only.critic.gradient_checkpointing_enable is True
+    shared = tree(PPOConfig, ["--actor_num_nodes", "2", "--colocate_all_models"])
+    assert (shared.ref.num_nodes, shared.critic.num_nodes, shared.reward.num_nodes) == (2, 2, 2)
+
+
+NEW_NAMES = """
+algo.advantage.is_correction_type train.partial_rollout_enable ckpt.best_metric_key
+ds.experts_implementation data.dataloader_num_workers actor.optim critic.optim actor.muon.lr
+critic.muon.lr actor.muon.momentum critic.muon.momentum actor.muon.ns_steps critic.muon.ns_steps
+actor.muon.nesterov critic.muon.nesterov actor.muon.no_nesterov critic.muon.no_nesterov
+actor.adam.eps critic.adam.eps reward.stop_properly_penalty_coef data.image_key
+data.max_images_per_prompt actor.freeze_visual_encoder train.async_queue_size local_rank use_ms
+data.max_len trust_remote_code
+"""
+NEW_SFT_NAMES = """
+ds.experts_implementation data.dataloader_num_workers optim muon.lr muon.momentum muon.ns_steps
+muon.nesterov muon.no_nesterov adam.eps local_rank use_ms trust_remote_code
+"""
+
+
+def test_names_without_an_older_form_are_known():
+    assert set(NEW_NAMES.split()) <= flag_table(PPOConfig).keys()
+    assert set(NEW_SFT_NAMES.split()) <= flag_table(SFTConfig).keys()

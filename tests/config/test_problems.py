@@ -1,0 +1,229 @@
+"""Contradictions and typos are refused, all together, with the flag, the value and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.errors import ConfigError
+
+PPO_NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py "
+SFT_NEEDS = "--pretrain m --dataset d "
+
+
+def problems(config_class, line):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config_class, line.split())
+    return caught.value.problems
+
+
+def notices(line):
+    return list(parse_config(PPOConfig, (PPO_NEEDS + line).split()).notices)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--advantage_estimator rloo --n_samples_per_prompt 1",
+            "--advantage_estimator rloo compares the samples of a prompt, and "
+            "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8 (or any number above 1).",
+        ),
+        (
+            "--advantage_estimator dr_grpo --gamma 0.9",
+            "--advantage_estimator dr_grpo needs --gamma 1: 0.9. Type --gamma 1.",
+        ),
+        (
+            "--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 128",
+            "--train_batch_size 128 is more than the 64 samples of a step (--rollout_batch_size 16 "
+            "x --n_samples_per_prompt 4). Type --train_batch_size 64 or --rollout_batch_size 32.",
+        ),
+        (
+            "--micro_train_batch_size 256",
+            "--micro_train_batch_size 256 is more than --train_batch_size 128. Type "
+            "--micro_train_batch_size 128 or --train_batch_size 256.",
+        ),
+        (
+            "--rollout_batch_size 128 --micro_rollout_batch_size 256",
+            "--micro_rollout_batch_size 256 is more than the 128 samples of a step. Type "
+            "--micro_rollout_batch_size 128.",
+        ),
+        (
+            "--colocate_all_models --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4",
+            "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two "
+            "models share their GPUs. Type --ref_num_gpus_per_node 8.",
+        ),
+        (
+            "--colocate_critic_reward --critic_num_nodes 2 --reward_num_nodes 1",
+            "--reward_num_nodes 1 differs from --critic_num_nodes 2, and the two models share "
+            "their GPUs. Type --reward_num_nodes 2.",
+        ),
+        ("--dual_clip 1", "--dual_clip must be above 1: 1.0. Type --dual_clip 3."),
+        (
+            "--eps_clip_low_high 1.5 0.2",
+            "--eps_clip_low_high needs a low between 0 and 1 and a high above 0: 1.5 0.2. Type "
+            "--eps_clip_low_high 0.2 0.27.",
+        ),
+        (
+            "--reward_clip_range 10 -10",
+            "--reward_clip_range needs low < high: 10.0 -10.0. Type --reward_clip_range -10.0 "
+            "10.0.",
+        ),
+        ("--temperature 0", "--temperature must be above 0.0: 0. Type a value above 0.0."),
+        ("--temperature nan", "--temperature must be a number: nan. Type a number."),
+        ("--top_p 1.5", "--top_p must be at most 1.0: 1.5. Type a value at most 1.0."),
+        ("--lambd 1.01", "--lambd must be at most 1.0: 1.01. Type a value at most 1.0."),
+        ("--eps_clip -1", "--eps_clip must be above 0.0: -1. Type a value above 0.0."),
+        (
+            "--max_len 512 --prompt_max_len 300 --generate_max_len 300",
+            "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type "
+            "--max_len 600.",
+        ),
+        (
+            "--overlong_buffer_len 2000",
+            "--overlong_buffer_len must be above 0 and at most --generate_max_len 1024: 2000.0. "
+            "Type --overlong_buffer_len 256.",
+        ),
+        (
+            "--reward_weights 1 2",
+            "--reward_weights has 2 values for 0 models of --reward_pretrain. Type one weight for "
+            "each model.",
+        ),
+        (
+            "--normalize_reward",
+            "--normalize_reward is set without a local reward model to take mean and std from. "
+            "Leave it out or type --reward_pretrain.",
+        ),
+        (
+            "--reward_failure ignore",
+            "--reward_failure is unknown: ignore. Type fail, drop_group or retry(3).",
+        ),
+        (
+            "--lr_scheduler cosin",
+            "--lr_scheduler is not a known schedule: cosin. Type --lr_scheduler cosine.",
+        ),
+        (
+            "--eval_steps 0",
+            "--eval_steps must be -1 or above 0: 0. Type --eval_steps -1 to switch it off.",
+        ),
+        (
+            "--advantage_estimator grpo",
+            "--advantage_estimator must be one of gae, reinforce, rloo, reinforce_baseline, "
+            "group_norm, dr_grpo: grpo. Type dr_grpo.",
+        ),
+        ("--train_batch_size many", "--train_batch_size must be a whole number: many. Type a "
+         "whole number."),
+        ("--train_batch_size 1.5", "--train_batch_size must be a whole number: 1.5. Type a "
+         "whole number."),
+        ("--adam_betas 0.9", "--adam_betas takes 2 values: 0.9. Type them with spaces between."),
+        ("--seed", "--seed stands without a value. Type a value after it."),
+        (
+            "--save_path a b",
+            "--save_path takes one value: a b. Put quotes around a text with spaces.",
+        ),
+        ("--enforce_eager maybe", "--enforce_eager must be true or false: maybe. Type true or "
+         "false."),
+        (
+            "--report_to slack",
+            "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none.",
+        ),
+        ("--rollout_batchsize 4", "--rollout_batchsize is not a known name. Did you mean "
+         "--rollout_batch_size?"),
+        ("--actor.adm.lr 4", "--actor.adm.lr is not a known name. Did you mean --actor.adam.lr?"),
+    ],
+)  # fmt: skip
+def test_one_problem_is_one_line_with_flag_value_and_remedy(line, expected):
+    assert problems(PPOConfig, PPO_NEEDS + line) == [expected]
+
+
+def test_what_is_missing_is_named():
+    assert problems(PPOConfig, "") == [
+        "No policy model is named. Type --pretrain with a hub id or a path.",
+        "No prompts are named. Type --prompt_data with a hub id or a path.",
+        "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
+        "file, or --agent_func_path.",
+    ]
+    assert problems(SFTConfig, "") == [
+        "No model is named. Type --pretrain with a hub id or a path.",
+        "No training data is named. Type --dataset with a hub id or a path.",
+    ]
+
+
+def test_all_problems_are_listed_together():
+    line = "--pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 1 "
+    assert problems(PPOConfig, line + "--advantage_estimator rloo --remote_rm_url r.py stray") == [
+        "--pretrian is not a known name. Did you mean --pretrain?",
+        "--remote_rm_url takes one value: r.py stray. Put quotes around a text with spaces.",
+        "--train_batch_size must be a whole number: x. Type a whole number.",
+        "--adam_betas takes 2 values: 1. Type them with spaces between.",
+        "No policy model is named. Type --pretrain with a hub id or a path.",
+        "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
+        "file, or --agent_func_path.",
+        "--advantage_estimator rloo needs --gamma 1: 0.5. Type --gamma 1.",
+    ]
+
+
+def test_a_word_before_any_flag_is_named():
+    assert problems(SFTConfig, "train " + SFT_NEEDS) == [
+        "train stands before any flag. Type --NAME before a value."
+    ]
+
+
+def test_a_flag_of_another_command_is_unknown():
+    assert problems(SFTConfig, SFT_NEEDS + "--critic_learning_rate 1") == [
+        "--critic_learning_rate is not a known name. Did you mean --learning_rate?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--multiturn",
+            "--multiturn is set without --apply_chat_template. Add --apply_chat_template.",
+        ),
+        (
+            "--pretrain_mode --apply_chat_template",
+            "--pretrain_mode is set together with --apply_chat_template. Leave one of them out.",
+        ),
+        (
+            "--micro_train_batch_size 16 --train_batch_size 4",
+            "--micro_train_batch_size 16 is more than --train_batch_size 4. Type "
+            "--micro_train_batch_size 4 or --train_batch_size 16.",
+        ),
+        ("--max_len 0", "--max_len must be above 0: 0. Type a value above 0."),
+    ],
+)
+def test_sft_contradictions(line, expected):
+    assert problems(SFTConfig, SFT_NEEDS + line) == [expected]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce"])
+def test_one_sample_and_discount_are_fine_without_groups(estimator):
+    line = f"{PPO_NEEDS} --advantage_estimator {estimator} --gamma 0.9 --n_samples_per_prompt 1"
+    assert parse_config(PPOConfig, line.split()).config.algo.advantage.gamma == 0.9
+
+
+def test_samples_that_do_not_fill_the_last_batch_are_allowed_and_said():
+    assert notices("--rollout_batch_size 150 --train_batch_size 64") == [
+        "--train_batch_size 64 does not divide the 150 samples of a step: the last update of a "
+        "step has 22. Even: 128 or 192 samples."
+    ]
+
+
+def test_notices():
+    assert notices("") == []
+    assert notices("--use_kl_loss")[0].startswith("--use_kl_loss with --kl_estimator k1")
+    assert notices("--kl_estimator k3")[0].startswith("--kl_estimator k3 without --use_kl_loss")
+    assert notices("--use_kl_loss --kl_estimator k2") == []
+    assert notices("--kl_estimator k2 --init_kl_coef 0") == []
+    assert notices("--vllm_enable_sleep") == [
+        "--vllm_enable_sleep has no effect without --colocate_all_models."
+    ]
+    assert notices("--vllm_enable_sleep --colocate_all_models") == []
+    assert notices("--advantage_estimator group_norm") == [
+        "--advantage_estimator group_norm: 8 samples of each prompt."
+    ]
+    assert notices("--trust_remote_code")[0].startswith("WARNING: --trust_remote_code")

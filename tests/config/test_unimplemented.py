@@ -1,0 +1,118 @@
+"""Flags whose feature is not built are refused by name; flags without effect do not block a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.base import walk
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.unimplemented import (
+    UNIMPLEMENTED,
+    refuse_unimplemented,
+    unimplemented_problems,
+)
+from openrlhf.errors import ConfigError
+
+PPO_NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py "
+SFT_NEEDS = "--pretrain m --dataset d "
+
+
+def refused(line, config_class=PPOConfig, needs=PPO_NEEDS):
+    return list(unimplemented_problems(parse_config(config_class, (needs + line).split()).config))
+
+
+def test_the_list_is_this():
+    assert [later.path for later in UNIMPLEMENTED] == [
+        "actor.aux_loss_coef",
+        "actor.freeze_visual_encoder",
+        "actor.optim",
+        "actor.policy_loss_type",
+        "algo.advantage.is_correction_enable",
+        "algo.dynamic_filtering_enable",
+        "ckpt.best_metric_key",
+        "ckpt.load_enable",
+        "ckpt.save_steps",
+        "critic.optim",
+        "data.max_images_per_prompt",
+        "data.pretrain_dataset",
+        "ds.deepcompile",
+        "ds.experts_implementation",
+        "ds.load_in_4bit",
+        "ds.lora.rank",
+        "ds.ring_attn_size",
+        "ds.tensor_parallel_size",
+        "ds.use_liger_kernel",
+        "ds.use_universal_ckpt",
+        "ds.zpg",
+        "model.aux_loss_coef",
+        "optim",
+        "reward.failure",
+        "reward.model_name_or_path",
+        "reward.remote_url",
+        "reward.weights",
+        "rollout.vllm_generate_batch_size",
+        "train.agent_func_path",
+        "train.async_enable",
+        "train.enable_ema",
+        "train.partial_rollout_enable",
+        "use_ms",
+        "vllm.sync_with_ray",
+    ]
+
+
+def test_every_path_of_the_list_is_a_field():
+    known = {option.path for tree in (PPOConfig, SFTConfig) for option in walk(tree)}
+    assert {later.path for later in UNIMPLEMENTED} <= known
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("--aux_loss_coef 0.1", "--aux_loss_coef 0.1"),
+        ("--policy_loss_type cispo", "--policy_loss_type cispo"),
+        ("--dynamic_filtering", "--dynamic_filtering"),
+        ("--load_checkpoint", "--load_checkpoint"),
+        ("--save_steps 5", "--save_steps 5"),
+        ("--lora_rank 8", "--lora_rank 8"),
+        ("--remote_rm_url http://localhost:5000/get_reward", "--remote_rm_url http://localhost:5000/get_reward"),
+        ("--remote_rm_url a.py,b.py", "--remote_rm_url a.py,b.py"),
+        ("--reward_pretrain a,b", "--reward_pretrain a,b"),
+        ("--reward_failure drop_group", "--reward_failure drop_group"),
+        ("--async_train", "--async_train"),
+        ("--algo.advantage.is_correction_enable", "--enable_vllm_is_correction"),
+        ("--agent_func_path a.py", "--agent_func_path a.py"),
+        ("--ds.experts_implementation eager", "--ds.experts_implementation eager"),
+        ("--use_ms", "--use_ms"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_the_list_is_refused_with_its_flag(line, flag):
+    lines = refused(line)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"not yet implemented: {flag} (")
+
+
+def test_all_are_refused_together():
+    line = PPO_NEEDS + "--lora_rank 4 --async_train --optim muon"
+    with pytest.raises(ConfigError) as caught:
+        refuse_unimplemented(parse_config(PPOConfig, line.split()).config)
+    assert caught.value.problems == [
+        "not yet implemented: --optim muon (Muon). Leave it out.",
+        "not yet implemented: --lora_rank 4 (LoRA). Leave it out.",
+        "not yet implemented: --async_train (asynchronous training). Leave it out.",
+    ]
+
+
+def test_built_features_and_settings_without_effect_pass():
+    line = (
+        "--save_hf_ckpt --disable_ds_ckpt --save_steps -1 --eval_steps 5 --use_tensorboard t "
+        "--overlap_comm --adam_offload --gradient_checkpointing --deepspeed_enable_sleep "
+        "--vllm_enable_sleep --colocate_all_models --full_determinism --use_dynamic_batch "
+        "--max_epochs 2 --policy_loss_type gspo --overlong_buffer_len 16 --kl_target 0.1 "
+        "--stop_properly_penalty_coef 0.5 --entropy_loss_coef 0 --freezing_actor_steps 2 "
+        "--save_value_network --vllm_tensor_parallel_size 2 --use_wandb true --ptx_coef 0.1 "
+        "--async_queue_size 2 --ema_beta 0.9 --lora_alpha 32 --image_key pictures"
+    )
+    assert refused(line) == []
+    assert refused("--save_hf_ckpt --multiturn --apply_chat_template", SFTConfig, SFT_NEEDS) == []

@@ -1,0 +1,137 @@
+"""YAML files give defaults that flags win over; a written config reads back as the same tree."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from openrlhf.config.cli import parse_config, save_resolved
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.errors import ConfigError
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return ["--config", str(path)]
+
+
+def problems(argv, config_class=SFTConfig):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config_class, argv)
+    return caught.value.problems
+
+
+TREE = """
+model: {model_name_or_path: m}
+data.dataset: d
+micro_train_batch_size: 4
+adam:
+  lr: 1e-5
+  betas: [0.8, 0.9]
+bf16: true
+ds: {zero_stage: 3, lora.alpha: 32}
+target-modules: [q_proj, v_proj]
+"""
+
+
+def test_keys_are_the_tree_dotted_names_or_flat_names(tmp_path):
+    config = parse_config(SFTConfig, write(tmp_path / "run.yaml", TREE)).config
+    assert config.model.model_name_or_path == "m"
+    assert config.data.dataset == "d"
+    assert config.train.micro_batch_size == 4
+    assert (config.adam.lr, config.adam.betas) == (1e-5, (0.8, 0.9))
+    assert (config.ds.param_dtype, config.ds.zero_stage, config.ds.lora.alpha) == ("bf16", 3, 32)
+    assert config.ds.lora.target_modules == ("q_proj", "v_proj")
+
+
+def test_flags_win_over_the_file_wherever_they_stand(tmp_path):
+    file = write(tmp_path / "run.yaml", TREE)
+    config = parse_config(SFTConfig, ["--learning_rate", "2e-5", *file, "--zero_stage", "2"]).config
+    assert (config.adam.lr, config.ds.zero_stage) == (2e-5, 2)
+
+
+def test_a_flat_key_for_several_models_yields_to_a_flag_for_one(tmp_path):
+    file = write(
+        tmp_path / "run.yaml", "{pretrain: m, prompt_data: d, remote_rm_url: r.py, max_norm: 2}"
+    )
+    config = parse_config(PPOConfig, [*file, "--critic.max_norm", "3"]).config
+    assert (config.actor.max_norm, config.critic.max_norm) == (2, 3)
+
+
+def test_unknown_keys_and_wrong_values_are_named_with_the_file(tmp_path):
+    text = TREE + "train: {batch_siz: 4, seed: abc}\nuse_tensorbord: x\n"
+    assert problems(write(tmp_path / "run.yaml", text)) == [
+        "run.yaml: train.batch_siz is not a known name. Did you mean --train.batch_size?",
+        "run.yaml: use_tensorbord is not a known name. Did you mean --use_tensorboard?",
+        "run.yaml: train.seed must be a whole number: abc. Type a whole number.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("- 1\n- 2", "--config has no keys at its top"),
+        ("a: [1", "--config is not valid YAML"),
+        (None, "--config cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_line(tmp_path, text, start):
+    path = tmp_path / "run.yaml"
+    argv = ["--config", str(path)] if text is None else write(path, text)
+    first = problems([*argv, "--pretrain", "m", "--dataset", "d"])
+    assert len(first) == 1
+    assert first[0].startswith(start)
+    assert str(path) in first[0]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line"),
+    [
+        (PPOConfig, "--pretrain m --prompt_data d --remote_rm_url r.py"),
+        (
+            PPOConfig,
+            "--pretrain m --prompt_data d --reward_pretrain r --advantage_estimator rloo "
+            "--colocate_all_models --actor_num_nodes 2 --eps_clip_low_high 0.1 0.3 --bf16 "
+            "--use_tensorboard --max_len 2048 --rollout_batch_size 1 --train_batch_size 2 "
+            "--overlong_buffer_len 64 --gradient_checkpointing --use_wandb secret",
+        ),
+        (SFTConfig, "--pretrain m --dataset d --input_template none --no_such"),
+    ],
+)
+def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, line):
+    config = parse_config(config_class, line.replace("--no_such", "").split()).config
+    save_resolved(config, tmp_path / "run" / "config.yaml")
+    again = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")]).config
+    assert again == config
+    assert again.model_dump() == config.model_dump()
+
+
+def test_a_template_with_line_ends_survives_the_file(tmp_path):
+    template = "User: {}\nAssistant: "
+    argv = ["--pretrain", "m", "--dataset", "d", "--input_template", template]
+    save_resolved(parse_config(SFTConfig, argv).config, tmp_path / "c.yaml")
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text())["data"]["input_template"] == template
+
+
+def test_a_key_is_never_written_and_never_kept_in_the_tree(tmp_path):
+    argv = ["--pretrain", "m", "--dataset", "d", "--use_wandb", "canary-key-123"]
+    parsed = parse_config(SFTConfig, argv)
+    assert parsed.environment == {"WANDB_API_KEY": "canary-key-123"}
+    assert "canary" not in parsed.config.model_dump_json()
+    assert not any("canary" in line for line in parsed.notices)
+    by_hand = parsed.config.model_copy(
+        update={"logger": parsed.config.logger.model_copy(
+            update={"wandb": parsed.config.logger.wandb.model_copy(
+                update={"key": "canary-key-123"})})}
+    )  # fmt: skip
+    save_resolved(by_hand, tmp_path / "c.yaml")
+    text = (tmp_path / "c.yaml").read_text()
+    assert "canary" not in text
+    assert yaml.safe_load(text)["logger"]["wandb"]["key"] == "true"
+
+
+def test_the_rank_of_a_process_is_not_part_of_a_written_run(tmp_path):
+    argv = ["--pretrain", "m", "--dataset", "d", "--local_rank", "1"]
+    save_resolved(parse_config(SFTConfig, argv).config, tmp_path / "c.yaml")
+    assert "local_rank" not in yaml.safe_load((tmp_path / "c.yaml").read_text())

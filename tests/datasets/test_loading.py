@@ -1,0 +1,221 @@
+"""Files, folders, blends, and what can be wrong with them, each with its place and a remedy."""
+
+from __future__ import annotations
+
+import gzip
+
+import datasets
+import pytest
+
+from openrlhf.datasets.loading import load_rows
+from openrlhf.errors import ConfigError, DataError
+from tests.tiny import write_jsonl
+
+ROWS = [{"input": "a", "label": 1}, {"input": "b", "label": 2}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
+def test_every_file_type_gives_the_same_rows(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    rows = datasets.Dataset.from_list(ROWS)
+    if suffix == ".csv":
+        rows.to_csv(path)
+    elif suffix == ".parquet":
+        rows.to_parquet(path)
+    elif suffix == ".json":
+        path.write_text('[{"input": "a", "label": 1}, {"input": "b", "label": 2}]')
+    else:
+        text = b'{"input": "a", "label": 1}\n{"input": "b", "label": 2}\n'
+        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    assert load_rows(str(path)).to_list() == ROWS
+
+
+def test_a_saved_data_set_is_read_by_split(tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "both")
+    rows.save_to_disk(tmp_path / "one")
+    assert load_rows(str(tmp_path / "both"), split="test").to_list() == ROWS[1:]
+    assert load_rows(str(tmp_path / "one")).to_list() == ROWS
+    with pytest.raises(ConfigError, match=r"no split 'dev'; splits found: test, train"):
+        load_rows(str(tmp_path / "both"), split="dev")
+
+
+def test_an_arrow_file_is_read(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert load_rows(str(next((tmp_path / "one").glob("*.arrow")))).to_list() == ROWS
+
+
+def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
+    write_jsonl(tmp_path / "train-00000-of-00002.jsonl", ROWS[:1])
+    write_jsonl(tmp_path / "train-00001-of-00002.jsonl", ROWS[1:])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[1:])
+    assert load_rows(str(tmp_path)).to_list() == ROWS
+    assert load_rows(str(tmp_path), split="test").to_list() == ROWS[1:]
+
+
+def test_a_folder_without_split_names_is_all_train(tmp_path):
+    write_jsonl(tmp_path / "part-0.jsonl", ROWS[:1])
+    write_jsonl(tmp_path / "part-1.jsonl", ROWS[1:])
+    assert load_rows(str(tmp_path)).to_list() == ROWS
+
+
+def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
+    (tmp_path / "math").mkdir()
+    write_jsonl(tmp_path / "math" / "train.jsonl", ROWS)
+    assert load_rows(f"{tmp_path}@math").to_list() == ROWS
+
+
+def test_a_missing_split_lists_those_there_are(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"no split 'test'; splits found: train"):
+        load_rows(str(path), split="test")
+    write_jsonl(tmp_path / "dev.jsonl", ROWS)
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"splits found: train, validation"):
+        load_rows(str(tmp_path), split="test")
+
+
+def test_data_sets_follow_one_another_without_probabilities(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", ROWS)
+    two = write_jsonl(tmp_path / "two.jsonl", [{"input": "c", "label": 3, "extra": "x"}])
+    rows = load_rows(f"{one}, {two}")
+    assert rows["input"] == ["a", "b", "c"]
+    assert rows["extra"] == [None, None, "x"]
+
+
+def test_probabilities_interleave_and_the_seed_fixes_the_order(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", [{"input": f"a{i}"} for i in range(50)])
+    two = write_jsonl(tmp_path / "two.jsonl", [{"input": f"b{i}"} for i in range(50)])
+    first, again, other = (
+        load_rows(f"{one},{two}", probs="0.5,0.5", seed=seed)["input"][:20] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert {name[0] for name in first} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("probs", "message"),
+    [
+        ("1.0", "1 probabilities for 2 data sets"),
+        ("0.5,0.6", "sum to 1.1"),
+        ("1.5,-0.5", "Give positive numbers"),
+        ("a,b", "are not numbers"),
+    ],
+)
+def test_bad_probabilities_are_refused(tmp_path, probs, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=message):
+        load_rows(f"{path},{path}", probs=probs)
+
+
+def test_max_samples_caps_each_set_and_the_blend(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": str(i)} for i in range(5)])
+    assert load_rows(str(path), max_samples=3)["input"] == ["0", "1", "2"]
+    assert load_rows(f"{path},{path}", max_samples=3)["input"] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("/no/such/file.jsonl", "does not exist. Give a file"),
+        ("absent.jsonl", "does not exist. Give a file"),
+        ("loader.py", "is a Python script, which is never run"),
+        ("https://example.com/rows.jsonl", "is a URL, which is not fetched"),
+        (" , ", "no data set is named"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
+        load_rows(spec)
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text("print()")
+    with pytest.raises(ConfigError, match=r"has no data files"):
+        load_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
+def test_nothing_in_a_file_is_zero_rows(tmp_path, content):
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"0 rows"):
+        load_rows(str(path))
+
+
+def test_harmless_oddities_are_accepted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": "x"}\r\n\r\n  \n{"b": "y"}')
+    assert load_rows(str(path)).to_list() == [{"a": "x", "b": None}, {"a": None, "b": "y"}]
+
+
+GOOD = b'{"a": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"a": "cut in the mid', "rows.jsonl:2: cut record.*at byte 9"),
+        (b'{"a": ', "rows.jsonl:2: cut record"),
+        (b'{"a": "\xff"}', "rows.jsonl:2: not UTF-8: byte 0xff at byte 16"),
+        (b'{"a": NaN}', "rows.jsonl:2: NaN is not a number"),
+        (b'{"a": -Infinity}', "rows.jsonl:2: -Infinity is not a number"),
+        (b'{"a": 1, "a": 2}', "rows.jsonl:2: duplicate key a"),
+        (b"\0\0\0\0", "rows.jsonl:2: holds zero bytes"),
+        (b'{"a": 1},', "rows.jsonl:2: not JSON: Extra data"),
+        (b'[{"a": 1}]', "rows.jsonl:2: list instead of an object"),
+        (b'{"a": "\\ud800"}', "rows.jsonl:2: a lone surrogate"),
+        (b'{"a": ' + b"[" * 100_000, "rows.jsonl:2: nested too deeply"),
+    ],
+)
+def test_a_damaged_record_is_named_by_file_and_line(tmp_path, bad, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + bad)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(str(path))
+    assert "1 bad rows" in caught.value.problems[0]
+
+
+def test_the_first_twenty_problems_are_shown_and_all_are_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + b"{\n" * 50)
+    with pytest.raises(DataError) as caught:
+        load_rows(str(path))
+    problems = caught.value.problems
+    assert "50 bad rows" in problems[0]
+    assert len(problems) == 22 and problems[-1] == "... and 30 more"
+
+
+def test_mixed_types_in_a_column_are_refused(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"label": 1}, {"label": "x"}])
+    with pytest.raises(DataError, match=r"column 'label' mixes types"):
+        load_rows(str(path))
+    one = write_jsonl(tmp_path / "one.jsonl", [{"label": 1}])
+    two = write_jsonl(tmp_path / "two.jsonl", [{"label": "x"}])
+    with pytest.raises(DataError, match=r"do not fit together"):
+        load_rows(f"{one},{two}")
+
+
+def test_damaged_binary_files_are_named(tmp_path):
+    parquet = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(ROWS).to_parquet(parquet)
+    parquet.write_bytes(parquet.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"rows.parquet is damaged"):
+        load_rows(str(parquet))
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(GOOD * 1000)[:-12])
+    with pytest.raises(DataError, match=r"compressed file is cut or damaged"):
+        load_rows(str(packed))
+
+
+def test_dates_and_quoted_line_breaks_of_a_csv_stay_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('day,text\n2020-01-02,"two\nlines"\n')
+    assert load_rows(str(path)).to_list() == [{"day": "2020-01-02", "text": "two\nlines"}]
+
+
+def test_many_chunks_keep_order_and_columns(tmp_path):
+    rows = [{"i": i, **({"late": "x"} if i == 10_500 else {})} for i in range(10_501)]
+    loaded = load_rows(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+    assert loaded["i"] == list(range(10_501))
+    assert loaded[10_500]["late"] == "x" and loaded[0]["late"] is None

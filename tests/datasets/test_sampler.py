@@ -1,0 +1,61 @@
+"""The order of rows is a pure function of seed and epoch; a run's way through it is two numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor, length_grouped_batches
+
+
+def test_every_epoch_has_every_row_once_in_its_own_order():
+    sampler = EpochSampler(100, seed=7)
+    first, second = sampler.order(0).tolist(), sampler.order(1).tolist()
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert first == EpochSampler(100, seed=7).order(0).tolist()
+    assert first != EpochSampler(100, seed=8).order(0).tolist()
+
+
+def test_an_order_can_be_that_of_the_file():
+    assert EpochSampler(3, seed=0, is_shuffled=False).order(5).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_draws_give_every_row_once_per_episode_and_never_span_two(num_rows, batch_size):
+    cursor = PromptCursor(EpochSampler(num_rows, seed=1), num_episodes=2)
+    by_episode = {0: [], 1: []}
+    num_draws = 0
+    while not cursor.is_exhausted:
+        episode = cursor.episode
+        by_episode[episode] += cursor.draw(batch_size)
+        num_draws += 1
+    assert sorted(by_episode[0]) == sorted(by_episode[1]) == list(range(num_rows))
+    assert num_draws == cursor.num_batches(batch_size)
+    assert cursor.draw(batch_size) == [] and cursor.num_left == 0
+
+
+@pytest.mark.parametrize("num_before", range(7))
+def test_a_restored_cursor_goes_on_where_it_stood(num_before):
+    sampler = EpochSampler(5, seed=3)
+    straight = PromptCursor(sampler, num_episodes=2)
+    for _ in range(num_before):
+        straight.draw(2)
+    resumed = PromptCursor(sampler, num_episodes=2)
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    rest = [(straight.draw(2), resumed.draw(2)) for _ in range(7)]
+    assert all(a == b for a, b in rest)
+
+
+def test_a_position_in_other_data_is_refused():
+    state = PromptCursor(EpochSampler(5, seed=3), num_episodes=1).state_dict()
+    with pytest.raises(AssertionError, match="data order"):
+        PromptCursor(EpochSampler(6, seed=3), num_episodes=1).load_state_dict(state)
+
+
+def test_micro_batches_hold_similar_lengths_within_a_global_batch():
+    lengths = [5, 1, 4, 2, 9, 3]
+    batches = length_grouped_batches([0, 1, 2, 3, 4, 5], lengths, batch_size=4, max_tokens=6)
+    assert batches == [[[0, 1], [2, 3]], [[4], [5]]]

@@ -1,0 +1,232 @@
+"""What is learned: the response and its end, every assistant turn, or every token."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.packing import PackedBatch
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+from tests.utils.test_tokenizer import BOS, EOS, bos_tokenizer
+
+PLAIN_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path)
+
+
+def examples(tokenizer, rows: list[dict], **options) -> SFTDataset:
+    return SFTDataset(Dataset.from_list(rows), tokenizer, SFTFormat(**options))
+
+
+def shown(tokenizer, dataset: SFTDataset, index: int = 0) -> tuple[str, str]:
+    """The whole text of an example and the text of its targets."""
+    example = dataset[index]
+    return tokenizer.decode(example.token_ids), tokenizer.decode(
+        example.token_ids[example.loss_mask]
+    )
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_plain_rows_learn_the_response_and_one_eos(tokenizer):
+    dataset = examples(tokenizer, [{"input": "hi", "output": "yo"}], output_key="output")
+    assert shown(tokenizer, dataset) == ("User: hi\nAssistant: yo<|end|>", "yo<|end|>")
+    assert dataset[0].token_ids.tolist()[-1] == 1
+
+
+def test_an_eos_that_the_response_spells_itself_is_not_doubled(tokenizer):
+    rows = [{"input": "hi", "output": "yo<|end|>"}]
+    for is_chat in (False, True):
+        dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
+        assert shown(tokenizer, dataset)[1] == "yo<|end|>"
+        assert dataset[0].token_ids.tolist().count(1) == (2 if is_chat else 1)
+
+
+def test_plain_rows_begin_with_one_bos_and_end_with_one_eos():
+    dataset = examples(bos_tokenizer(adds_bos=True), [{"q": "a", "r": "b"}], input_key="q",
+                       output_key="r", input_template="{}")  # fmt: skip
+    ids = dataset[0].token_ids.tolist()
+    assert (ids[0], ids[-1], len(ids)) == (BOS, EOS, 4)
+    assert dataset[0].loss_mask.tolist() == [False, False, True, True]
+
+
+def test_prompt_tokens_are_those_of_inference_whatever_the_response(tokenizer):
+    prompt = tokenizer("User: hi\nAssistant: ").input_ids
+    dataset = examples(tokenizer, [{"input": "hi", "output": " yo"}], output_key="output")
+    assert dataset[0].token_ids.tolist()[: len(prompt)] == prompt
+    assert (
+        not dataset[0].loss_mask[: len(prompt)].any() and dataset[0].loss_mask[len(prompt) :].all()
+    )
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+def test_chat_with_an_output_column_learns_the_answer_and_its_end(tokenizer, template):
+    tokenizer.chat_template = template
+    rows = [{"input": "hi", "output": "yo"}]
+    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
+    assert shown(tokenizer, dataset) == ("<|user|>hi<|end|><|assistant|>yo<|end|>", "yo<|end|>")
+
+
+def test_chat_without_an_output_column_learns_the_last_message(tokenizer):
+    rows = [{"input": [message("user", "a"), message("assistant", "b"),
+                       message("user", "c"), message("assistant", "d")]}]  # fmt: skip
+    assert shown(tokenizer, examples(tokenizer, rows, apply_chat_template=True))[1] == "d<|end|>"
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+def test_multiturn_learns_every_assistant_turn(tokenizer, template):
+    tokenizer.chat_template = template
+    turns = [("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d")]
+    rows = [{"conversations": [{"from": role, "value": text} for role, text in turns]}]
+    dataset = examples(tokenizer, rows, apply_chat_template=True, multiturn=True)
+    whole = "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>"
+    assert shown(tokenizer, dataset) == (whole, "b<|end|>d<|end|>")
+    assert dataset[0].token_ids.tolist() == tokenizer(whole).input_ids
+    assert "standard column 'conversations' is used" in dataset.notices[0]
+
+
+def test_a_line_break_behind_the_end_marker_is_never_learned(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    rows = [{"input": [message("user", "a"), message("assistant", "b"),
+                       message("user", "c"), message("assistant", "d")]}]  # fmt: skip
+    last = examples(tokenizer, rows, apply_chat_template=True)
+    every = examples(tokenizer, rows, apply_chat_template=True, multiturn=True)
+    assert shown(tokenizer, last)[1] == "d<|end|>"
+    assert shown(tokenizer, every)[1] == "b<|end|>d<|end|>"
+    assert every[0].token_ids.tolist()[-1] == 1
+
+
+def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    rows = [{"input": "hi", "output": "yo"}]
+    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
+    assert shown(tokenizer, dataset) == ("user: hi\nassistant: yo\n<|end|>", "yo\n<|end|>")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_multiturn(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if loop.last %}{{ m.content }}{% else %}{{ m.content[:1] }}{% endif %}"
+        "<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    rows = [{"input": [message("user", "a"), message("assistant", "long"),
+                       message("user", "c"), message("assistant", "d")]}]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rewrites earlier turns.*generation"):
+        examples(tokenizer, rows, apply_chat_template=True, multiturn=True)
+    assert shown(tokenizer, examples(tokenizer, rows, apply_chat_template=True))[1] == "d<|end|>"
+
+
+def test_special_tokens_in_an_answer_open_no_turn(tokenizer):
+    rows = [{"input": "a", "output": "b<|end|><|user|>c"}]
+    for multiturn in (False, True):
+        dataset = examples(
+            tokenizer, rows, output_key="output", apply_chat_template=True, multiturn=multiturn
+        )
+        special = [i for i in dataset[0].token_ids.tolist() if i in tokenizer.all_special_ids]
+        assert special == [3, 1, 4, 1]
+        assert shown(tokenizer, dataset)[1] == "b<|end|><|user|>c<|end|>"
+
+
+def test_pretrain_mode_learns_every_token_but_the_first(tokenizer):
+    dataset = examples(tokenizer, [{"input": "abc"}], pretrain_mode=True)
+    assert shown(tokenizer, dataset) == ("abc<|end|>", "bc<|end|>")
+    with_bos = examples(bos_tokenizer(adds_bos=True), [{"text": "abc"}], pretrain_mode=True)
+    assert with_bos[0].token_ids.tolist()[0] == BOS
+    assert with_bos[0].loss_mask.tolist() == [False, True, True, True, True]
+
+
+def test_hugging_face_prompt_and_completion_columns_are_understood(tokenizer):
+    rows = [{"prompt": [message("user", "a")], "completion": [message("assistant", "b")]}]
+    dataset = examples(tokenizer, rows, apply_chat_template=True)
+    assert shown(tokenizer, dataset) == ("<|user|>a<|end|><|assistant|>b<|end|>", "b<|end|>")
+    assert len(dataset.notices) == 2
+
+
+def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
+    rows = [{"input": "a", "output": text} for text in ("x", "", None, "  ", "y")]
+    for is_chat in (False, True):
+        dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
+        assert (len(dataset), dataset.num_dropped, dataset.row_ids) == (2, 3, [0, 4])
+        assert dataset.notices == ["3 of 5 rows were left out: empty response"]
+
+
+def test_no_target_in_the_whole_set_is_an_error(tokenizer):
+    with pytest.raises(
+        DataError, match=r"none of 1 rows can be learned from \(empty response: 1\)"
+    ):
+        examples(tokenizer, [{"input": "a", "output": ""}], output_key="output")
+
+
+def test_over_long_rows_follow_the_policy(tokenizer):
+    rows = [{"input": "ab", "output": "c" * n} for n in (1, 2, 3)]  # 4, 5 and 6 tokens with EOS
+    options = {"output_key": "output", "input_template": None, "max_len": 5}
+    kept = examples(tokenizer, rows, **options)
+    assert (kept.lengths.tolist(), dict(kept.dropped)) == ([4, 5], {"over-long": 1})
+    cut = examples(tokenizer, rows, overlong="truncate", **options)
+    assert (cut.lengths.tolist(), cut.num_truncated) == ([4, 5, 5], 1)
+    assert shown(tokenizer, cut, 2) == ("abccc", "ccc")
+    with pytest.raises(DataError, match=r"row 2: 6 tokens, over the limit of 5"):
+        examples(tokenizer, rows, overlong="error", **options)
+
+
+def test_a_row_whose_targets_are_cut_off_is_dropped(tokenizer):
+    rows = [{"input": "a", "output": "b"}, {"input": "abcdef", "output": "b"}]
+    dataset = examples(tokenizer, rows, output_key="output", input_template="{}", max_len=4,
+                       overlong="truncate")  # fmt: skip
+    assert dict(dataset.dropped) == {"nothing to learn": 1} and dataset.row_ids == [0]
+
+
+def test_a_missing_response_column_lists_the_columns(tokenizer):
+    rows = [{"input": "a", "answer": "b"}]
+    with pytest.raises(
+        DataError, match=r"'output' is not.*columns found: input, answer.*--output_key"
+    ):
+        examples(tokenizer, rows, output_key="output")
+    with pytest.raises(
+        DataError, match=r"no response column is given; columns found: input, answer"
+    ):
+        examples(tokenizer, rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "message_part"),
+    [
+        (
+            [message("user", "a"), message("assistant", "b"), message("user", "c")],
+            "the last message is",
+        ),
+        ([message("assistant", "b")], "answers nothing"),
+        ([message("robot", "b")], "unknown role 'robot'"),
+    ],
+)
+def test_dialogues_of_the_wrong_shape_are_named(tokenizer, value, message_part):
+    with pytest.raises(DataError, match=f"row 0: .*{message_part}"):
+        examples(tokenizer, [{"input": value}], apply_chat_template=True)
+
+
+def test_multiturn_without_a_chat_template_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"Add --apply_chat_template"):
+        examples(tokenizer, [{"input": "a", "output": "b"}], output_key="output", multiturn=True)
+
+
+def test_examples_pack_into_a_batch(tokenizer):
+    dataset = examples(tokenizer, [{"input": "a", "output": "b"}] * 2, output_key="output")
+    pair = [dataset[0], dataset[1]]
+    batch = PackedBatch.from_sequences([e.token_ids for e in pair], [e.loss_mask for e in pair])
+    assert batch.num_targets.tolist() == [2, 2]
+    with pytest.raises(IndexError):
+        dataset[2]

@@ -1,0 +1,38 @@
+"""The documents' RL commands, with names and sizes that fit a laptop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Rollout and training sizes every command shares; later flags win.
+SMALL = (
+    "--micro_train_batch_size 4 --train_batch_size 8 --micro_rollout_batch_size 4 "
+    "--rollout_batch_size 8 --prompt_max_len 64 --generate_max_len 8"
+)
+
+PPO_HYBRID = (
+    "--ref_num_nodes 1 --ref_num_gpus_per_node 1 --reward_num_nodes 1 --reward_num_gpus_per_node 1 "
+    "--critic_num_nodes 1 --critic_num_gpus_per_node 1 --actor_num_nodes 1 "
+    "--actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 "
+    "--colocate_all_models --vllm_gpu_memory_utilization 0.5 --save_hf_ckpt "
+    "--n_samples_per_prompt 1 --max_epochs 1 --max_samples 100000 --zero_stage 3 --bf16 "
+    "--actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 "
+    "--input_key context_messages --apply_chat_template --normalize_reward "
+    "--gradient_checkpointing --packing_samples --vllm_sync_backend nccl --enforce_eager "
+    "--vllm_enable_sleep --deepspeed_enable_sleep"
+)
+
+GRPO = (
+    "--advantage_estimator group_norm --ref_num_nodes 1 --ref_num_gpus_per_node 1 "
+    "--reward_num_nodes 1 --reward_num_gpus_per_node 1 --actor_num_nodes 1 "
+    "--actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 "
+    "--colocate_all_models --max_epochs 1 --bf16 --actor_learning_rate 5e-7 "
+    "--init_kl_coef 0.01 --use_kl_loss --kl_estimator k3 --normalize_reward "
+    "--no_advantage_std_norm --input_key context_messages --apply_chat_template"
+)
+
+
+def argv(flags: str, **values: Path | str) -> list[str]:
+    """The words of a command; values become further flags, so paths may hold spaces."""
+    extra = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*flags.split(), *SMALL.split(), *extra]

@@ -1,0 +1,49 @@
+"""Data and models the integration tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_reward_model, write_jsonl
+
+REWARD_CODE = '''
+"""Rewards short answers and those that hold the label."""
+
+
+def reward_func(queries, prompts, labels):
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    scores = [float(label in response) for response, label in zip(responses, labels)]
+    rewards = [score + 1.0 / (1 + len(response)) for score, response in zip(scores, responses)]
+    return {"rewards": rewards, "scores": scores, "extra_logs": {"num_chars": [float(len(r)) for r in responses]}}
+'''
+
+
+@pytest.fixture(scope="session")
+def reward_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny reward model with the policy's tokenizer."""
+    return make_reward_model(tmp_path_factory.mktemp("tiny") / "reward")
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eleven prompts: a number that divides no batch."""
+    rows = [
+        {
+            "context_messages": [{"role": "user", "content": f"{i} plus {i} is"}],
+            "input": f"{i}+{i}=",
+            "answer": str(2 * i),
+            "datasource": "even" if i % 2 == 0 else "odd",
+        }
+        for i in range(11)
+    ]
+    return write_jsonl(tmp_path_factory.mktemp("data") / "prompts.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward function file."""
+    path = tmp_path_factory.mktemp("code") / "reward_func.py"
+    path.write_text(REWARD_CODE)
+    return path

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor, LogitTransform
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.utils.packing import PackedBatch
+from tests.models.helpers import (
+    OVERRIDES,
+    dense_logprobs,
+    eager_model,
+    full_batch,
+    gradients,
+    random_lengths,
+    random_masks,
+    random_sequences,
+    tiny_model,
+)
+
+
+def load_actor(path) -> Actor:
+    return Actor(load_causal_lm(path, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def qwen2_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("actor"), "qwen2")
+
+
+def assert_equals_dense(actor, reference, lengths, *, temperature=0.7):
+    sequences = random_sequences(lengths)
+    masks = random_masks(sequences)
+    batch = PackedBatch.from_sequences(sequences, masks)
+    stats = actor(batch, temperature=temperature, with_entropy=True)
+    logprobs, entropy = dense_logprobs(reference, sequences, masks, temperature)
+    torch.testing.assert_close(stats.logprobs, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stats.entropy, entropy, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)) / len(logprobs)
+    (stats.logprobs @ weights + 0.1 * (stats.entropy @ weights)).backward()
+    (logprobs @ weights + 0.1 * (entropy @ weights)).backward()
+    expected, actual = gradients(reference), gradients(actor.model)
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(actual[name], grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("architecture", sorted(OVERRIDES))
+def test_packed_equals_one_sequence_at_a_time_in_every_family(architecture, tmp_path):
+    path = tiny_model(tmp_path, architecture)
+    assert_equals_dense(load_actor(path), eager_model(path), random_lengths(24, 40))
+
+
+def test_two_hundred_raggeds_packed_equal_unpacked(qwen2_dir):
+    assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), random_lengths(200, 64))
+
+
+def test_equal_lengths_packed_equal_unpacked(qwen2_dir):
+    assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), [16] * 8)
+
+
+def test_a_row_of_one_sequence_equals_the_plain_model(qwen2_dir):
+    assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), [33])
+
+
+SIZES = {
+    "vocab_size": 262,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+CAPS = {"final_logit_softcapping": 1.5, "attn_logit_softcapping": 3.0, "head_dim": 8}
+HEAD_CONFIGS = {
+    "cohere": lambda: transformers.CohereConfig(**SIZES, logit_scale=0.25),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=4.0),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **CAPS),
+    "phi": lambda: transformers.PhiConfig(**SIZES),  # its head has a bias
+    "qwen2_tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=262),
+}
+
+
+@pytest.mark.parametrize("family", sorted(HEAD_CONFIGS))
+def test_every_kind_of_head_equals_the_dense_logits(family, tmp_path):
+    config = HEAD_CONFIGS[family]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    head = model.get_output_embeddings()
+    if head.bias is not None:
+        torch.nn.init.normal_(head.bias)
+    model.save_pretrained(tmp_path)
+    reference, actor = eager_model(tmp_path), load_actor(tmp_path)
+    assert_equals_dense(actor, reference, [5, 1, 17, 30, 17], temperature=1.3)
+
+
+def test_tokens_of_a_neighbour_change_no_bit(qwen2_dir):
+    actor = load_actor(qwen2_dir)
+    first, second, third = random_sequences([20, 24, 33])
+    other = random_sequences([24], seed=9)[0]
+    before = actor(full_batch([first, second, third]), with_entropy=True)
+    after = actor(full_batch([first, other, third]), with_entropy=True)
+    for old, new in zip(before[:2], after[:2], strict=True):
+        assert torch.equal(old[:19], new[:19])
+        assert not torch.equal(old[19:42], new[19:42])
+        assert torch.equal(old[42:], new[42:])
+
+
+def test_the_same_batch_twice_gives_the_same_bits(qwen2_dir):
+    actor = load_actor(qwen2_dir)
+    batch = full_batch(random_sequences(random_lengths(12, 30)))
+    results = []
+    for _ in range(2):
+        actor.zero_grad()
+        loss = actor(batch).logprobs.mean()
+        loss.backward()
+        results.append((loss.detach(), gradients(actor.model)))
+    (loss_1, grads_1), (loss_2, grads_2) = results
+    assert torch.equal(loss_1, loss_2)
+    assert all(torch.equal(grads_1[name], grads_2[name]) for name in grads_1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_keeps_the_gradients(qwen2_dir, use_reentrant):
+    batch = full_batch(random_sequences([7, 30, 12]))
+    plain, checkpointed = load_actor(qwen2_dir).train(), load_actor(qwen2_dir).train()
+    checkpointed.gradient_checkpointing_enable(use_reentrant=use_reentrant)
+    plain(batch).logprobs.mean().backward()
+    checkpointed(batch).logprobs.mean().backward()
+    expected, actual = gradients(plain), gradients(checkpointed)
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(actual[name], grad, atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_a_batch_without_targets_still_reaches_every_parameter(qwen2_dir):
+    actor = load_actor(qwen2_dir)
+    batch = PackedBatch.from_sequences([torch.tensor([7, 8, 9])], [torch.zeros(3, dtype=bool)])
+    stats = actor(batch, with_entropy=True)
+    assert stats.logprobs.shape == stats.entropy.shape == (0,)
+    stats.logprobs.sum().backward()
+    grads = gradients(actor.model)
+    assert grads.keys() == dict(actor.model.named_parameters()).keys()
+    assert all(not grad.any() for grad in grads.values())
+
+
+def test_the_actor_adds_nothing_to_names_and_state_dicts(qwen2_dir):
+    actor = load_actor(qwen2_dir)
+    assert {f"model.{name}" for name in actor.model.state_dict()} == set(actor.state_dict())
+    assert {name for name, _ in actor.named_parameters()} == {
+        f"model.{name}" for name, _ in actor.model.named_parameters()
+    }
+    assert actor.head.weight is actor.model.lm_head.weight
+    actor.load_state_dict(actor.state_dict(), strict=True)
+
+
+def test_an_unknown_change_of_logits_is_an_error():
+    config = transformers.GraniteConfig(logits_scaling=2.0)
+    config.model_type = "novel"
+    with pytest.raises(ConfigError, match="logits_scaling"):
+        LogitTransform.of(config)
+
+
+def test_a_model_that_drops_the_boundaries_is_an_error(qwen2_dir, monkeypatch):
+    actor = load_actor(qwen2_dir)
+    decoder = actor.model.base_model
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder,
+        "forward",
+        lambda input_ids, position_ids, use_cache, packed_row: forward(input_ids),
+    )
+    with pytest.raises(ConfigError, match="boundaries"):
+        actor(full_batch(random_sequences([4, 5])))
+
+
+def test_the_packed_model_still_generates_like_hugging_face(tmp_path):
+    for architecture in ("qwen2", "mistral", "gemma2"):
+        path = tiny_model(tmp_path, architecture)
+        reference, packed = eager_model(path), load_causal_lm(path, dtype=torch.float32)
+        assert packed.config._attn_implementation == PACKED_ATTENTION
+        ids = torch.stack(random_sequences([12, 12]))
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8}
+        assert torch.equal(packed.generate(ids, **options), reference.generate(ids, **options)), (
+            architecture
+        )

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.errors import ConfigError
+from openrlhf.models import loading
+from openrlhf.models.loading import choose_attention, load_causal_lm, load_config, resolve_dtype
+from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.value_head import RewardModel
+from tests.models.helpers import tiny_model
+
+
+@pytest.fixture(scope="module")
+def causal_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("loading"), "llama")
+
+
+def test_a_missing_folder_is_one_line_with_a_remedy():
+    with pytest.raises(ConfigError, match=r"'/no/such/model' does not exist\. Give a folder"):
+        load_causal_lm("/no/such/model")
+
+
+def test_a_folder_without_a_model_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load_causal_lm(tmp_path)
+
+
+def test_a_reward_model_is_no_policy(causal_dir, tmp_path):
+    RewardModel.from_pretrained(causal_dir).model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"missing \(lm_head.weight\).*unexpected \(score.weight\)"
+    ):
+        load_causal_lm(tmp_path)
+
+
+def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
+    config = load_config(str(causal_dir))
+    config.dtype = torch.bfloat16
+    assert resolve_dtype("auto", config, device_type="cpu") == torch.float32
+    assert resolve_dtype("auto", config, device_type="cuda") == torch.bfloat16
+    assert resolve_dtype("fp16", config, device_type="cpu") == torch.float16
+    with pytest.raises(ConfigError, match="int7"):
+        resolve_dtype("int7", config)
+
+
+def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
+    monkeypatch.setattr(loading, "has_flash_attention", lambda: True)
+    choose = choose_attention
+    assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_2"
+    assert choose("flash_attention_2", dtype=torch.float32, device_type="cuda") == PACKED_ATTENTION
+    assert choose("flash_attention_2", dtype=torch.bfloat16, device_type="cpu") == PACKED_ATTENTION
+    assert choose("sdpa", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
+    assert (
+        choose("flash_attention_3", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_3"
+    )
+    monkeypatch.setattr(loading, "has_flash_attention", lambda: False)
+    assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
+
+
+def test_a_recurrent_model_is_refused(tmp_path):
+    config = transformers.MambaConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        load_causal_lm(tmp_path)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.value_head import CriticModel, RewardModel
+from openrlhf.utils.packing import PackedBatch
+from tests.models.helpers import (
+    full_batch,
+    gradients,
+    random_lengths,
+    random_masks,
+    random_sequences,
+    tiny_model,
+)
+
+ARCHITECTURES = ["qwen2", "llama", "gpt_neox"]
+
+
+def fp32(path, cls=RewardModel, **options):
+    return cls.from_pretrained(path, dtype=torch.float32, **options)
+
+
+@pytest.fixture(scope="module")
+def causal_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("value"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def reward_dir(causal_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward")
+    fp32(causal_dir).model.save_pretrained(path)
+    return path
+
+
+def edit_config(source, target, **fields):
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_survive_saving_and_loading_to_the_bit(architecture, dtype, tmp_path):
+    model = RewardModel.from_pretrained(tiny_model(tmp_path, architecture), dtype=dtype)
+    model.model.save_pretrained(tmp_path / "saved")
+    batch = full_batch(random_sequences(random_lengths(12, 30)))
+    before = model(batch)
+    after = RewardModel.from_pretrained(tmp_path / "saved", dtype=dtype, allow_fresh_head=False)(
+        batch
+    )
+    assert before.dtype == torch.float32
+    assert before.std() > 0
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rewards_equal_the_hugging_face_classifier(architecture, tmp_path):
+    model = fp32(tiny_model(tmp_path, architecture))
+    model.model.save_pretrained(tmp_path / "saved")
+    classifier, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", num_labels=1, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    sequences = random_sequences(random_lengths(10, 30))
+    with torch.no_grad():
+        expected = torch.cat([classifier(input_ids=ids[None]).logits[0] for ids in sequences])
+    torch.testing.assert_close(model(full_batch(sequences)), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_values_are_read_before_each_target_one_sequence_at_a_time(reward_dir):
+    critic = fp32(reward_dir, CriticModel)
+    sequences = random_sequences(random_lengths(15, 30))
+    masks = random_masks(sequences)
+    expected = []
+    for ids, mask in zip(sequences, masks, strict=True):
+        hidden = critic.model.base_model(input_ids=ids[None]).last_hidden_state[0]
+        expected.append((hidden @ critic.model.score.weight[0])[:-1][mask[1:]])
+    values = critic(PackedBatch.from_sequences(sequences, masks))
+    torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_a_fresh_head_is_small_and_the_same_every_time(causal_dir):
+    first, second = fp32(causal_dir), fp32(causal_dir, CriticModel)
+    weight = first.model.score.weight
+    assert torch.equal(weight, second.model.score.weight)
+    assert weight.std().item() * 33 == pytest.approx(1.0, abs=0.4)
+    assert first.model.score.bias is None
+
+
+def test_scoring_with_a_model_that_never_had_a_head_is_an_error(causal_dir):
+    with pytest.raises(ConfigError, match="no value head"):
+        fp32(causal_dir, allow_fresh_head=False)
+
+
+def test_a_reward_model_that_lost_its_head_is_an_error(causal_dir, tmp_path):
+    path = edit_config(
+        causal_dir, tmp_path, architectures=["Qwen2ForSequenceClassification"], num_labels=1
+    )
+    with pytest.raises(ConfigError, match=r"missing \(score.weight\)"):
+        fp32(path)
+
+
+def test_a_classifier_of_several_labels_is_an_error(reward_dir, tmp_path):
+    path = edit_config(reward_dir, tmp_path, id2label={"0": "bad", "1": "good"})
+    with pytest.raises(ConfigError, match="2 labels"):
+        fp32(path)
+
+
+def test_the_stored_head_name_wins_and_survives(causal_dir, tmp_path):
+    from safetensors.torch import load_file
+
+    batch = full_batch(random_sequences([4, 9]))
+    path = tmp_path / "first"
+    model = fp32(causal_dir, value_head_prefix="value_head")
+    scores = model(batch)
+    model.model.save_pretrained(path)
+    for generation in ("second", "third"):
+        assert "value_head.weight" in load_file(path / "model.safetensors")
+        model = fp32(path, value_head_prefix="score")
+        assert torch.equal(model(batch), scores)
+        path = tmp_path / generation
+        model.model.save_pretrained(path)
+
+
+def test_a_head_name_that_is_taken_is_an_error(causal_dir):
+    with pytest.raises(ConfigError, match="value_head_prefix 'model'"):
+        fp32(causal_dir, value_head_prefix="model")
+
+
+def test_normalised_rewards_are_z_scores(reward_dir, tmp_path):
+    path = edit_config(reward_dir, tmp_path, mean=0.5, std=2.0)
+    batch = full_batch(random_sequences([4, 9, 20]))
+    raw, normalised = fp32(path)(batch), fp32(path, normalize_reward=True)(batch)
+    torch.testing.assert_close(normalised, (raw - 0.5) / 2.0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mean": 0.0}, {"mean": 0.0, "std": 0.0}])
+def test_normalising_without_usable_statistics_is_an_error(fields, reward_dir, tmp_path):
+    with pytest.raises(ConfigError, match="normalize_reward"):
+        fp32(edit_config(reward_dir, tmp_path, **fields), normalize_reward=True)
+
+
+def test_gradient_checkpointing_keeps_the_gradients(reward_dir):
+    batch = full_batch(random_sequences([7, 30, 12]))
+    plain, checkpointed = fp32(reward_dir).train(), fp32(reward_dir).train()
+    checkpointed.gradient_checkpointing_enable()
+    plain(batch).mean().backward()
+    checkpointed(batch).mean().backward()
+    expected, actual = gradients(plain), gradients(checkpointed)
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(actual[name], grad, atol=1e-7, rtol=1e-6, msg=name)

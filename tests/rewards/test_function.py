@@ -1,0 +1,209 @@
+"""One finite float per sample or a typed error that names the sample; 0.0 is a reward."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+import pytest
+import torch
+
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.function import FunctionReward, load_reward_function
+
+
+def batch_of(size: int, **columns: list[object]) -> RewardBatch:
+    return RewardBatch(
+        queries=[f"p{i}r{i}" for i in range(size)],
+        prompts=[f"p{i}" for i in range(size)],
+        responses=[f"r{i}" for i in range(size)],
+        labels=[str(i) for i in range(size)],
+        columns=columns,
+        sample_ids=[f"0/{i}/0" for i in range(size)],
+    )
+
+
+def reward_from(tmp_path, code: str, batch_size: int | None = None) -> FunctionReward:
+    file = tmp_path / "my_reward.py"
+    file.write_text(textwrap.dedent(code))
+    return FunctionReward(file, batch_size=batch_size)
+
+
+def answering(tmp_path, expression: str) -> FunctionReward:
+    return reward_from(
+        tmp_path,
+        f"""
+        import numpy, torch
+        def reward_func(queries, prompts, labels):
+            return {expression}
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "rewards", ["[0.0, 1]", "(0.0, 1.0)", "torch.tensor([0, 1])", "numpy.array([0.0, 1.0])",
+                "[torch.tensor(0.0), numpy.float32(1)]", "[False, True]"]
+)  # fmt: skip
+def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
+    result = answering(tmp_path, f"dict(rewards={rewards})").score(batch_of(2))
+    assert torch.equal(result.rewards, torch.tensor([0.0, 1.0], dtype=torch.float32))
+    assert result.rewards.dtype == torch.float32
+    assert result.scores is None and result.extra_logs == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("[1.0, float('nan')]", "rewards of sample 0/1/0 is nan"),
+        ("[float('inf'), 1.0]", "rewards of sample 0/0/0 is inf"),
+        ("[1.0, 1e39]", "sample 0/1/0 is 1e.39, not a finite float32"),
+        ("[1.0, 10**400]", "sample 0/1/0 is 1000.*not a finite float32"),
+        ("[1.0, None]", "rewards of sample 0/1/0 is None, not a number"),
+        ("[1.0, 'high']", "rewards of sample 0/1/0 is 'high', not a number"),
+        ("[1.0]", "rewards has 1 values for 2 samples"),
+        ("[]", "rewards has 0 values for 2 samples"),
+        ("[1.0, 2.0, 3.0]", "rewards has 3 values for 2 samples"),
+        ("torch.ones(2, 1)", r"rewards has shape \(2, 1\)"),
+        ("torch.tensor(1.0)", r"rewards has shape \(\)"),
+        ("1.0", "rewards is a float"),
+        ("None", "rewards is a NoneType"),
+    ],
+)
+def test_nonsense_is_an_error_that_names_the_file_and_the_sample(tmp_path, rewards, message):
+    source = answering(tmp_path, f"dict(rewards={rewards})")
+    with pytest.raises(RewardError, match=f"my_reward.py.*{message}"):
+        source.score(batch_of(2))
+
+
+def test_an_answer_without_rewards_is_an_error(tmp_path):
+    with pytest.raises(RewardError, match=r"no 'rewards'; it has \['scores'\\]"):
+        answering(tmp_path, "dict(scores=[1, 1])").score(batch_of(2))
+
+
+def test_scores_and_extra_logs_come_per_sample_and_a_scalar_counts_for_all(tmp_path):
+    result = answering(
+        tmp_path,
+        "dict(rewards=[1, 2], scores=[0, 1], extra_logs={'a': [3, 4], 'b': torch.tensor(5.0)})",
+    ).score(batch_of(2))
+    assert result.scores.tolist() == [0.0, 1.0]
+    assert result.extra_logs["a"].tolist() == [3.0, 4.0]
+    assert result.extra_logs["b"].tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("logs", ["{'a': [1]}", "{'a': 'x'}", "[1, 2]", "{'a': [1, None]}"])
+def test_extra_logs_of_another_size_or_type_are_an_error(tmp_path, logs):
+    with pytest.raises(RewardError, match=r"extra_logs"):
+        answering(tmp_path, f"dict(rewards=[1, 2], extra_logs={logs})").score(batch_of(2))
+
+
+def test_the_function_is_called_in_batches_and_results_keep_their_order(tmp_path):
+    source = reward_from(
+        tmp_path,
+        """
+        def reward_func(queries, prompts, labels):
+            return {"rewards": [float(x) for x in labels], "extra_logs": {"size": len(labels)}}
+        """,
+        batch_size=2,
+    )
+    result = source.score(batch_of(5))
+    assert result.rewards.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.extra_logs["size"].tolist() == [2.0, 2.0, 2.0, 2.0, 1.0]
+
+
+def test_no_samples_need_no_call(tmp_path):
+    assert answering(tmp_path, "1 / 0").score(batch_of(0)).rewards.tolist() == []
+
+
+def test_batches_that_log_different_things_are_an_error(tmp_path):
+    source = reward_from(
+        tmp_path,
+        """
+        def reward_func(queries, prompts, labels):
+            return {"rewards": [0.0], "extra_logs": {labels[0]: 1}}
+        """,
+        batch_size=1,
+    )
+    with pytest.raises(RewardError, match=r"for some batches and not for others"):
+        source.score(batch_of(2))
+
+
+def test_an_exception_of_the_user_keeps_its_line_and_message(tmp_path):
+    source = reward_from(
+        tmp_path,
+        """
+        def helper(labels):
+            return labels["x"]
+
+        def reward_func(queries, prompts, labels):
+            return helper(labels)
+        """,
+    )
+    with pytest.raises(RewardError, match=r"my_reward.py:3: TypeError: list indices") as caught:
+        source.score(batch_of(1))
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_hugging_face_functions_get_prompts_completions_and_columns(tmp_path):
+    source = reward_from(
+        tmp_path,
+        """
+        def accuracy(prompts, completions, **columns):
+            assert prompts == ["p0", "p1"] and completions == ["r0", "r1"]
+            assert columns["labels"] == ["0", "1"]
+            return [float(x) for x in columns["answer"]]
+        """,
+    )
+    assert source.score(batch_of(2, answer=[3, 4])).rewards.tolist() == [3.0, 4.0]
+
+
+def test_hugging_face_functions_without_kwargs_get_only_the_columns_they_name(tmp_path):
+    source = reward_from(
+        tmp_path,
+        """
+        def reward_func(completions, answer):
+            return [float(c == a) for c, a in zip(completions, answer)]
+        """,
+    )
+    batch = batch_of(2, answer=["r0", "x"], other=[1, 2])
+    assert source.score(batch).rewards.tolist() == [1.0, 0.0]
+
+
+def test_none_of_a_hugging_face_function_is_an_error(tmp_path):
+    source = reward_from(tmp_path, "def f(prompts, completions, **kwargs): return [1.0, None]")
+    with pytest.raises(RewardError, match=r"sample 0/1/0 is None"):
+        source.score(batch_of(2))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1", "has no reward_func; found: nothing public"),
+        ("def a(): ...\ndef b(): ...", "has no reward_func; found: a, b"),
+        ("reward_func = 3", "reward_func is a int, not a function"),
+        ("def reward_func(a): ...", r"reward_func\(a\) cannot be called"),
+    ],
+)
+def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, message):
+    (tmp_path / "bad.py").write_text(code)
+    with pytest.raises(ConfigError, match=message):
+        load_reward_function(tmp_path / "bad.py")
+
+
+def test_a_missing_file_is_refused_at_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.py is not a Python file that exists"):
+        FunctionReward(tmp_path / "absent.py")
+
+
+def test_the_examples_score_what_they_say():
+    queries, prompts = ["1+1=2", "1+1= 1,000 / no", "1+1=x", "1+1=1/2"], ["1+1="] * 4
+    batch = RewardBatch(queries, prompts, [q[4:] for q in queries], ["2", "1000", "2", 0.5])
+    result = FunctionReward("examples/python/math_reward_func.py").score(batch)
+    assert result.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert result.extra_logs["has_answer"].tolist() == [1.0, 1.0, 0.0, 1.0]
+    words = RewardBatch(["pab abcd"], ["p"], ["ab abcd"], [None])
+    assert math.isclose(
+        FunctionReward("examples/python/reward_func.py").score(words).rewards.item(),
+        0.3,
+        rel_tol=1e-6,
+    )

@@ -1,0 +1,132 @@
+"""The policy's update is the same however the batch is cut, and skips only work that cannot matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
+from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from tests.trainer.test_experience import rollout
+
+
+def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActor:
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": str(model), "max_norm": 1e9, **sections.pop("actor", {})},
+            "ds": {"zero_stage": 0},
+            **sections,
+        }
+    )
+    actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(tmp_path)))
+    actor.setup()
+    actor.init_model(num_updates=10)
+    return actor
+
+
+def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    rollouts = [
+        rollout(
+            [draw(6, 260) for _ in range(draw(1, 9))],
+            [draw(6, 260) for _ in range(draw(1, 25))],
+            group=i // 4,
+            reward=float(i % 3),
+        )
+        for i in range(count)
+    ]
+    experience = Experience.from_rollouts(rollouts)
+    n = len(experience.rollout_logprobs)
+    noise = torch.randn(3, n, generator=generator)
+    return experience.with_columns(
+        advantages=noise[0],
+        old_logprobs=-5 + 0.3 * noise[1],
+        ref_logprobs=-5 + 0.3 * noise[2] if with_ref else None,
+    )
+
+
+def gradients(actor: PolicyModelActor, experience: Experience, micro_batch: int) -> torch.Tensor:
+    """The flat gradient of one optimizer step, taken just before it is applied."""
+    held: list[torch.Tensor] = []
+
+    def capture() -> float:
+        grads = [p.grad.flatten().clone() for p in actor.actor.parameters() if p.grad is not None]
+        held.append(torch.cat(grads))
+        actor.engine.engine.zero_grad()
+        return 1.0
+
+    actor.engine.step = capture  # type: ignore[method-assign]
+    train = actor.config.train.model_copy(update={"micro_batch_size": micro_batch})
+    actor.config = actor.config.model_copy(update={"train": train})
+    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
+    actor.fit(steps, 0.1)
+    return held[0]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation", "with_kl"),
+    [
+        ("ppo", "token_mean", True),
+        ("ppo", "seq_mean", False),
+        ("ppo", "seq_sum_norm", False),
+        ("gspo", "token_mean", False),
+    ],
+)
+def test_gradients_do_not_depend_on_micro_batches(
+    tiny_model_dir: Path, tmp_path: Path, loss_type: str, aggregation: str, with_kl: bool
+) -> None:
+    actor = make_actor(
+        tiny_model_dir,
+        tmp_path,
+        actor={"policy_loss_type": loss_type, "entropy_coef": 0.01},
+        algo={"loss_aggregation": aggregation, "kl": {"use_loss": with_kl, "estimator": "k3"}},
+    )
+    experience = ragged_experience(with_ref=with_kl)
+    whole = gradients(actor, experience, 64)
+    assert whole.norm() > 1e-3
+    for micro_batch in (8, 1):
+        error = (gradients(actor, experience, micro_batch) - whole).norm() / whole.norm()
+        assert error < 1e-5, f"micro-batches of {micro_batch}: relative error {error:.1e}"
+
+
+def test_leaving_idle_samples_out_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path)
+    experience = ragged_experience()
+    advantages = list(experience.advantages.split(experience.num_actions.tolist()))
+    advantages[::2] = [torch.zeros_like(a) for a in advantages[::2]]
+    experience = experience.with_columns(advantages=torch.cat(advantages))
+    skipped = gradients(actor, experience, 8)
+    actor._every_sample_counts = lambda kl_coef: True  # type: ignore[method-assign]
+    everything = gradients(actor, experience, 8)
+    assert (skipped - everything).norm() / everything.norm() < 1e-5
+
+
+def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path)
+    experience = ragged_experience().with_columns(old_logprobs=None)
+    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
+    metrics = actor.fit(steps, 0.0).values()
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["ppo_kl"] == 0.0
+    assert metrics["ppo_clip_ratio"] == 0.0
+    assert metrics["actor_grad_norm"] > 0
+
+
+def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = make_actor(
+        tiny_model_dir,
+        tmp_path,
+        train={"dynamic_batch_enable": True, "max_tokens_per_gpu": 64},
+    )
+    experience = ragged_experience(16)
+    one_by_one = [actor.compute_logprobs(experience.select([i])) for i in range(16)]
+    assert torch.allclose(actor.compute_logprobs(experience), torch.cat(one_by_one), atol=1e-5)

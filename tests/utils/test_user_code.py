@@ -1,0 +1,49 @@
+"""User files load as modules of their own, and what is wrong with them is said in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.user_code import load_attribute, load_module
+
+
+def test_two_files_of_the_same_name_do_not_collide(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "agent.py").write_text(f"NAME = {folder!r}\n")
+    first = load_module(tmp_path / "one" / "agent.py")
+    second = load_module(tmp_path / "two" / "agent.py")
+    assert (first.NAME, second.NAME) == ("one", "two")
+
+
+def test_a_file_imports_its_neighbour(tmp_path):
+    (tmp_path / "neighbour_of_agent.py").write_text("VALUE = 7\n")
+    (tmp_path / "agent.py").write_text("from neighbour_of_agent import VALUE\n")
+    assert load_module(tmp_path / "agent.py").VALUE == 7
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a Python file that exists"):
+        load_module(tmp_path / "absent.py")
+
+
+def test_a_file_that_raises_is_an_error_with_its_line(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("x = 1\ny = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"broken.py:2: ZeroDivisionError"):
+        load_module(file)
+
+
+def test_a_syntax_error_is_an_error_with_its_line(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(ConfigError, match=r"broken.py:2: SyntaxError"):
+        load_module(file)
+
+
+def test_a_missing_attribute_lists_what_was_found(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("import os\ndef one(): ...\nclass Two: ...\n_hidden = 1\n")
+    with pytest.raises(ConfigError, match=r"has no AgentExecutor; found: one, Two. Define"):
+        load_attribute(file, "AgentExecutor")
