@@ -1,9 +1,9 @@
-"""Peak memory and time of `chunked_logprobs` next to plain linear + log_softmax, measured on the CPU.
+"""Peak memory and time of `chunked_logprobs` on the CPU, next to plain linear + log_softmax.
 
-Every variant runs in a process of its own. The kernel's high-water mark (VmHWM) is reset just before
-the forward and again before the backward; its rise over the memory resident at that moment, less the
-gradient of the weight, is what the call took: temporaries, per-token vectors, the gradient of the
-hidden states, and whatever the matrix library keeps for itself.
+Every variant runs in a process of its own. The kernel's high-water mark (VmHWM) is reset just
+before the forward and again before the backward; its rise over the memory resident at that moment,
+less the gradient of the weight, is what the call took: temporaries, per-token vectors, the gradient
+of the hidden states, and whatever the matrix library keeps for itself.
 
     python benchmarks/logprob_memory.py --vocab-size 152000 --num-tokens 4096
 """

@@ -35,12 +35,12 @@ HOMES = {
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards": {"torch"},
     "openrlhf.rewards.remote": {"torch", "httpx"},
-    "openrlhf.datasets": {"torch", "datasets"},
+    "openrlhf.datasets": {"torch", "datasets", "pyarrow"},
     "openrlhf.models": {"torch", "transformers", "peft"},
     "openrlhf.engines": {"torch"},
     "openrlhf.engines.vllm": {"torch", "vllm"},
     "openrlhf.engines.hf_engine": {"torch", "transformers"},
-    "openrlhf.distributed": {"torch", "deepspeed"},
+    "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
     "openrlhf.distributed.schedule": {"torch", "transformers"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.trainer": {"torch"},
@@ -63,7 +63,7 @@ def trainer_part(name: str) -> str:
     part = name.split(".")[2] if name.count(".") >= 2 else ""
     if part in ("ray", "ppo_utils"):
         return part
-    return "ppo_trainer" if part.startswith("ppo_trainer") else "supervised"
+    return "ppo_trainer" if part.startswith("ppo_") else "supervised"
 
 
 PARTS_BELOW = {

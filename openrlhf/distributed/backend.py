@@ -28,6 +28,8 @@ def import_deepspeed() -> ModuleType:
     from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
 
     deepspeed_logger.setLevel(logging.WARNING)
+    # A shared-memory all-reduce for CPU inference, which nothing here calls: it would be compiled at start-up.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
@@ -66,3 +68,11 @@ def init_process_group(topology: Topology) -> torch.device:
             world_size=topology.world_size,
         )
     return device
+
+
+def shut_down() -> None:
+    """Leave the world together: a rank that just exits can tear down the sockets of one still working."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        import_deepspeed().comm.destroy_process_group()

@@ -69,7 +69,12 @@ def training_config(
         config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
     if ds.use_universal_ckpt:
         config["checkpoint"] = {"load_universal": True}
-    return merge_user_config(config, ds.config) if ds.config else config
+    if not ds.config:
+        return config
+    config["zero_optimization"]["stage"] = ds.zero_stage
+    merged = merge_user_config(config, ds.config)
+    merged["zero_optimization"]["stage"] = stage
+    return merged
 
 
 def inference_config(
@@ -86,14 +91,13 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     """The stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
     On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are stage 0.
-    In 16 bits stage 0 would accumulate gradients in 16 bits: stage 1 keeps fp32 accumulators and master weights.
+    In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in fp32 and check them.
     """
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.config is not None
-    if ds.zero_stage == 3 or needs_zero:
-        return ds.zero_stage
-    if facts.dtype == torch.float32:
-        return 0 if facts.world_size == 1 else ds.zero_stage
-    return 1 if facts.world_size == 1 else max(1, ds.zero_stage)
+    if facts.dtype != torch.float32:
+        return max(2, ds.zero_stage)
+    is_alone = facts.world_size == 1 and ds.zero_stage < 3
+    return 0 if is_alone and not needs_zero else ds.zero_stage
 
 
 def merge_user_config(config: Mapping[str, object], path: str) -> dict[str, object]:
@@ -125,7 +129,6 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
         "overlap_comm": ds.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket_size,
-        "allgather_bucket_size": bucket_size,
     }
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": facts.is_cuda}

@@ -16,7 +16,7 @@ from torch import nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.backend import import_deepspeed, init_process_group
+from openrlhf.distributed.backend import import_deepspeed, init_process_group, shut_down
 from openrlhf.distributed.ds_config import (
     DTYPES,
     ModelFacts,
@@ -62,6 +62,10 @@ class DeepSpeedStrategy:
         if self.topology.dp_size < self.topology.world_size:
             self.dp_group = _own_group(self.topology.dp_groups(), self.topology.rank)
             self.cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)
+
+    def shut_down(self) -> None:
+        """Leave the process group; nothing of this strategy can be used afterwards."""
+        shut_down()
 
     @property
     def is_main(self) -> bool:

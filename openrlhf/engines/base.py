@@ -40,7 +40,18 @@ class Completion:
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature
     finish_reason: str  # "stop" or "length"
-    weight_version: int
+    weight_version: int  # of the last token
+    # (index of the first token, version), where weights changed while it was sampled; else empty
+    version_starts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """The version of the weights each token was sampled under, A versions."""
+        if not self.version_starts:
+            return (self.weight_version,) * len(self.token_ids)
+        ends = [start for start, _ in self.version_starts[1:]] + [len(self.token_ids)]
+        spans = zip(self.version_starts, ends, strict=True)
+        return tuple(version for (start, version), end in spans for _ in range(start, end))
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    handle: dict[str, object]  # transport-specific: {"shm": name} on one machine, {"ipc": ...}, {"nccl": ...}
+    # How it travels: {"shm": path, "segment_bytes": n} on one machine; {"update_info": {...}} for vLLM's own backends
+    handle: dict[str, object]
 
 
 @dataclass(frozen=True)

@@ -255,11 +255,13 @@ def rename_head(model: PreTrainedModel, name: str) -> None:
 
 
 def own_memory(model: PreTrainedModel) -> None:
-    """Copy weights on the CPU out of the mapped file they are views of.
+    """Copy weights that stay on the CPU out of the mapped file they are views of.
 
-    A file puts them at any offset, which changes the last bits of a product from file to file; and a
-    checkpoint written over the mapped file would change them.
+    A file puts them at any offset, which changes the last bits of a product from file to file, and
+    a checkpoint written over the mapped file would change them.
     """
+    if default_device_type() != "cpu":
+        return
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.clone()

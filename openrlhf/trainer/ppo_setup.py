@@ -9,8 +9,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.loading import load_rows
@@ -21,7 +19,7 @@ from openrlhf.models.loading import load_config
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.utils.logging import notice
-from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class RunInputs:
     """Checked inputs of a run."""
 
     run_dir: Path
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
     reward_function: FunctionReward | None
@@ -144,7 +142,7 @@ def _check_models(config: PPOConfig) -> int:
 
 
 def _prompts(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, spec: str | None, split: str
+    config: PPOConfig, tokenizer: Tokenizer, spec: str | None, split: str
 ) -> PromptDataset:
     data = config.data
     is_training = spec == data.prompt_dataset and split == data.prompt_split

@@ -93,15 +93,17 @@ class PPOTrainer:
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
         """One RL step after generation."""
         metrics = Metrics()
-        with timed("make_experience", metrics):
-            experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
-                rollouts, self.kl_controller.coef
-            )
-        with timed("ppo_train", metrics):
-            metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
+        with self.parts.phases.training():
+            with timed("make_experience", metrics):
+                experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
+                    rollouts, self.kl_controller.coef
+                )
+            with timed("ppo_train", metrics):
+                metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
         self.check_mismatch(metrics, global_step)
-        with timed("broadcast", metrics):
-            self.broadcast_to_vllm()
+        if self.trains_actor(global_step) or self.parts.phases.needs_weights:
+            with timed("broadcast", metrics):
+                self.broadcast_to_vllm()
         if "kl" in metrics:
             self.kl_controller.update(metrics["kl"], len(rollouts))
         return metrics
@@ -115,13 +117,17 @@ class PPOTrainer:
                 shares = self.plan(experience, critic, global_step)
                 for part in critic.start(CriticModelActor.fit, [(share,) for share in shares])():
                     metrics.merge(part)
-        if global_step > self.config.critic.freezing_steps:
+        if self.trains_actor(global_step):
             with self.parts.phases.update(actor):
                 shares = self.plan(experience, actor, global_step)
                 work = [(share, self.kl_controller.coef) for share in shares]
                 for part in actor.start(PolicyModelActor.fit, work)():
                     metrics.merge(part)
         return metrics
+
+    def trains_actor(self, global_step: int) -> bool:
+        """Whether this step updates the policy: not while the critic warms up alone."""
+        return global_step > self.config.critic.freezing_steps
 
     def plan(
         self, experience: Experience, group: WorkerGroup, global_step: int

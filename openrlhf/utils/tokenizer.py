@@ -8,9 +8,9 @@ meaning. Knows nothing of messages, columns or rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,10 @@ from openrlhf.errors import ConfigError
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
+# Upstream annotates the pair (texts, spans) it returns as a string.
+_render_jinja: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = cast(
+    Any, render_jinja_template
+)
 # Stand-ins for special tokens found in data while a template is rendered around them: private-use
 # characters.
 _FIRST_STAND_IN = 0xF0000
@@ -117,7 +121,7 @@ def render_chat(
     import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
 
     try:
-        texts, spans = render_jinja_template(
+        texts, spans = _render_jinja(
             [list(messages)],
             tools=list(tools) if tools else None,
             chat_template=chat_template_of(tokenizer),

@@ -17,7 +17,8 @@ def test_overlong_penalty_grows_linearly_over_the_buffer():
 
 
 @pytest.mark.parametrize(
-    ("coef", "expected"), [(1.0, [3.0, 2.0]), (0.25, [3.0, 0.5]), (0.0, [3.0, 0.0]), (-0.5, [3.0, -0.5])]
+    ("coef", "expected"),
+    [(1.0, [3.0, 2.0]), (0.25, [3.0, 0.5]), (0.0, [3.0, 0.0]), (-0.5, [3.0, -0.5])],
 )
 def test_truncated_samples_are_scaled_or_set(coef, expected):
     rewards, is_truncated = torch.tensor([3.0, 2.0]), torch.tensor([False, True])

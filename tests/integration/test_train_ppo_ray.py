@@ -59,9 +59,7 @@ def test_grpo_with_kl_loss(
     assert first["response_length"] > 0
 
 
-@pytest.mark.parametrize(
-    "estimator", ["reinforce", "rloo", "reinforce_baseline", "dr_grpo"]
-)
+@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "reinforce_baseline", "dr_grpo"])
 def test_every_estimator_with_a_reward_function(
     tiny_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path, estimator: str
 ) -> None:

@@ -44,7 +44,7 @@ def random_lengths(num: int, longest: int, *, seed: int = 0) -> list[int]:
 
 
 def random_masks(sequences: Sequence[Tensor], *, seed: int = 0) -> list[Tensor]:
-    """Targets after a random prompt, often an empty response; every fifth sequence has no target."""
+    """Targets after a random prompt, often an empty response; every fifth row has no target."""
     generator = torch.Generator().manual_seed(seed)
     masks = []
     for i, ids in enumerate(sequences):

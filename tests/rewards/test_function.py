@@ -77,7 +77,7 @@ def test_nonsense_is_an_error_that_names_the_file_and_the_sample(tmp_path, rewar
 
 
 def test_an_answer_without_rewards_is_an_error(tmp_path):
-    with pytest.raises(RewardError, match=r"no 'rewards'; it has \['scores'\\]"):
+    with pytest.raises(RewardError, match=r"no 'rewards'; it has \['scores'\]"):
         answering(tmp_path, "dict(scores=[1, 1])").score(batch_of(2))
 
 

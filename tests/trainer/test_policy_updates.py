@@ -18,7 +18,11 @@ from tests.trainer.test_experience import rollout
 def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActor:
     config = PPOConfig.model_validate(
         {
-            "actor": {"model_name_or_path": str(model), "max_norm": 1e9, **sections.pop("actor", {})},
+            "actor": {
+                "model_name_or_path": str(model),
+                "max_norm": 1e9,
+                **sections.pop("actor", {}),
+            },
             "ds": {"zero_stage": 0},
             **sections,
         }

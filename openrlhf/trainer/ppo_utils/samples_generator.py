@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.prompts_dataset import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
+from openrlhf.utils.tokenizer import Tokenizer
 
 
 class Generator(Protocol):
@@ -39,7 +39,7 @@ class SamplesGenerator:
         self,
         generator: Generator,
         scorer: Scorer,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         *,
         vocab_size: int,
     ) -> None:

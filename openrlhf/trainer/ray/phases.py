@@ -24,27 +24,41 @@ class Sleeper(Protocol):
 
 
 class DevicePhases:
-    """Wakes and sleeps engines and training states around rollout, update and sync."""
+    """Wakes and sleeps engines and training states around rollout, update and sync.
 
-    def __init__(self, engines: Iterable[Sleeper], *, engines_sleep: bool, training_sleeps: bool):
+    A sleeping engine forgets its weights: they are sent anew before it is used again.
+    """
+
+    def __init__(
+        self, engines: Iterable[Sleeper], *, engines_sleep: bool, training_sleeps: bool
+    ) -> None:
         self.engines = list(engines) if engines_sleep else []
         self.training_sleeps = training_sleeps
+        self.awake: set[str] = {"weights", "kv_cache"}
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the engines hold no weights and wait for a sync."""
+        return "weights" not in self.awake
 
     def start(self, groups: Iterable[WorkerGroup]) -> None:
         """Put everything to sleep once all is loaded."""
-        for engine in self.engines:
-            engine.sleep()
+        self._sleep()
         for group in groups if self.training_sleeps else ():
             group.call(ModelWorker.offload_states)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Engines are awake inside."""
-        for engine in self.engines:
-            engine.wake_up()
+        """Engines are wholly awake inside, and stay so until training needs the memory."""
+        assert not self.needs_weights, "engines were put to sleep and got no weights since"
+        self._wake("kv_cache")
         yield
-        for engine in self.engines:
-            engine.sleep()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Engines sleep inside."""
+        self._sleep()
+        yield
 
     @contextmanager
     def update(self, group: WorkerGroup) -> Iterator[None]:
@@ -57,9 +71,18 @@ class DevicePhases:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Engines hold their weights, without cache, inside."""
-        for engine in self.engines:
-            engine.wake_up(("weights",))
+        """Engines have room for their weights inside."""
+        self._wake("weights")
         yield
-        for engine in self.engines:
-            engine.sleep()
+
+    def _wake(self, tag: str) -> None:
+        if tag not in self.awake:
+            for engine in self.engines:
+                engine.wake_up((tag,))
+            self.awake.add(tag)
+
+    def _sleep(self) -> None:
+        if self.engines and self.awake:
+            for engine in self.engines:
+                engine.sleep()
+            self.awake.clear()

@@ -1,0 +1,3 @@
+"""Temporary."""
+class HFEngine:
+    pass

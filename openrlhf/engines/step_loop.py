@@ -1,0 +1,161 @@
+"""One thread that steps an engine while there is work, takes requests while it runs, and runs commands in between.
+
+Callers block on futures, from any thread. An error of a step ends the loop and fails every waiting call; an error of
+a command belongs to its caller alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from openrlhf.errors import EngineError
+
+Answer = TypeVar("Answer")
+
+
+class Stepper(Protocol):
+    """What the loop drives; all calls come from its thread."""
+
+    def add(self, key: str, request: Any) -> None:
+        """Take a request; it will be answered under `key`."""
+
+    def step(self) -> Iterable[tuple[str, Any]]:
+        """Do a piece of work and answer the requests it finished."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Forget requests."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Something for the thread to do, and the futures that fail when it never will."""
+
+    run: Callable[[], None]
+    futures: list[Future[Any]]
+
+
+class StepLoop:
+    """The thread, its inbox, and the futures of the calls that wait."""
+
+    def __init__(self, stepper: Stepper, name: str) -> None:
+        self.stepper = stepper
+        self.name = name
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._waiting: dict[str, Future[Any]] = {}
+        self._is_paused = False
+        self._is_closing = False
+        self._death: BaseException | None = None
+        self._lock = threading.Lock()  # held to put into the inbox or to close it
+        self._num_requests = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Iterable[Any]) -> list[Future[Any]]:
+        """One future a request, in order; they may be served before the call returns."""
+        pairs: list[tuple[Future[Any], Any]] = [(Future(), request) for request in requests]
+
+        def add() -> None:
+            for future, request in pairs:
+                self._add(future, request)
+
+        futures = [future for future, _ in pairs]
+        self._put(_Item(add, futures))
+        return futures
+
+    def call(self, command: Callable[[], Answer]) -> Answer:
+        """Run a command between two steps and answer what it answers."""
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except BaseException as error:  # noqa: BLE001 - it is handed to the caller, not swallowed
+                future.set_exception(error)
+
+        self._put(_Item(run, [future]))
+        return future.result()
+
+    def pause(self) -> None:
+        """Stop stepping (from a command); requests are still taken and wait."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Step again (from a command)."""
+        self._is_paused = False
+
+    def fail_waiting(self, message: str) -> None:
+        """Fail every request that was not answered (from a command)."""
+        keys = list(self._waiting)
+        for key in keys:
+            self._waiting.pop(key).set_exception(EngineError(message))
+        self.stepper.abort(keys)
+
+    def close(self) -> None:
+        """Fail what waits, end the thread and wait for it."""
+        with contextlib.suppress(EngineError):
+            self._put(_Item(self._close, []))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _put(self, item: _Item) -> None:
+        with self._lock:
+            if self._is_closing:
+                raise self._error()
+            self._inbox.put(item)
+
+    def _error(self) -> EngineError:
+        error = EngineError(f"{self.name} is down: {self._death or 'it was shut down'}")
+        error.__cause__ = self._death
+        return error
+
+    def _close(self) -> None:
+        self._is_closing = True
+
+    def _add(self, future: Future[Any], request: Any) -> None:
+        key = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            self.stepper.add(key, request)
+        except (EngineError, ValueError, TypeError) as error:
+            future.set_exception(EngineError(f"{self.name} refused a request: {error}"))
+        else:
+            self._waiting[key] = future
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._take_inbox()
+                if not self._is_paused and self.stepper.has_work():
+                    for key, result in self.stepper.step():
+                        self._waiting.pop(key).set_result(result)
+        except BaseException as error:  # noqa: BLE001 - every waiting and later call raises it
+            self._death = error
+        self._end()
+
+    def _take_inbox(self) -> None:
+        """Run all that is in the inbox; wait for something when there is nothing else to do."""
+        is_idle = self._is_paused or not self.stepper.has_work()
+        with contextlib.suppress(queue.Empty):
+            while not self._is_closing:
+                self._inbox.get(block=is_idle).run()
+                is_idle = False
+
+    def _end(self) -> None:
+        with self._lock:  # from here on nothing comes into the inbox
+            self._is_closing = True
+        unanswered = list(self._waiting.values())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                unanswered += self._inbox.get(block=False).futures
+        for future in unanswered:
+            future.set_exception(self._error())
+        self._waiting.clear()

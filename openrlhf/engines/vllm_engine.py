@@ -1,0 +1,302 @@
+"""vLLM as a rollout engine: it lives in this process and is stepped by one thread, which takes requests as it runs.
+
+Between two steps the same thread pauses, replaces weights, resets the prefix cache, sleeps and wakes up. A tensor
+parallel engine starts vLLM's own worker processes. vLLM is imported when an engine is made, for that takes seconds and
+its environment has to be set before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from openrlhf.engines.base import Completion, GenerationRequest, SyncReceipt, WeightBucket
+from openrlhf.engines.step_loop import StepLoop
+from openrlhf.errors import EngineError, WeightSyncError
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer may need the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+CPU_CACHE_FRACTION = 0.2  # of the free memory, at most
+SHM_BACKEND = "openrlhf_shm"
+
+
+@dataclass(frozen=True)
+class VLLMEngineConfig:
+    """What an engine is started with; None leaves the choice to vLLM."""
+
+    model: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = False
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    enable_sleep: bool = False
+    weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
+    num_threads: int | None = None  # of this process, on a CPU
+
+
+class VLLMEngine:
+    """A RolloutEngine; all calls may come from any thread."""
+
+    def __init__(self, config: VLLMEngineConfig) -> None:
+        self.config = config
+        self.weight_version = 0
+        self._is_current = True  # False from the begin to the end of a weight update
+        self._update_failed = False
+        self._stepper = _VLLMStepper(config)
+        self._loop = StepLoop(self._stepper, "vLLM engine")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample for all requests with continuous batching; answers in the order of the requests.
+
+        Waits while weights are replaced. Raises EngineError when the engine is down or a prompt does not fit.
+        """
+        if self._update_failed:
+            raise EngineError("the engine holds half of a failed weight update; send the weights again")
+        futures = self._loop.submit(requests)
+        return [future.result() for future in futures]
+
+    def begin_weight_update(self) -> None:
+        """Stop serving new tokens and get ready to receive buckets; requests in flight go on afterwards."""
+
+        def begin() -> None:
+            self._loop.pause()
+            self._is_current = False
+            self._stepper.rpc_begin()
+
+        self._loop.call(begin)
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket; raises WeightSyncError for a tensor the model does not have."""
+        self._loop.call(lambda: self._guarded(lambda: self._stepper.load(bucket)))
+
+    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+        """Make the new weights live, drop every cached prefix, and say what is held now.
+
+        Requests in flight are computed again under the new weights before they go on.
+        Raises WeightSyncError when a parameter is missing.
+        """
+
+        def finish() -> SyncReceipt:
+            fingerprints = self._stepper.finish(weight_version)
+            self.weight_version = weight_version
+            self._is_current, self._update_failed = True, False
+            self._loop.resume()
+            return SyncReceipt(weight_version, fingerprints, is_cache_reset=True)
+
+        return self._loop.call(lambda: self._guarded(finish))
+
+    def sleep(self) -> None:
+        """Give device memory back (weights and cache); a no-op on CPU. Nothing may be in flight."""
+        self._loop.call(self._stepper.sleep)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
+        wanted = None if tags is None else list(tags)
+        self._loop.call(lambda: self._stepper.wake_up(wanted))
+
+    def shutdown(self) -> None:
+        """Free everything; waiting and later calls raise EngineError."""
+        self._loop.close()
+        self._stepper.shutdown()
+
+    def _guarded(self, command: Any) -> Any:
+        """Run a part of an update; when it fails nothing is served until a whole one has come."""
+        if self._is_current:
+            raise WeightSyncError("begin_weight_update was not called")
+        try:
+            return command()
+        except BaseException as error:
+            self._update_failed = True
+            self._loop.fail_waiting(f"a weight update failed: {error}")
+            raise
+
+
+class _VLLMStepper:
+    """vLLM's LLMEngine behind the calls of the step loop."""
+
+    def __init__(self, config: VLLMEngineConfig) -> None:
+        set_environment(config)
+        import vllm  # noqa: PLC0415 - takes seconds, and reads the environment set above
+        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - see above
+
+        from openrlhf.engines import vllm_plugin  # noqa: PLC0415 - imports vLLM
+
+        vllm_plugin.register()
+        self.vllm = vllm
+        set_num_threads = torch.set_num_threads
+        vllm_config = engine_args(config, vllm_plugin.RECEIPT_EXTENSION).create_engine_config()
+        self.is_cpu = vllm_config.device_config.device_type == "cpu"
+        if self.is_cpu and config.kv_cache_memory_bytes is None:
+            vllm_config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(vllm_config)
+        self.engine = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        # vLLM disables this function for the whole process; the trainer may share it.
+        torch.set_num_threads = set_num_threads
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.engine.set_weight_version("0")
+        self.backend = config.weight_transfer_backend
+
+    def add(self, key: str, request: GenerationRequest) -> None:
+        """Hand a request to vLLM."""
+        num_tokens = len(request.prompt_token_ids)
+        if not 0 < num_tokens < self.max_model_len:
+            raise EngineError(
+                f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 to "
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+            )
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        self.engine.add_request(key, prompt, self._sampling_params(request))
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        """One forward pass."""
+        finished = [output for output in self.engine.step() if output.finished]
+        return [(out.request_id, [completion(c) for c in out.outputs]) for out in finished]
+
+    def has_work(self) -> bool:
+        """Whether requests are in flight."""
+        return self.engine.has_unfinished_requests()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drop requests."""
+        self.engine.abort_request(list(keys))
+
+    def rpc_begin(self) -> None:
+        """Start an update in every worker, also over an update that failed."""
+        for worker in self._abandoned_workers():
+            worker._weight_update_active = False
+        self.engine.collective_rpc("start_weight_update")
+
+    def load(self, bucket: WeightBucket) -> None:
+        """Give one bucket to every worker."""
+        if "update_info" in bucket.handle:
+            info = bucket.handle["update_info"]
+        else:
+            info = {name: getattr(bucket, name) for name in bucket.__dataclass_fields__}
+        self.engine.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    def finish(self, weight_version: int) -> dict[str, int]:
+        """End the update and drop the prefix cache; answers the fingerprints every worker agrees on."""
+        self.engine.collective_rpc("finish_weight_update")
+        if not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError("the engine could not drop its prefix cache")
+        self.engine.set_weight_version(str(weight_version))
+        first, *others = self.engine.collective_rpc("weight_fingerprints")
+        if any(other != first for other in others):
+            raise WeightSyncError("the workers of a tensor parallel engine received different tensors")
+        return first
+
+    def sleep(self) -> None:
+        """Free device memory; level 2, for weights are sent anew after waking up."""
+        if not self.is_cpu:
+            self.engine.sleep(level=2)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Take device memory again."""
+        if not self.is_cpu:
+            self.engine.wake_up(tags)
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.engine.engine_core.shutdown()
+
+    def _sampling_params(self, request: GenerationRequest) -> Any:
+        sampling = request.sampling
+        return self.vllm.SamplingParams(
+            n=sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # exactly the given ids stop
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,
+            output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _abandoned_workers(self) -> list[Any]:
+        executor = self.engine.model_executor
+        driver = getattr(executor, "driver_worker", None)
+        worker = getattr(driver, "worker", None)
+        return [worker] if getattr(worker, "_weight_update_active", False) else []
+
+
+def set_environment(config: VLLMEngineConfig) -> None:
+    """Environment variables that vLLM reads when it is imported; those already set are kept."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if config.num_threads is not None and not torch.cuda.is_available():
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+        torch.set_num_threads(config.num_threads)
+
+
+def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
+    """The settings in vLLM's words."""
+    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
+
+    has_gpus = torch.cuda.is_available()
+    own = asdict(config)
+    own.pop("num_threads")
+    backend = own.pop("weight_transfer_backend")
+    own["enable_sleep_mode"] = own.pop("enable_sleep") and has_gpus
+    own["enforce_eager"] = config.enforce_eager or not has_gpus
+    if config.tensor_parallel_size == 1:
+        own["distributed_executor_backend"] = "uni"
+    return EngineArgs(
+        **own,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=worker_extension,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        disable_log_stats=True,
+    )
+
+
+def cpu_cache_bytes(vllm_config: Any) -> int:
+    """Room for `max_num_seqs` sequences of full length, at most a part of the free memory."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    values_per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+    )
+    num_blocks = -(-model.max_model_len // cache.block_size) * vllm_config.scheduler_config.max_num_seqs
+    needed = num_blocks * cache.block_size * values_per_token * model.dtype.itemsize
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(needed, CPU_CACHE_FRACTION * free))
+
+
+def completion(output: Any) -> Completion:
+    """vLLM's answer in our words; raises EngineError when a log-prob is missing."""
+    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"vLLM answered {len(token_ids)} tokens but {len(logprobs)} log-probs")
+    spans = output.weight_versions or []
+    starts = tuple((span.start, int(span.version)) for span in spans)
+    return Completion(
+        token_ids,
+        logprobs,
+        output.finish_reason,
+        weight_version=starts[-1][1] if starts else 0,
+        version_starts=starts if len(starts) > 1 else (),
+    )

@@ -1,0 +1,156 @@
+"""Weight-transfer backends for vLLM, registered through its plugin entry point in every process of an engine.
+
+`openrlhf_shm` takes buckets out of shared memory and is the one for CPU engines; `openrlhf_nccl` and `openrlhf_ipc`
+are vLLM's own backends for GPUs, which keep a record of what came through them. All of them answer a receipt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from openrlhf.engines.base import WeightBucket
+from openrlhf.engines.shared_memory import ShmBucketReader
+from openrlhf.engines.vllm_weights import InPlaceUpdate, LayerwiseUpdate, ModelUpdate
+from openrlhf.utils.tensors import fingerprint
+
+SHM_BACKEND = "openrlhf_shm"
+BACKENDS = {
+    SHM_BACKEND: "SharedMemoryWeightTransferEngine",
+    "openrlhf_nccl": "RecordingNCCLEngine",
+    "openrlhf_ipc": "RecordingIPCEngine",
+}
+RECEIPT_EXTENSION = "openrlhf.engines.vllm_plugin.ReceiptExtension"
+
+
+def register() -> None:
+    """Make the backends known to vLLM; may be called again and again."""
+    for name, class_name in BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, __name__, class_name)
+
+
+@dataclass
+class BucketInitInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """The fields of one WeightBucket."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    handle: dict[str, object] = field(default_factory=dict)
+
+
+class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
+    """Reads buckets where the trainer wrote them and loads them into the model of this worker."""
+
+    init_info_cls = BucketInitInfo
+    update_info_cls = BucketUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reader = ShmBucketReader()
+        self.fingerprints: dict[str, int] = {}
+        is_whole = self.parallel_config.world_size == 1
+        in_place = self.device.type == "cpu" and is_whole
+        self.update: ModelUpdate = (InPlaceUpdate if in_place else LayerwiseUpdate)(
+            self.model, self.model_config
+        )
+
+    def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Get ready for the first bucket, also after an update that was given up half way."""
+        self.fingerprints = {}
+        self.update.begin()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket; vLLM's own version waits for an accelerator, which need not be there."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketUpdateInfo) -> None:
+        """Load the tensors of one bucket and remember their fingerprints."""
+        tensors = self.reader.read(WeightBucket(**vars(update_info)))
+        self.fingerprints |= {name: fingerprint(tensor) for name, tensor in tensors}
+        self.update.load(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Make the weights live; raises WeightSyncError when they are not complete or not what was received."""
+        self.reader.close()
+        self.update.finish(tuple(self.fingerprints))
+
+    def shutdown(self) -> None:
+        """Let go of the shared memory."""
+        self.reader.close()
+
+
+class _Recorder:
+    """Stands in for the model while vLLM's own backend loads tensors into it, and notes what they were."""
+
+    def __init__(self, model: torch.nn.Module, fingerprints: dict[str, int]) -> None:
+        self.model = model
+        self.fingerprints = fingerprints
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        return self.model.load_weights(self._noted(weights))
+
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.fingerprints[name] = fingerprint(tensor)
+            yield name, tensor
+
+
+class _Recording:
+    """Adds a receipt to one of vLLM's own backends."""
+
+    fingerprints: dict[str, int]
+    model: Any
+
+    def start_weight_update(self) -> None:
+        self.fingerprints = {}
+        super().start_weight_update()  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        model = self.model
+        self.model = _Recorder(model, self.fingerprints)
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        finally:
+            self.model = model
+
+
+class RecordingNCCLEngine(_Recording, NCCLWeightTransferEngine):
+    """vLLM's NCCL backend with a receipt."""
+
+
+class RecordingIPCEngine(_Recording, IPCWeightTransferEngine):
+    """vLLM's CUDA-IPC backend with a receipt."""
+
+
+class ReceiptExtension:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that a receipt can be asked for by name."""
+
+    def weight_fingerprints(self) -> dict[str, int]:
+        """Fingerprints of all tensors received in the last update, by Hugging Face name."""
+        return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined]

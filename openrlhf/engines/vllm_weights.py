@@ -1,0 +1,223 @@
+"""Replacing the weights of a live vLLM model, complete or not at all.
+
+On a CPU vLLM packs the weights of linear layers into opaque copies; `InPlaceUpdate` gives the layers their plain
+weights back, loads them in place and packs them anew, the tied LM head too. Elsewhere `LayerwiseUpdate` is vLLM's own
+layerwise reload. Both refuse an update that leaves a parameter out or brings a tensor that nothing takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from openrlhf.engines.vllm_probe import PackingCheck
+from openrlhf.errors import WeightSyncError
+
+MAX_NAMES_SHOWN = 5
+
+NamedTensor = tuple[str, Tensor]
+
+
+class ModelUpdate(Protocol):
+    """One way to replace the weights of a model."""
+
+    def begin(self) -> None:
+        """Get ready; what an earlier, unfinished update left behind is dropped."""
+
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        """Load some tensors; they are not looked at again afterwards."""
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Make the weights live; `names` is all that was received."""
+
+
+@dataclass
+class Slot:
+    """One parameter of the vLLM model while it is filled."""
+
+    layer: nn.Module
+    title: str
+    num_expected: int
+    num_loaded: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.num_loaded} of {self.num_expected} values)"
+
+
+class InPlaceUpdate:
+    """Replaces the weights of a model that lives whole on this CPU."""
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self.model = model
+        self.model_config = model_config
+        self.layers = [(name, layer) for name, layer in model.named_modules()]
+        self.check = PackingCheck()
+        self.slots: dict[nn.Module, list[Slot]] = {}
+        self.unpacked: dict[nn.Module, str] = {}  # layers that wait for their packing, with their names
+        self.known_names: frozenset[str] = frozenset()  # what a complete update brings, once one was seen
+        self.num_taken = 0
+        self.current_name = ""
+        self.taken_names: set[str] = set()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Give every layer plain parameters again, with loaders that count what they take."""
+        self.slots, self.unpacked = {}, {}
+        seen: set[int] = set()
+        for layer_name, layer in self.layers:
+            if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
+                self.unpacked[layer] = layer_name
+            for name, meta in get_layerwise_info(layer).restore_metadata[0].items():
+                param = self._plain_parameter(layer, name, meta)
+                if param is not None and id(param) not in seen:  # tied weights are filled once
+                    seen.add(id(param))
+                    slot = Slot(layer, f"{layer_name}.{name}", num_values(layer, param))
+                    self.slots.setdefault(layer, []).append(slot)
+                    self._count_loads(param, slot)
+        self.check.begin()
+
+    @torch.no_grad()
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        """Load tensors in place and pack the layers that are complete."""
+        wanted = [(name, tensor) for name, tensor in tensors if not self._is_tied_copy(name)]
+        self.num_taken, self.taken_names = 0, set()
+        try:
+            self.model.load_weights(self._named(wanted))
+        except (ValueError, KeyError, RuntimeError, AssertionError) as error:
+            raise WeightSyncError(f"the engine cannot load {self.current_name}: {error}") from error
+        num_given = sum(tensor.numel() for _, tensor in wanted)
+        if self.num_taken != num_given:
+            ignored = [name for name, _ in wanted if name not in self.taken_names]
+            raise WeightSyncError(
+                f"the engine took {self.num_taken} of {num_given} values; unknown: {some(ignored)}"
+            )
+        for layer in list(self.unpacked):
+            slots = self.slots.get(layer)
+            if slots and all(slot.num_loaded == slot.num_expected for slot in slots):
+                self._pack(layer)
+
+    @torch.no_grad()
+    def finish(self, names: Sequence[str]) -> None:
+        """Pack what is left; raises WeightSyncError when a parameter did not get all its values."""
+        slots = [slot for slots in self.slots.values() for slot in slots]
+        wrong = [str(slot) for slot in slots if slot.num_loaded != slot.num_expected]
+        if wrong:
+            absent = sorted(self.known_names - set(names))
+            hint = f"; missing tensors: {some(absent)}" if absent else ""
+            raise WeightSyncError(f"incomplete update: {some(wrong)}{hint}")
+        for layer in list(self.unpacked):  # those without parameters of their own: a tied LM head
+            self._pack(layer)
+        for _, layer in self.layers:
+            if is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(self.model_config.dtype)
+        if hasattr(self.model, "process_weights_after_loading"):
+            self.model.process_weights_after_loading()
+        self.check.finish()
+        self.known_names = frozenset(names)
+
+    def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor) -> Tensor | None:
+        """The live parameter where it is still plain, else a new one to be filled (None: there is none)."""
+        current = layer._parameters.get(name)
+        if current is None or current.shape == meta.shape:
+            return current
+        plain = materialize_meta_tensor(restore_layer_refs(meta, layer))
+        layer.register_parameter(name, plain)
+        return plain
+
+    def _count_loads(self, param: Any, slot: Slot) -> None:
+        loader = getattr(param, "weight_loader", default_weight_loader)
+        loader = getattr(loader, "counted_loader", loader)
+
+        def counting(param: Tensor, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
+            slot.num_loaded += loaded.numel()
+            self.num_taken += loaded.numel()
+            self.taken_names.add(self.current_name)
+            return loader(param, loaded, *args, **kwargs)
+
+        counting.counted_loader = loader  # type: ignore[attr-defined]
+        param.weight_loader = counting
+
+    def _named(self, tensors: Sequence[NamedTensor]) -> Iterable[NamedTensor]:
+        for name, tensor in tensors:
+            self.current_name = name
+            yield name, tensor
+
+    def _is_tied_copy(self, name: str) -> bool:
+        config = self.model_config.hf_text_config
+        is_head = name.endswith(("lm_head.weight", "embed_out.weight"))
+        return is_head and bool(getattr(config, "tie_word_embeddings", False))
+
+    def _pack(self, layer: Any) -> None:
+        name = self.unpacked.pop(layer)
+        repack: Callable[[], None] = lambda: layer.quant_method.process_weights_after_loading(layer)  # noqa: E731
+        self.check.around(layer, name, repack)
+
+
+class LayerwiseUpdate:
+    """vLLM's own layerwise reload, for any device and any number of workers."""
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self.model = model
+        self.model_config = model_config
+        self.known_names: frozenset[str] = frozenset()
+
+    def begin(self) -> None:
+        """Put the model's parameters on the meta device and catch what is loaded."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights, info.load_numel = [], 0
+        initialize_layerwise_reload(self.model)
+
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        """Load tensors; those of a layer that is not complete yet are copied, for the buffer is used again."""
+        try:
+            self.model.load_weights(iter(tensors))
+        except (ValueError, KeyError) as error:
+            raise WeightSyncError(f"the engine cannot load a bucket: {error}") from error
+        for layer in self.model.modules():
+            for _, bound in get_layerwise_info(layer).loaded_weights:
+                for key, value in bound.arguments.items():
+                    if isinstance(value, Tensor) and key != "param" and not value.is_meta:
+                        bound.arguments[key] = value.clone()
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Make the weights live; raises WeightSyncError when a layer got nothing, or a known tensor is missing."""
+        absent = sorted(self.known_names - set(names))
+        untouched = [
+            name
+            for name, layer in self.model.named_modules()
+            if get_layerwise_info(layer).load_numel_total and not get_layerwise_info(layer).load_numel
+        ]
+        finalize_layerwise_reload(self.model, self.model_config)
+        if absent or (untouched and not self.known_names):
+            raise WeightSyncError(f"incomplete update: missing {some(absent or untouched)}")
+        self.known_names = frozenset(names)
+
+
+def num_values(layer: nn.Module, param: Tensor) -> int:
+    """How many values a checkpoint holds for a parameter; a vocabulary is padded in vLLM but not there."""
+    rows = getattr(layer, "org_vocab_size", None)
+    if rows is not None and param.ndim and param.shape[0] >= rows:
+        return int(param.numel() // param.shape[0] * rows)
+    return int(get_tensor_load_numel(param))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -1,0 +1,246 @@
+"""Group baselines, GAE, returns, normalisation, and the order of the steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf.algorithms import advantages
+from openrlhf.algorithms.advantages import ESTIMATORS, estimator
+
+WIDE = (-1e9, 1e9)
+
+
+def test_leave_one_out_by_hand():
+    shaped = advantages.rloo(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3).long())
+    assert shaped.tolist() == [1 - 4, 2 - 3.5, 6 - 1.5]
+
+
+def test_group_mean_is_taken_off_whatever_the_order_and_size_of_groups():
+    rewards = torch.tensor([1.0, 10.0, 3.0, 20.0, 5.0, 7.0])
+    group_ids = torch.tensor([9, 2, 9, 2, 9, 5])
+    shaped = advantages.group_centred(rewards, group_ids)
+    assert shaped.tolist() == [-2.0, -5.0, 0.0, 5.0, 2.0, 0.0]
+
+
+def test_group_norm_divides_by_the_sample_std():
+    rewards = torch.tensor([1.0, 2.0, 6.0, 0.0, 1.0])
+    shaped = advantages.group_standardised(rewards, torch.tensor([0, 0, 0, 1, 1]))
+    std = statistics.stdev([1, 2, 6])
+    expected = [-2 / std, -1 / std, 3 / std, -(0.5**0.5), 0.5**0.5]
+    assert shaped.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [advantages.rloo, advantages.group_centred, advantages.group_standardised]
+)
+def test_a_group_of_one_has_no_advantage(shape):
+    assert shape(torch.tensor([3.0]), torch.tensor([4])).tolist() == [0.0]
+
+
+@given(st.floats(-5, 5, width=32), st.integers(2, 9))
+def test_equal_rewards_have_no_advantage_however_they_round(reward, size):
+    rewards, group_ids = torch.full((size,), reward), torch.zeros(size).long()
+    for shape in (advantages.rloo, advantages.group_centred, advantages.group_standardised):
+        assert not shape(rewards, group_ids).any()
+
+
+def test_token_rewards_hold_the_kl_and_end_with_the_reward():
+    found = advantages.token_rewards(
+        torch.tensor([1.0, 5.0, 2.0]),
+        torch.tensor([0.1, 0.2, 0.3]),
+        torch.tensor([2, 0, 1]),
+        kl_coef=0.5,
+    )
+    assert found.tolist() == pytest.approx([-0.05, -0.1 + 1.0, -0.15 + 2.0])
+
+
+def gae_loop(rewards, values, gamma, lambd):
+    """A_t = sum_l (gamma lambd)^l delta_{t+l}, spelled out."""
+    length = len(rewards)
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(length)]
+    return [
+        sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (1.0, 0.95), (0.9, 1.0), (0.9, 0.5)])
+def test_gae_equals_its_definition_on_ragged_samples(gamma, lambd):
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    lengths = [5, 0, 2]
+    for row, length in enumerate(lengths):
+        rewards[row, length:] = values[row, length:] = 0
+    found, returns = advantages.gae(rewards, values, gamma=gamma, lambd=lambd)
+    for row, length in enumerate(lengths):
+        expected = gae_loop(
+            rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lambd
+        )
+        assert found[row, :length].tolist() == pytest.approx(expected)
+        assert not found[row, length:].any()
+    torch.testing.assert_close(returns, found + values)
+
+
+def test_gae_by_hand():
+    found, returns = advantages.gae(
+        torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]]), gamma=0.5, lambd=0.5
+    )
+    # delta_1 = 1 - 0.25, delta_0 = 0.5 * 0.25 - 0.5
+    assert found.tolist() == [[-0.375 + 0.25 * 0.75, 0.75]]
+    assert returns.tolist() == [[0.3125, 1.0]]
+
+
+def test_returns_discount_later_rewards():
+    rewards = torch.tensor([[1.0, 2.0, 4.0]])
+    assert advantages.discounted_sums(rewards, 1.0).tolist() == [[7.0, 6.0, 4.0]]
+    assert advantages.discounted_sums(rewards, 0.5).tolist() == [[3.0, 4.0, 4.0]]
+
+
+def test_normalisation_uses_the_population_std_over_all_ranks():
+    values = torch.tensor([1.0, 2.0, 3.0, 10.0])
+    total = advantages.moments(values[:1]) + advantages.moments(values[1:])
+    std = statistics.pstdev([1, 2, 3, 10])
+    expected = [(x - 4) / std for x in (1, 2, 3, 10)]
+    assert advantages.normalise(values, total).tolist() == pytest.approx(expected)
+    centred = advantages.normalise(values, total, subtract_only=True)
+    assert centred.tolist() == [-3.0, -2.0, -1.0, 6.0]
+
+
+def test_normalisation_of_equal_or_no_values_is_zero():
+    same = torch.full((5,), 0.1)
+    assert advantages.normalise(same, advantages.moments(same)).abs().max() < 1e-9
+    none = torch.zeros(0)
+    assert advantages.normalise(none, advantages.moments(none)).shape == (0,)
+
+
+def test_variance_has_a_floor():
+    values = torch.tensor([-1e-6, 1e-6])
+    normal = advantages.normalise(values, advantages.moments(values))
+    assert normal.tolist() == pytest.approx([-0.01, 0.01])
+
+
+# Two prompts with two and three samples; the fourth sample has no action.
+REWARDS = torch.tensor([1.0, 0.0, 2.0, 100.0, 5.0])
+GROUP_IDS = torch.tensor([0, 0, 1, 1, 1])
+COUNTS = torch.tensor([2, 1, 1, 0, 2])
+KL = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+VALUES = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+
+
+def compute(name, kl_coef=0.1, clip_range=WIDE, kl=KL, **options):
+    values = VALUES if ESTIMATORS[name].needs_critic else None
+    return estimator(name, **options).compute(
+        REWARDS, GROUP_IDS, kl, values, COUNTS, kl_coef=kl_coef, clip_range=clip_range
+    )
+
+
+ROOT_HALF = 0.5**0.5
+SHAPED = {
+    "reinforce": [1.0, 0.0, 2.0, 5.0],
+    "rloo": [1.0, -1.0, -3.0, 3.0],
+    "reinforce_baseline": [0.5, -0.5, -1.5, 1.5],
+    "dr_grpo": [0.5, -0.5, -1.5, 1.5],
+    "group_norm": [ROOT_HALF, -ROOT_HALF, -ROOT_HALF, ROOT_HALF],
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_returns_are_the_shaped_reward_less_the_kl_to_come(name):
+    _, returns = compute(name)
+    a, b, c, d = SHAPED[name]
+    expected = [a - 0.03, a - 0.02, b - 0.03, c - 0.04, d - 0.11, d - 0.06]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_advantages_are_the_returns_normalised_where_the_estimator_says_so(name):
+    found, returns = compute(name)
+    centred, _ = compute(name, no_std_norm=True)
+    numbers = returns.tolist()
+    if name not in ("reinforce", "reinforce_baseline"):
+        assert torch.equal(found, returns)
+        return
+    mean, std = statistics.fmean(numbers), statistics.pstdev(numbers)
+    assert found.tolist() == pytest.approx([(x - mean) / std for x in numbers], abs=1e-5)
+    assert centred.tolist() == pytest.approx([x - mean for x in numbers], abs=1e-6)
+
+
+def test_no_std_norm_makes_group_norm_subtract_only():
+    assert torch.equal(compute("group_norm", no_std_norm=True)[0], compute("dr_grpo")[0])
+
+
+def test_gae_of_an_estimator_is_per_sample_and_normalised_over_all_tokens():
+    found, returns = compute("gae", kl_coef=0.0, gamma=0.9, lambd=0.8)
+    raw = [
+        *gae_loop([0, 1], [0.1, 0.2], 0.9, 0.8),
+        *gae_loop([0], [0.3], 0.9, 0.8),
+        *gae_loop([2], [0.4], 0.9, 0.8),
+        *gae_loop([0, 5], [0.5, 0.6], 0.9, 0.8),
+    ]
+    expected = [a + v for a, v in zip(raw, VALUES.tolist(), strict=True)]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-6)
+    mean, std = statistics.fmean(raw), statistics.pstdev(raw)
+    assert found.tolist() == pytest.approx([(a - mean) / std for a in raw], abs=1e-5)
+
+
+def test_clipping_comes_after_shaping_and_before_the_kl():
+    _, returns = compute("rloo", clip_range=(-2.0, 2.0))
+    assert returns.tolist() == pytest.approx([0.97, 0.98, -1.03, -2.04, 1.89, 1.94])
+    _, returns = compute("reinforce", clip_range=(0.5, 3.0))
+    assert returns.tolist() == pytest.approx([0.97, 0.98, 0.47, 1.96, 2.89, 2.94])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_rollout_without_actions_breaks_nothing(name):
+    no_tokens = torch.zeros(0)
+    for num_samples in (0, 3):
+        found, returns = estimator(name).compute(
+            torch.ones(num_samples),
+            torch.zeros(num_samples).long(),
+            no_tokens,
+            no_tokens,
+            torch.zeros(num_samples).long(),
+            kl_coef=0.1,
+            clip_range=WIDE,
+        )
+        assert found.shape == returns.shape == (0,)
+
+
+def test_nan_rewards_are_not_hidden():
+    rewards = torch.tensor([math.nan, 1.0])
+    found, _ = estimator("dr_grpo").compute(
+        rewards,
+        torch.tensor([0, 1]),
+        torch.zeros(2),
+        None,
+        torch.ones(2).long(),
+        kl_coef=0.0,
+        clip_range=WIDE,
+    )
+    assert math.isnan(found[0]) and found[1] == 0.0
+
+
+def test_the_table_of_estimators():
+    table = {
+        name: (found.needs_critic, found.needs_group, found.is_normalised)
+        for name, found in ESTIMATORS.items()
+    }
+    assert table == {
+        "gae": (True, False, True),
+        "reinforce": (False, False, True),
+        "rloo": (False, True, False),
+        "reinforce_baseline": (False, True, True),
+        "group_norm": (False, True, False),
+        "dr_grpo": (False, True, False),
+    }
+
+
+def test_discounting_a_group_estimator_is_refused():
+    with pytest.raises(AssertionError, match="gamma"):
+        estimator("rloo", gamma=0.9)

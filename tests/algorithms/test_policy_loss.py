@@ -1,0 +1,193 @@
+"""PPO, GSPO and value losses per token, and their aggregation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from openrlhf.algorithms.policy_loss import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    ClipRange,
+    aggregate,
+    gspo_loss,
+    ppo_loss,
+    value_loss,
+)
+
+
+def ppo(ratios, advantages, **clip):
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log().float().requires_grad_()
+    return logprobs, ppo_loss(
+        logprobs,
+        torch.zeros(len(ratios)),
+        advantages_N=torch.tensor(advantages),
+        num_actions_B=torch.tensor([len(ratios)]),
+        clip=ClipRange(**clip),
+    )
+
+
+def test_ppo_by_hand():
+    _, terms = ppo([1.0, 1.5, 0.5, 1.5, 0.5], [2.0, 2.0, 2.0, -2.0, -2.0])
+    # up-moves of good tokens and down-moves of bad ones are clipped; the pessimistic side is not
+    assert terms.loss_N.tolist() == pytest.approx([-2.0, -2.4, -1.0, 3.0, 1.6])
+    assert terms.is_clipped_N.tolist() == [False, True, False, False, True]
+    assert terms.ratio_N.tolist() == pytest.approx([1.0, 1.5, 0.5, 1.5, 0.5])
+    assert terms.log_ratio_N.exp().tolist() == pytest.approx([1.0, 1.5, 0.5, 1.5, 0.5])
+
+
+def test_clipping_can_be_asymmetric():
+    _, terms = ppo([1.5, 0.5], [1.0, -1.0], low=0.1, high=0.3)
+    assert terms.loss_N.tolist() == pytest.approx([-1.3, 0.9])
+
+
+def test_clipped_tokens_have_no_gradient_and_others_that_of_the_ratio():
+    logprobs, terms = ppo([1.0, 1.5, 0.5, 1.5, 0.5], [2.0, 2.0, 2.0, -2.0, -2.0])
+    terms.loss_N.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, 0.0, -1.0, 3.0, 0.0])
+
+
+def test_on_policy_gradient_is_minus_the_advantage():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    terms = ppo_loss(
+        logprobs,
+        logprobs.detach(),
+        advantages_N=torch.tensor([0.5, -3.0]),
+        num_actions_B=torch.tensor([2]),
+        clip=ClipRange(),
+    )
+    terms.loss_N.sum().backward()
+    assert logprobs.grad.tolist() == [-0.5, 3.0]
+    assert not terms.is_clipped_N.any()
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
+    _, terms = ppo([10.0, 1.1, 0.5, 10.0], [-1.0, -1.0, -1.0, 1.0], dual=3.0)
+    assert terms.loss_N.tolist() == pytest.approx([3.0, 1.1, 0.8, -1.2])
+
+
+@pytest.mark.parametrize("distance", [-1e4, -25.0, 25.0, 1e4])
+def test_far_ratios_stay_finite(distance):
+    logprobs = torch.tensor([distance], requires_grad=True)
+    terms = ppo_loss(
+        logprobs,
+        torch.zeros(1),
+        advantages_N=torch.tensor([-1.0]),
+        num_actions_B=torch.tensor([1]),
+        clip=ClipRange(),
+    )
+    terms.loss_N.sum().backward()
+    assert terms.ratio_N.item() == pytest.approx(math.exp(math.copysign(20, distance)))
+    assert logprobs.grad.item() == 0.0
+
+
+def test_gspo_has_one_ratio_per_sequence():
+    logprobs = torch.tensor([0.2, 0.0, -0.3, 0.9], requires_grad=True)
+    terms = gspo_loss(
+        logprobs,
+        torch.zeros(4),
+        advantages_N=torch.tensor([2.0, 2.0, 2.0, -1.0]),
+        num_actions_B=torch.tensor([2, 0, 2]),
+        clip=ClipRange(low=0.2, high=0.2),
+    )
+    first, second = math.exp(0.1), math.exp(0.3)
+    assert terms.ratio_N.tolist() == pytest.approx([first, first, second, second])
+    assert terms.loss_N.tolist() == pytest.approx([-2 * first, -2 * first, -2.4, second])
+
+
+def test_gspo_gradient_is_shared_by_the_tokens_of_a_sequence():
+    logprobs = torch.tensor([0.2, 0.0], requires_grad=True)
+    terms = gspo_loss(
+        logprobs,
+        torch.zeros(2),
+        advantages_N=torch.tensor([2.0, 2.0]),
+        num_actions_B=torch.tensor([2]),
+        clip=ClipRange(),
+    )
+    terms.loss_N.mean().backward()
+    # d/dlogp_t of -A exp(mean(logp - old)) = -A ratio / 2
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.1)] * 2)
+
+
+def test_ppo_and_gspo_agree_on_sequences_of_one_token():
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, adv = torch.randn(3, 20, generator=generator)
+    inputs = {
+        "advantages_N": adv,
+        "num_actions_B": torch.ones(20).long(),
+        "clip": ClipRange(dual=2.0),
+    }
+    for one, other in zip(
+        ppo_loss(logprobs, old, **inputs), gspo_loss(logprobs, old, **inputs), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_registry_names_the_losses_and_their_own_aggregation():
+    own = {name: loss.own_aggregation for name, loss in POLICY_LOSSES.items()}
+    assert own == {"ppo": None, "gspo": "seq_mean"}
+
+
+def test_value_loss_by_hand():
+    terms = value_loss(
+        torch.tensor([1.0, 2.0, 0.0]),
+        torch.tensor([1.0, 1.0, 1.0]),
+        returns_N=torch.tensor([2.0, 2.0, -1.0]),
+        clip=0.5,
+    )
+    # second: clipped to 1.5, error 0.25 against 0; third: clipped to 0.5, 2.25 against 1
+    assert terms.loss_N.tolist() == [0.5, 0.125, 1.125]
+    assert terms.is_clipped_N.tolist() == [False, True, True]
+
+
+def test_value_loss_without_clip_is_half_the_squared_error():
+    terms = value_loss(
+        torch.tensor([1.0, 2.0]), torch.zeros(2), returns_N=torch.tensor([2.0, 5.0]), clip=None
+    )
+    assert terms.loss_N.tolist() == [0.5, 4.5] and not terms.is_clipped_N.any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    # 5 samples, 12 tokens in the whole step, of which these are 3 samples and 5 tokens
+    [("token_mean", 15 / 12), ("seq_mean", (1.5 + 0 + 4) / 5), ("seq_sum_norm", 15 / (5 * 8))],
+)
+def test_aggregation_by_hand(mode, expected):
+    found = aggregate(
+        torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
+        torch.tensor([2, 0, 3]),
+        mode=mode,
+        num_tokens_global=12,
+        num_seqs_global=5,
+        max_new_tokens=8,
+    )
+    assert found.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_a_micro_batch_without_actions_gives_zero_and_can_go_backward(mode):
+    losses = torch.zeros(0, requires_grad=True)
+    found = aggregate(
+        losses,
+        torch.tensor([0, 0]),
+        mode=mode,
+        num_tokens_global=12,
+        num_seqs_global=5,
+        max_new_tokens=8,
+    )
+    found.backward()
+    assert found.item() == 0.0
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(AssertionError, match="mean_of_means"):
+        aggregate(
+            torch.zeros(1),
+            torch.ones(1).long(),
+            mode="mean_of_means",
+            num_tokens_global=1,
+            num_seqs_global=1,
+            max_new_tokens=1,
+        )

@@ -1,0 +1,43 @@
+"""Real gloo ranks for tests: one start-up serves many checks, results come back by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+Worker = Callable[[Path], object]
+
+
+def run_ranks(worker: Worker, world_size: int, folder: Path) -> list[object]:
+    """Run `worker(folder)` as every rank of a new world; answers what each rank returned."""
+    port = _free_port()
+    torch.multiprocessing.spawn(
+        _rank_main, args=(worker, world_size, port, str(folder)), nprocs=world_size, join=True
+    )
+    return [
+        torch.load(folder / f"world{world_size}-rank{rank}.pt", weights_only=False)
+        for rank in range(world_size)
+    ]
+
+
+def _rank_main(rank: int, worker: Worker, world_size: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    result = worker(Path(folder))
+    torch.save(result, Path(folder) / f"world{world_size}-rank{rank}.pt")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,205 @@
+"""The gradient of a step is the sum over ranks and micro-batches, in every ZeRO stage; bad steps change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy, parameter_groups
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.errors import NumericsError
+from tests.distributed.spawn import run_ranks
+
+CASES = {
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "zero2-offload": {"zero_stage": 2, "adam_offload": True},
+    "zero3-offload": {"zero_stage": 3, "adam_offload": True},
+    "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
+    "zero0-bf16": {"zero_stage": 0, "param_dtype": "bf16"},
+    "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
+}
+OPTIM = OptimizerConfig(
+    adam=AdamConfig(lr=1e-2, weight_decay=0.1), max_norm=0.5, lr_scheduler="linear"
+)
+NUM_STEPS = 4
+NUM_SAMPLES = 12  # six micro-batches of two in a world of one, three per rank in a world of two
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Tanh(), nn.Linear(33, 4))
+
+
+def samples_of(step: int) -> Tensor:
+    return torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: object, samples: Tensor) -> Tensor:
+    return model(samples).float().pow(2).sum() / NUM_SAMPLES
+
+
+def plain_loop(dtype: torch.dtype) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """Gradient norms, first gradients and final weights of a bare torch loop over whole batches."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95))
+    norms, first = [], []
+    for step in range(NUM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - step / NUM_STEPS)
+        optimizer.zero_grad()
+        loss_of(model, samples_of(step)).backward()
+        first = first or [p.grad.clone() for p in model.parameters()]
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return norms, first, [p.detach() for p in model.parameters()]
+
+
+def full_gradients(engine: TrainEngine) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_grad
+
+    plain = [p.grad for p in engine.module.parameters()]
+    grads = [
+        (safe_get_full_grad(p) if own is None or hasattr(p, "ds_id") else own)
+        for p, own in zip(engine.module.parameters(), plain, strict=True)
+    ]
+    return [grad.detach().float().clone() for grad in grads]
+
+
+def full_weights(engine: TrainEngine) -> list[Tensor]:
+    return [tensor.float().clone() for _, tensor in engine.gather_full_parameters()]
+
+
+def run_case(options: dict, folder: Path, name: str) -> dict:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(**options), seed=1)
+    strategy.setup()
+    engine = strategy.prepare_train(make_model(), OPTIM, num_updates=NUM_STEPS)
+    dtype = next(engine.module.parameters()).dtype
+    norms, first, lrs = [], [], []
+    for step in range(NUM_STEPS):
+        micro_batches = strategy.topology.shard(samples_of(step).to(dtype).split(2))
+        for index, samples in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            engine.backward(loss_of(engine, samples), is_last_micro_batch=is_last)
+        first = first or full_gradients(engine)
+        norms.append(engine.step())
+        lrs.append(engine.lr)
+    weights = full_weights(engine)
+    names = [name for name, _ in engine.gather_full_parameters()]
+    # One rank's loss is not a number: every rank must refuse, and nothing may change.
+    factor = float("nan") if strategy.is_main else 1.0
+    engine.backward(loss_of(engine, samples) * factor, is_last_micro_batch=True)
+    with pytest.raises(NumericsError):
+        engine.step()
+    is_unchanged = all(map(torch.equal, weights, full_weights(engine)))
+    engine.backward(loss_of(engine, samples), is_last_micro_batch=True)
+    norm_after = engine.step()
+    engine.save_checkpoint(str(folder / name), "step1", {"cursor": 7})
+    client_state = engine.load_checkpoint(str(folder / name), "step1")
+    return {
+        "norms": norms,
+        "first": first,
+        "lrs": lrs,
+        "weights": weights,
+        "names": names,
+        "is_unchanged": is_unchanged,
+        "norm_after": norm_after,
+        "client_state": client_state,
+        "stage": engine.engine.zero_optimization_stage(),
+    }
+
+
+def run_all_cases(folder: Path) -> dict:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(), seed=1)
+    strategy.setup()
+    rank = strategy.topology.rank
+    results = {
+        name: run_case(options, folder / f"world{strategy.topology.world_size}", name)
+        for name, options in CASES.items()
+    }
+    results["sum"] = strategy.all_reduce_sum({"b": rank + 1.0, "a": 0.5})
+    results["max"] = strategy.all_reduce_max({"rank": float(rank)})
+    strategy.shut_down()
+    return results
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict]:
+    return run_ranks(run_all_cases, request.param, tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[float], list[Tensor], list[Tensor]]:
+    return plain_loop(torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_sum_over_ranks_and_micro_batches(
+    results: list[dict], expected: tuple, case: str
+) -> None:
+    norms, first, _ = expected
+    tolerance = 0.03 if "bf16" in case else 1e-6
+    for rank_results in results:
+        torch.testing.assert_close(
+            torch.cat([g.flatten() for g in rank_results[case]["first"]]),
+            torch.cat([g.flatten() for g in first]),
+            rtol=tolerance,
+            atol=tolerance * norms[0],
+        )
+        assert rank_results[case]["norms"] == pytest.approx(norms, rel=tolerance)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
+def test_training_gives_the_weights_of_a_bare_loop(
+    results: list[dict], expected: tuple, case: str
+) -> None:
+    for rank_results in results:
+        for mine, theirs in zip(rank_results[case]["weights"], expected[2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
+    results: list[dict], case: str
+) -> None:
+    for rank_results in results:
+        assert rank_results[case]["is_unchanged"]
+        assert 0 < rank_results[case]["norm_after"] < float("inf")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_learning_rate_stands_at_its_end_after_the_last_update(
+    results: list[dict], case: str
+) -> None:
+    expected_lrs = [1e-2 * (1 - step / NUM_STEPS) for step in range(1, NUM_STEPS + 1)]
+    assert results[0][case]["lrs"] == pytest.approx(expected_lrs, abs=1e-12)
+
+
+def test_full_parameters_come_by_name_and_checkpoints_bring_the_client_state_back(
+    results: list[dict],
+) -> None:
+    for case in CASES:
+        assert results[0][case]["names"] == [
+            f"{module}.{kind}" for module in (0, 1, 3) for kind in ("weight", "bias")
+        ]
+        assert results[0][case]["client_state"] == {"cursor": 7}
+
+
+def test_named_numbers_are_summed_and_maximised_over_ranks(results: list[dict]) -> None:
+    world_size = len(results)
+    total = sum(range(1, world_size + 1))
+    assert results[0]["sum"] == {"a": 0.5 * world_size, "b": total}
+    assert results[-1]["max"] == {"rank": world_size - 1}
+
+
+def test_on_one_rank_fp32_training_pays_for_no_partitioning(results: list[dict]) -> None:
+    stage = results[0]["zero2"]["stage"]
+    assert stage == (0 if len(results) == 1 else 2)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.errors import ConfigError
+from openrlhf.models import packing
+from openrlhf.models.packing import (
+    PackedRow,
+    ScoreOptions,
+    grouped_attention,
+    packed_attention_forward,
+    padded_layout,
+    unpacked_attention,
+)
+
+
+def naive_attention(q_hQD, k_kSD, v_kSD, options):
+    """Attention of one sequence, score by score."""
+    num_heads, length, head_dim = q_hQD.shape
+    output = torch.zeros(length, num_heads, head_dim, dtype=q_hQD.dtype)
+    for head in range(num_heads):
+        kv_head = head * k_kSD.size(0) // num_heads
+        for i in range(length):
+            first = max(0, i + 1 - (options.sliding_window or length))
+            scores = k_kSD[kv_head, first : i + 1] @ q_hQD[head, i]
+            scores = scores * (options.scale or head_dim**-0.5)
+            if options.softcap is not None:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            output[i, head] = scores.softmax(0) @ v_kSD[kv_head, first : i + 1]
+    return output
+
+
+def random_qkv(num_tokens, *, num_heads=4, num_kv_heads=2, head_dim=8):
+    generator = torch.Generator().manual_seed(0)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    return [
+        torch.randn(
+            num_tokens, n, head_dim, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        for n in heads
+    ]
+
+
+def test_sequences_of_near_equal_length_share_a_batch():
+    layout = padded_layout([10, 4, 9, 4], "cpu")
+    assert layout.batches == ((2, 10), (2, 4))
+    # 10 tokens, then 9 with the last one repeated, then the two of 4.
+    rows = [*range(10), *range(14, 23), 22, *range(10, 14), *range(23, 27)]
+    assert layout.slot_to_row_M.tolist() == rows
+    slots = [*range(10), *range(20, 24), *range(10, 19), *range(24, 28)]
+    assert layout.row_to_slot_T.tolist() == slots
+
+
+def test_equal_lengths_need_no_copy():
+    layout = padded_layout([5, 5, 5], "cpu")
+    assert layout.batches == ((3, 5),)
+    assert layout.slot_to_row_M is None
+    assert layout.row_to_slot_T is None
+
+
+@pytest.mark.parametrize("query_block", [4, 1024])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ScoreOptions(),
+        ScoreOptions(scale=0.3),
+        ScoreOptions(sliding_window=1),
+        ScoreOptions(sliding_window=5),
+        ScoreOptions(softcap=1.5),
+        ScoreOptions(softcap=0.7, sliding_window=3, scale=0.5),
+    ],
+    ids=str,
+)
+def test_grouped_attention_equals_a_loop_over_tokens(options, query_block, monkeypatch):
+    monkeypatch.setattr(packing, "QUERY_BLOCK", query_block)
+    lengths = (3, 12, 1, 11, 12, 2)
+    q, k, v = random_qkv(sum(lengths))
+    output = grouped_attention(q, k, v, padded_layout(lengths, "cpu"), options)
+    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    expected = torch.cat([naive_attention(*part, options) for part in parts])
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn_like(output)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    grads = torch.autograd.grad((output * weights).sum(), (q, k, v))
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_nan_in_a_neighbour_stays_there():
+    q, k, v = random_qkv(9 + 10)
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[9:] = float("nan")
+    output = grouped_attention(q, k, v, padded_layout([9, 10], "cpu"), ScoreOptions())
+    assert output[:9].isfinite().all()
+    assert output[9:].isnan().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_decoding_one_token_sees_its_window(softcap):
+    q, k, v = (x.transpose(0, 1)[None] for x in random_qkv(8))
+    options = ScoreOptions(sliding_window=3, softcap=softcap)
+    full = unpacked_attention(q, k, v, None, options)
+    last = unpacked_attention(q[:, :, -1:], k, v, None, options)
+    torch.testing.assert_close(last, full[:, :, -1:])
+
+
+def test_what_packed_attention_cannot_do_is_an_error():
+    q, k, v = (x.transpose(0, 1)[None] for x in random_qkv(4))
+    row = PackedRow((4,), torch.tensor([0, 4], dtype=torch.int32))
+    with pytest.raises(ConfigError, match="s_aux"):
+        packed_attention_forward(nn.Module(), q, k, v, None, packed_row=row, s_aux=torch.zeros(4))
+    with pytest.raises(ConfigError, match="not causal"):
+        packed_attention_forward(nn.Module(), q, k, v, None, packed_row=row, is_causal=False)
