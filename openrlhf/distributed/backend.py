@@ -19,11 +19,13 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
+# DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 
 def import_deepspeed() -> ModuleType:
     """DeepSpeed, told which accelerator to use: it decides while it is imported."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415 - DS_ACCELERATOR must be set before this import
     from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
 

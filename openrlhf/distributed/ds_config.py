@@ -17,7 +17,9 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.errors import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEFAULT_BUCKET_SIZE = 500_000_000  # DeepSpeed's; buckets are allocated, so small models get smaller ones
+DEFAULT_BUCKET_SIZE = (
+    500_000_000  # DeepSpeed's; buckets are allocated, so small models get smaller ones
+)
 
 # Keys of a user's file that a flag decides; another value there is a contradiction.
 FLAG_OF_KEY = {

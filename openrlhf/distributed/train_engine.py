@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_FP16_SKIPS = 20  # dynamic loss scaling finds its scale by overflowing; this often in a row is no search
+MAX_FP16_SKIPS = (
+    20  # dynamic loss scaling finds its scale by overflowing; this often in a row is no search
+)
 
 
 class TrainEngine:

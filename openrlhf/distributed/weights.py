@@ -6,7 +6,7 @@ each bucket is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -47,16 +47,24 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield from _tensors(prefix, owner, names)
 
 
-def full_state_dict(module: nn.Module, *, is_main: bool) -> dict[str, Tensor]:
-    """The full weights in CPU memory on the main rank, an empty dictionary elsewhere; all ranks must call."""
+def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the module, full tensor) of the parameters that are trained: adapters as they are, not merged."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            with gathered([parameter]):
+                yield name, parameter.data
+
+
+def to_cpu(tensors: Iterable[tuple[str, Tensor]], *, is_main: bool) -> dict[str, Tensor]:
+    """Copies in CPU memory on the main rank, an empty dictionary elsewhere; all ranks must call."""
     state = {}
-    for name, tensor in full_parameters(module):
+    for name, tensor in tensors:
         if is_main:
             state[name] = tensor.detach().to("cpu", copy=True)
     return state
 
 
-# A unit is what can be written out together: (name prefix, module, its own parameter names); a LoRA layer is one
+# A unit is what can be written out together: (name prefix, module, its own tensors' names); a LoRA layer is one
 # unit with no names, for its single weight is made of several parameters.
 Unit = tuple[str, nn.Module, tuple[str, ...]]
 
@@ -67,14 +75,20 @@ def _units(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> 
         yield prefix, model, ()
         return
     names = []
-    for name, parameter in model.named_parameters(recurse=False):
-        if id(parameter) not in seen:  # tied weights are written once
-            seen.add(id(parameter))
+    for name, tensor in (*model.named_parameters(recurse=False), *_stored_buffers(model)):
+        if id(tensor) not in seen:  # tied weights are written once
+            seen.add(id(tensor))
             names.append(name)
     if names:
         yield prefix, model, tuple(names)
     for name, child in model.named_children():
         yield from _units(child, f"{prefix}{name}.", seen)
+
+
+def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def _buckets(units: Sequence[Unit]) -> Iterator[list[Unit]]:
@@ -93,7 +107,8 @@ def _buckets(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 def _parameters(owner: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
     if names:
-        return [getattr(owner, name) for name in names]
+        own = dict(owner.named_parameters(recurse=False))
+        return [own[name] for name in names if name in own]
     return list(owner.parameters())
 
 

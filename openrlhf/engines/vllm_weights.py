@@ -29,6 +29,7 @@ from openrlhf.engines.vllm_probe import PackingCheck
 from openrlhf.errors import WeightSyncError
 
 MAX_NAMES_SHOWN = 5
+NEVER_PACKED = {"bias"}  # vLLM notes no metadata of these
 
 NamedTensor = tuple[str, Tensor]
 
@@ -82,8 +83,9 @@ class InPlaceUpdate:
         for layer_name, layer in self.layers:
             if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
                 self.unpacked[layer] = layer_name
-            for name, meta in get_layerwise_info(layer).restore_metadata[0].items():
-                param = self._plain_parameter(layer, name, meta)
+            plain = get_layerwise_info(layer).restore_metadata[0]
+            for name in [*plain, *(layer._parameters.keys() & NEVER_PACKED)]:
+                param = self._plain_parameter(layer, name, plain.get(name))
                 if param is not None and id(param) not in seen:  # tied weights are filled once
                     seen.add(id(param))
                     slot = Slot(layer, f"{layer_name}.{name}", num_values(layer, param))
@@ -130,10 +132,10 @@ class InPlaceUpdate:
         self.check.finish()
         self.known_names = frozenset(names)
 
-    def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor) -> Tensor | None:
+    def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor | None) -> Tensor | None:
         """The live parameter where it is still plain, else a new one to be filled (None: there is none)."""
         current = layer._parameters.get(name)
-        if current is None or current.shape == meta.shape:
+        if current is None or meta is None or current.shape == meta.shape:
             return current
         plain = materialize_meta_tensor(restore_layer_refs(meta, layer))
         layer.register_parameter(name, plain)

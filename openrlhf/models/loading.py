@@ -293,10 +293,12 @@ def is_lm_head_key(key: str) -> bool:
 def init_value_head(head: nn.Linear, *, seed: int = 0) -> None:
     """Draw a fresh head with std 1 / (hidden + 1) from its own generator: equal on every rank."""
     weight = head.weight
-    is_partitioned = hasattr(weight, "ds_id")
-    if is_partitioned:
-        from deepspeed.zero import GatheredParameters  # noqa: PLC0415 - with ZeRO-3 only
-    with GatheredParameters(weight, modifier_rank=0) if is_partitioned else nullcontext():
+    gathered = nullcontext()
+    if hasattr(weight, "ds_id"):
+        import deepspeed  # noqa: PLC0415 - only where ZeRO-3 has split the head
+
+        gathered = deepspeed.zero.GatheredParameters(weight, modifier_rank=0)
+    with gathered:
         hidden_size = weight.size(-1)
         draw = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():

@@ -194,9 +194,9 @@ def masked_attention(
     scale = options.scale if options.scale is not None else q_BhQD.size(-1) ** -0.5
     scores = q_BhQD @ keys.transpose(-1, -2) * (scale / options.softcap)
     # The lowest finite value, not -inf: a query that sees nothing (padding) must not become NaN.
-    unseen = torch.finfo(scores.dtype).min
+    unseen, upcast = torch.finfo(scores.dtype).min, torch.promote_types(scores.dtype, torch.float32)
     scores = (options.softcap * torch.tanh(scores)).masked_fill(~is_seen, unseen)
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(values.dtype), options.dropout)
+    weights = F.dropout(scores.softmax(-1, dtype=upcast).to(values.dtype), options.dropout)
     return weights @ values
 
 

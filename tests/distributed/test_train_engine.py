@@ -130,9 +130,7 @@ def run_all_cases(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run_ranks(run_all_cases, request.param, tmp_path_factory.mktemp("engine"))
 
 

@@ -1,4 +1,4 @@
-"""Packed models on CUDA against plain Hugging Face in fp32; needs torch, transformers and this repository."""
+"""Packed models on CUDA against plain Hugging Face; needs torch, transformers and this package."""
 
 from __future__ import annotations
 

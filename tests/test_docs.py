@@ -1,0 +1,369 @@
+"""The documents are true: commands parse, code runs, quoted lines exist, links lead somewhere.
+
+Bash itself splits each block into commands; none is run but two, with tiny models appended.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+
+from openrlhf.cli.main import COMMANDS
+from openrlhf.config.cli import Parsed, parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.unimplemented import UNIMPLEMENTED, refuse_unimplemented
+from tests.source import ROOT, modules
+from tests.tiny import write_jsonl
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = DOCUMENTS[0].read_text()
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OTHER_PROGRAMS = {"venv"}  # python -m ... that is not ours
+
+# Nothing is on the PATH, so every program ends here; `cat` writes the files that commands use.
+SHELL = r"""
+command_not_found_handle() {
+  if [ "$1" = cat ]; then while IFS= read -r line; do printf '%s\n' "$line"; done; return; fi
+  printf '%s\0' "$@" $'\x1e' >> "$RECORD"
+}
+source() { :; }
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    path: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(language: str, document: Path | None = None) -> list[Block]:
+    """All blocks of a language, in every document or in one."""
+    return [
+        Block(path, text[: match.start()].count("\n") + 1, match[1], match[2])
+        for path in ([document] if document else DOCUMENTS)
+        for text in [path.read_text()]
+        for match in FENCE.finditer(text)
+        if match[1] == language
+    ]
+
+
+def named(block: Block) -> str | None:
+    """`reward.py` of a block whose first line is `# reward.py`."""
+    found = re.match(r"# ([\w.-]+\.(?:py|yaml))\n", block.text)
+    return found[1] if found else None
+
+
+def cases(language: str) -> list[object]:
+    return [pytest.param(block, id=block.where) for block in blocks(language)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout as a reader has it, who saved the documents' files."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in [*blocks("python"), *blocks("yaml")]:
+        if named(block):
+            (tmp_path / str(named(block))).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(block: Block, folder: Path) -> list[list[str]]:
+    """The words of every command of a bash block; here-documents are written into the folder."""
+    record = folder / "record"
+    record.write_bytes(b"")
+    bash = shutil.which("bash")
+    assert bash is not None, "these tests need bash"
+    result = subprocess.run(
+        [bash, "--noprofile", "--norc", "-c", SHELL + block.text],
+        env={"PATH": "/nonexistent", "RECORD": str(record)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), block.where
+    lines = record.read_text().split("\x1e\0")
+    return [line.removesuffix("\0").split("\0") for line in lines if line]
+
+
+def training_command(words: list[str]) -> tuple[str, list[str]] | None:
+    """Module in openrlhf.cli and flags of a command that trains; None for any other."""
+    program, *rest = words
+    if program == "openrlhf":
+        return COMMANDS[rest[0]][0], rest[1:]
+    if program == "ray" and rest[:2] == ["job", "submit"]:
+        return training_command(rest[rest.index("--") + 1 :])
+    if program in ("python", "python3", "deepspeed", "torchrun"):
+        at = next(i for i, word in enumerate(rest) if word in ("-m", "--module"))
+        if rest[at + 1] in OTHER_PROGRAMS:
+            return None
+        package, _, name = rest[at + 1].rpartition(".")
+        assert package == "openrlhf.cli", words
+        return name, rest[at + 2 :]
+    return None
+
+
+def parse(module: str, flags: list[str]) -> Parsed:
+    """What the command itself makes of its flags."""
+    main = import_module(f"openrlhf.cli.{module}")
+    with mock.patch.object(main, "run_command") as run_command:
+        main.main(flags)
+    command, words = run_command.call_args.args
+    parsed = parse_config(command.config_class, words)
+    refuse_unimplemented(parsed.config)
+    return parsed
+
+
+def check_other(words: list[str]) -> None:
+    """A command that does not train: make, pip, ray start, venv."""
+    program, *rest = words
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert rest and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in rest)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = re.fullmatch(r"\.(?:\[([\w,]+)\])?", rest[-1])
+        assert rest[0] == "install" and wanted, "install from the checkout only"
+        assert set((wanted[1] or "vllm").split(",")) <= extras["optional-dependencies"].keys()
+    elif program == "bash":
+        assert (ROOT / rest[0]).is_file()
+    else:
+        assert (program, rest[0]) in {("ray", "start"), ("ray", "stop"), ("python3", "-m")}
+
+
+@pytest.mark.parametrize("block", cases("bash"))
+def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
+    found = commands(block, folder)
+    assert found
+    for words in found:
+        training = training_command(words)
+        if training is None:
+            check_other(words)
+        elif "--help" in training[1]:
+            assert find_spec(f"openrlhf.cli.{training[0]}")
+        else:
+            parsed = parse(*training)
+            # What a document shows should run without a word of advice.
+            assert all(line.startswith("--advantage_estimator") for line in parsed.notices)
+            check_files(parsed.config)
+
+
+def check_files(config: PPOConfig | SFTConfig) -> None:
+    """Files that a command names are there."""
+    if isinstance(config, PPOConfig) and config.reward.remote_url:
+        assert Path(config.reward.remote_url).is_file()
+
+
+@pytest.mark.parametrize("block", cases("bash"))
+def test_rows_shown_are_rows_the_command_can_use(
+    block: Block, folder: Path, tiny_model_dir: Path
+) -> None:
+    for words in commands(block, folder):
+        training = training_command(words)
+        if training is None or not [word for word in training[1] if word.endswith(".jsonl")]:
+            continue
+        config = parse(training[0], [*training[1], "--pretrain", str(tiny_model_dir)]).config
+        assert len(examples_of(config, tiny_model_dir)) == 2
+
+
+def examples_of(config: PPOConfig | SFTConfig, model: Path) -> object:
+    """The data set a command trains on."""
+    from openrlhf.datasets.loading import load_rows
+    from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+    from openrlhf.trainer.ppo_setup import prepare_inputs
+    from openrlhf.utils.tokenizer import load_tokenizer
+
+    if isinstance(config, PPOConfig):
+        return prepare_inputs(config).prompts
+    data = config.data
+    sft_format = SFTFormat(
+        input_key=data.input_key,
+        output_key=data.output_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        multiturn=data.multiturn,
+        pretrain_mode=config.model.pretrain_mode_enable,
+        max_len=data.max_len,
+    )
+    return SFTDataset(load_rows(str(data.dataset)), load_tokenizer(str(model)), sft_format)
+
+
+@pytest.mark.parametrize("block", cases("yaml"))
+def test_every_yaml_file_is_valid(block: Block) -> None:
+    assert named(block) is not None, "say the file's name in the first line"
+    assert isinstance(yaml.safe_load(block.text), dict)
+
+
+@pytest.mark.parametrize("block", cases("python"))
+def test_every_reward_function_scores(block: Block, folder: Path) -> None:
+    from openrlhf.rewards.base import RewardBatch
+    from openrlhf.rewards.function import FunctionReward, load_reward_function
+
+    name = named(block)
+    assert name is not None, "say the file's name in the first line"
+    load_reward_function(name)
+    batch = RewardBatch(
+        queries=["1+1=2", "1+1=3", "2+2=4"],
+        prompts=["1+1=", "1+1=", "2+2="],
+        responses=["2", "3", "4"],
+        labels=["2", "2", "4"],
+        columns={"answer": ["2", "2", "4"], "datasource": ["sums"] * 3},
+    )
+    rewards = FunctionReward(name).score(batch).rewards.tolist()
+    assert all(map(math.isfinite, rewards))
+    assert rewards[0] == rewards[2] > rewards[1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_within_the_repository_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
+    text = FENCE.sub("", document.read_text())
+    roots = (ROOT, ROOT / "openrlhf", document.parent)
+    for name in re.findall(r"`([\w/]+/[\w/]+\.py)`", text):
+        assert any((root / name).is_file() for root in roots), name
+    from openrlhf.config.flags import flag_table
+
+    known = {*flag_table(PPOConfig), *flag_table(SFTConfig), "config", "debug", "help", "flag"}
+    # `--module` belongs to the launchers.
+    for flag in re.findall(r"(?<![\w-])--([a-z][\w.]*)", text):
+        assert flag.rstrip(".") in known | {"module"}, flag
+
+
+def templates() -> list[str]:
+    """Every text of the package, with an ellipsis for what is filled in."""
+    found = []
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"\{[\w:%.]*\}", "…", node.value))
+    return found
+
+
+TEMPLATES = templates()
+TROUBLES = re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", TROUBLES)
+def test_every_line_of_the_troubleshooting_page_is_printed_somewhere(line: str) -> None:
+    # An ellipsis stands for anything, fixed words included.
+    pattern = re.compile(".*".join(map(re.escape, filter(None, line.split("…")))), re.DOTALL)
+    assert len(line.replace("…", "").strip()) > 5
+    assert any(pattern.search(template) for template in TEMPLATES)
+
+
+def test_the_readme_lists_what_is_refused_as_not_yet_implemented() -> None:
+    quote = " ".join(re.findall(r"^> (.+)$", README, re.MULTILINE))
+    said = {reason.strip() for reason in quote.split(",")}
+    assert said - {""} == {later.reason for later in UNIMPLEMENTED}
+
+
+def test_the_readme_lists_the_commands() -> None:
+    for name, (module, _) in COMMANDS.items():
+        assert f"`openrlhf {name}`" in README
+        assert f"`python -m openrlhf.cli.{module}`" in README
+    later = re.search(r"^Commands not built yet: (.+)$", README, re.MULTILINE)
+    for module in re.findall(r"`(\w+)`", later[1] if later else ""):
+        assert find_spec(f"openrlhf.cli.{module}") is None, f"{module} is built by now"
+
+
+def test_nobody_is_told_to_install_the_name_on_the_index() -> None:
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]:
+        assert not re.search(r"pip install\s+(-U\s+)?[\"']?openrlhf", document.read_text())
+
+
+# Two commands are run as they stand, but for names and sizes: later flags win.
+
+
+def readme_command(module: str, folder: Path) -> list[str]:
+    """The flags of the first command of this module in the README."""
+    for block in blocks("bash", DOCUMENTS[0]):
+        for words in commands(block, folder):
+            training = training_command(words)
+            if training is not None and training[0] == module and "--help" not in training[1]:
+                return training[1]
+    raise AssertionError(f"no command for {module}")
+
+
+def records_of(run_dir: Path) -> list[dict[str, float]]:
+    from openrlhf.utils.tracking import read_metrics
+
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def check_run_folder(run_dir: Path) -> None:
+    """The files the README promises, and a model that loads."""
+    import transformers
+
+    names = {path.name for path in run_dir.iterdir()}
+    promised = {"config.yaml", "metrics.jsonl", "logs", "config.json", "tokenizer.json"}
+    assert promised | {"chat_template.jinja"} <= names
+    transformers.AutoModelForCausalLM.from_pretrained(run_dir)
+
+
+def test_the_sft_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
+    from openrlhf.cli import train_sft
+
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    rows = write_jsonl(folder / "chats.jsonl", [{"messages": turns * n} for n in (1, 2, 1, 2)])
+    sizes = "--train_batch_size 2 --micro_train_batch_size 1 --max_len 128"
+    names = ["--pretrain", str(tiny_model_dir), "--dataset", str(rows), "--save_path", "run"]
+    train_sft.main([*readme_command("train_sft", folder), *sizes.split(), *names])
+    records = records_of(folder / "run")
+    assert len([r for r in records if "gpt_loss" in r or "loss" in r]) >= 2
+    check_run_folder(folder / "run")
+
+
+def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
+    from openrlhf.cli import train_ppo
+
+    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
+    train_ppo.main([*readme_command("train_ppo", folder), *names])
+    first, last = records_of(folder / "run")
+    assert {"reward", "score", "num_chars", "policy_loss", "vllm_kl"} <= first.keys()
+    assert last["timing/step_total"] > 0
+    check_run_folder(folder / "run")
+    assert sorted(os.listdir(folder / "run" / "rollouts")) == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
