@@ -22,7 +22,7 @@ python -m openrlhf.cli.train_ppo_ray \
     --pretrain "$MODEL" --reward_pretrain "$REWARD_MODEL" \
     --prompt_data "$DATA" --input_key "$INPUT_KEY" --apply_chat_template \
     --advantage_estimator gae --normalize_reward \
-    --rollout_batch_size 1024 --micro_rollout_batch_size 32 \
+    --rollout_batch_size 1024 --micro_rollout_batch_size 16 \
     --train_batch_size 128 --micro_train_batch_size 16 \
     --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 \
     --max_samples 100000 --max_epochs 1 --num_episodes 1 \

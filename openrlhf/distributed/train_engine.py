@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.distributed import checkpoint, collectives, offload
+from openrlhf.distributed.export_names import as_stored
 from openrlhf.distributed.schedule import LearningRate
-from openrlhf.distributed.weights import full_parameters
+from openrlhf.distributed.weights import base_model_of, full_parameters, hf_model_of
 from openrlhf.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class TrainEngine:
 
         A tensor is valid until the next one is asked for.
         """
-        return full_parameters(self.module)
+        return stored_parameters(self.module)
 
     def offload_states(self) -> None:
         """Move optimizer states, gradients and master weights to CPU memory."""
@@ -169,4 +170,9 @@ class EvalEngine:
 
     def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter; every rank must iterate."""
-        return full_parameters(self.module)
+        return stored_parameters(self.module)
+
+
+def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in a saved file, full tensor) of the Hugging Face model inside."""
+    return as_stored(base_model_of(hf_model_of(module)), full_parameters(module))

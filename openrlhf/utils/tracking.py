@@ -268,8 +268,9 @@ def make_tracker(
     A wandb key given as a flag moves to the environment and is masked in what is sent.
     """
     trackers: list[Tracker] = [JsonlTracker(run_dir, resume_step=resume_step)]
-    log_dir = logger.tensorboard_dir
-    if log_dir:
+    if logger.tensorboard_dir:
+        is_bare = logger.tensorboard_dir == "true"
+        log_dir = Path(run_dir) / "tensorboard" if is_bare else Path(logger.tensorboard_dir)
         trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(log_dir)))
     key = logger.wandb.key or ""
     if key and key.lower() != "false":

@@ -164,13 +164,15 @@ def test_wandb_key_moves_to_the_environment_and_is_masked(tmp_path, monkeypatch)
     assert "canary" not in json.dumps(seen)
 
 
-def test_tensorboard_writes_an_event_file(tmp_path):
+@pytest.mark.parametrize(("given", "folder"), [("true", "run/tensorboard"), ("tb", "tb")])
+def test_tensorboard_writes_an_event_file(tmp_path, monkeypatch, given, folder):
+    monkeypatch.chdir(tmp_path)
     config = logger_config()
-    config.tensorboard_dir = str(tmp_path / "tb")
-    tracker = tracking.make_tracker(config, tmp_path, {})
+    config.tensorboard_dir = given
+    tracker = tracking.make_tracker(config, tmp_path / "run", {})
     tracker.log(1, {"reward": 1.0})
     tracker.close()
-    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
+    assert list((tmp_path / folder).glob("events.out.tfevents.*"))
 
 
 def test_rollouts_are_read_back_as_written(tmp_path):

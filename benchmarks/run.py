@@ -1,0 +1,106 @@
+"""All ratios on this machine, side by side: `python -m benchmarks.run [--rounds 2] [--without-trl]`.
+
+Leave the machine idle meanwhile. Goals are those the project has set itself; a ratio that misses its goal is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+
+def measure(name: str, folder: Path, *arguments: int) -> dict[str, float]:
+    """Run one measurement in a process of its own."""
+    words = [sys.executable, "-m", "benchmarks.measures", name, str(folder), *map(str, arguments)]
+    result = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | THREADS, check=False
+    )
+    for line in result.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    raise SystemExit(f"{name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+
+
+class Bench:
+    """Keeps the median of every measurement over alternating rounds."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder = folder
+        self.rounds = rounds
+        self.missed = 0
+
+    def both(self, ours: str, theirs: str, *arguments: int) -> tuple[float, float]:
+        """Median seconds of two measurements, taken in turns."""
+        pairs = [
+            (
+                measure(ours, self.folder, *arguments)["seconds"],
+                measure(theirs, self.folder, *arguments)["seconds"],
+            )
+            for _ in range(self.rounds)
+        ]
+        first, second = zip(*pairs, strict=True)
+        return statistics.median(first), statistics.median(second)
+
+    def say(self, what: str, ratio: float, goal: float, detail: str, *, at_most: bool) -> None:
+        """Print one ratio against its goal."""
+        is_met = ratio <= goal if at_most else ratio >= goal
+        self.missed += not is_met
+        sign = "<=" if at_most else ">="
+        mark = "ok" if is_met else "MISSED"
+        print(f"{what:<52}{ratio:>7.2f}  goal {sign} {goal:<5} {mark:<7} {detail}", flush=True)
+
+
+def run(bench: Bench, *, with_trl: bool) -> None:
+    """All benchmarks."""
+    ours, plain = bench.both("generate_vllm", "generate_plain", 64)
+    tokens = 128 * 64
+    detail = f"{tokens / ours:.0f} against {tokens / plain:.0f} tokens/s"
+    bench.say("generation: our vLLM engine / vllm.LLM", plain / ours, 0.9, detail, at_most=False)
+    own = measure("generate_hf", bench.folder, 64)["seconds"]
+    print(f"{'generation: the policy itself (no vLLM)':<52}         {tokens / own:.0f} tokens/s")
+
+    trained, bare = bench.both("train_policy", "train_bare", 64)
+    detail = f"{128 * 80 / trained:.0f} against {128 * 80 / bare:.0f} tokens/s"
+    bench.say("training: our update / bare loop", bare / trained, 0.9, detail, at_most=False)
+
+    for hidden_size in (256, 2048):
+        sync, copy = bench.both("weight_sync", "memory_copy", 64, hidden_size)
+        detail = f"hidden {hidden_size}: {sync * 1e3:.1f} against {copy * 1e3:.1f} ms"
+        bench.say("weight sync / memory copy", sync / copy, 5.0, detail, at_most=True)
+
+    whole = measure("step", bench.folder, 64)["seconds"]
+    parts = plain + bare + measure("memory_copy", bench.folder, 64)["seconds"]
+    detail = f"{whole:.2f} against {parts:.2f} s"
+    bench.say("whole step on Ray / sum of bare parts", whole / parts, 1.25, detail, at_most=True)
+    if with_trl:
+        for max_new_tokens, goal in ((64, 1.2), (256, 1.5)):
+            mine, trl = bench.both("step_local", "step_trl", max_new_tokens)
+            detail = f"{max_new_tokens} new tokens: {mine:.2f} against {trl:.2f} s a step"
+            bench.say("GRPO step: TRL / ours, one process", trl / mine, goal, detail, at_most=False)
+            ray, trl = bench.both("step", "step_trl", max_new_tokens)
+            detail = f"{max_new_tokens} new tokens: {ray:.2f} against {trl:.2f} s a step"
+            bench.say("GRPO step: TRL / ours, Ray + vLLM", trl / ray, goal, detail, at_most=False)
+
+
+def main() -> None:
+    """Parse, run in a temporary folder, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2, help="alternating rounds of each pair")
+    parser.add_argument("--without-trl", action="store_true", help="leave TRL out")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), options.rounds)
+        run(bench, with_trl=not options.without_trl)
+    print(f"{bench.missed} goal(s) missed" if bench.missed else "all goals met")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The demo's data, reward and report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "python"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_held_out_problems_are_in_no_training_file(tmp_path):
+    load("make_demo").make_data(tmp_path, 1)
+    held_out = {row["question"] for row in rows(tmp_path / "held_out.jsonl")}
+    assert len(held_out) == 200
+    for name in ("warm_up.jsonl", "prompts.jsonl"):
+        assert held_out.isdisjoint(row["question"] for row in rows(tmp_path / name))
+
+
+def test_the_teacher_is_right_but_hedges_two_times_of_three(tmp_path):
+    load("make_demo").make_data(tmp_path, 1)
+    found = rows(tmp_path / "warm_up.jsonl")
+    for row in found[:500]:
+        first, second = row["question"].removesuffix("=?").split("+")
+        assert int(row["answer"].removesuffix("?")) == int(first) + int(second)
+    hedged = sum(row["answer"].endswith("?") for row in found) / len(found)
+    assert hedged == pytest.approx(0.65, abs=0.02)
+
+
+def test_the_same_seed_makes_the_same_data(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        load("make_demo").make_data(tmp_path / name, 5)
+    texts = [(tmp_path / name / "prompts.jsonl").read_text() for name in ("first", "second")]
+    assert texts[0] == texts[1]
+
+
+def test_the_tokenizer_has_one_token_a_character_and_reads_back():
+    tokenizer = load("make_demo").make_tokenizer()
+    chat = [{"role": "user", "content": "23+45=?"}, {"role": "assistant", "content": "is 68"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert len(ids) == 1 + 7 + 1 + 1 + 5 + 1
+    assert tokenizer.decode(ids) == "<|user|>23+45=?<|end|><|assistant|>is 68<|end|>"
+
+
+def test_only_the_bare_right_number_is_rewarded():
+    prompt = "<|user|>23+45=?<|end|><|assistant|>"
+    responses = ["68<|end|>", "68", "68?<|end|>", "69<|end|>", ""]
+    queries = [prompt + response for response in responses]
+    answer = load("demo_reward").reward_func(queries, [prompt] * 5, ["68"] * 5)
+    assert answer["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def write_metrics(run_dir: Path, after: float) -> None:
+    records = [
+        {"step": 0, "eval/eval_sums_pass1": 0.25, "eval/eval_sums_pass4": 0.5},
+        {"step": 1, "reward": 0.3, "response_length": 3.6, "kl": 0.0},
+        {"step": 2, "reward": 0.6, "response_length": 3.1, "kl": None},
+        {"step": 2, "eval/eval_sums_pass1": after},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (run_dir / "metrics.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize(("after", "returncode"), [(0.75, 0), (0.375, 1)])
+def test_the_report_names_both_numbers_and_holds_the_gain(tmp_path, after, returncode):
+    write_metrics(tmp_path, after)
+    command = [sys.executable, FOLDER / "plot_run.py", tmp_path, "--min_gain", "0.25"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == returncode
+    assert f"before 0.250, after {after:.3f}: {after - 0.25:+.3f}" in result.stdout
+    assert (tmp_path / "curves.png").stat().st_size > 5000

@@ -1,0 +1,77 @@
+"""Every example script's command line is understood, as it stands and through its variables."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SFTConfig
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
+CONFIGS = {"openrlhf.cli.train_sft": SFTConfig, "openrlhf.cli.train_ppo_ray": PPOConfig}
+# Stands for `python` and `torchrun`: notes its words, one call a file.
+RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD/$(ls "$RECORD" | wc -l)"\n'
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Runs a script with commands that only note their words; answers the words of each call."""
+    for name in ("python", "torchrun"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        path = tmp_path / "bin" / name
+        path.write_text(RECORDER)
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    record = tmp_path / "record"
+    record.mkdir()
+
+    def run(name: str, **variables: str) -> list[list[str]]:
+        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "RECORD": str(record), **variables}
+        subprocess.run(["bash", SCRIPTS / name], env=env, check=True, timeout=60)
+        return [(record / str(i)).read_text().splitlines() for i in range(len(os.listdir(record)))]
+
+    return run
+
+
+def parse(words: list[str]) -> SFTConfig | PPOConfig:
+    """The config of the command after `-m`."""
+    at = words.index("-m") + 1
+    return parse_config(CONFIGS[words[at]], words[at + 1 :]).config
+
+
+TRAINING_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
+
+
+@pytest.mark.parametrize("name", TRAINING_SCRIPTS)
+def test_a_script_is_one_command_that_is_understood(run_script, name, tmp_path):
+    (words,) = run_script(name, OUT=str(tmp_path / "run"))
+    assert parse(words).ckpt.output_dir == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", TRAINING_SCRIPTS)
+def test_variables_name_a_local_model_and_extra_flags_win(run_script, name, tmp_path):
+    extra = "--seed 7 --train_batch_size 16 --micro_train_batch_size 4"
+    if "ppo" in name or "hybrid" in name:
+        extra += " --rollout_batch_size 16"
+    (words,) = run_script(name, MODEL=str(tmp_path), GPUS="1", EXTRA_ARGS=extra)
+    config = parse(words)
+    assert (config.train.seed, config.train.batch_size) == (7, 16)
+    model = config.model if isinstance(config, SFTConfig) else config.actor
+    assert model.model_name_or_path == str(tmp_path)
+
+
+def test_the_demo_makes_warms_up_trains_and_reports(run_script, tmp_path):
+    calls = run_script("demo.sh", OUT=str(tmp_path / "demo"), SEED="3")
+    assert [call[0] for call in calls] == [
+        "examples/python/make_demo.py",
+        "-m",
+        "-m",
+        "examples/python/plot_run.py",
+    ]
+    assert [parse(call).train.seed for call in calls[1:3]] == [3, 3]
