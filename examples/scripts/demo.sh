@@ -12,6 +12,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 # Idle thread pools must sleep: two that spin on two cores slow each other tenfold.
 export KMP_BLOCKTIME=${KMP_BLOCKTIME:-0} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+export HF_HUB_DISABLE_PROGRESS_BARS=${HF_HUB_DISABLE_PROGRESS_BARS:-1}
 
 echo "[1/4] model and data -> $OUT"
 rm -rf "$OUT"

@@ -255,11 +255,12 @@ def _tool_list(tools: object) -> list[dict] | None:
 def _to_message(item: object) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"a message is {type(item).__name__}, not an object with role and content")
-    name = item.get("role", item.get("from"))
+    name = item.get("role") or item.get("from")  # a table gives every row both, one of them null
     role = _ROLE_NAMES.get(str(name).lower())
     if role is None:
         raise RowError(f"unknown role {name!r}; roles are {', '.join(ROLES)}")
-    content = item.get("content", item.get("value"))
+    content = item.get("content")
+    content = item.get("value") if content is None else content
     others = {
         key: value
         for key, value in item.items()

@@ -1,6 +1,8 @@
-"""Process start-up: which device and which collective backend, and the import of DeepSpeed in the right order.
+"""Process start-up: which device and which collective backend, and the import of DeepSpeed in the
+right order.
 
-Everything here works without a launcher (a world of one needs no port) and without CUDA (gloo, DeepSpeed on CPU).
+Everything here works without a launcher (a world of one needs no port) and without CUDA (gloo,
+DeepSpeed on CPU).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def import_deepspeed() -> ModuleType:
     from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
 
     deepspeed_logger.setLevel(logging.WARNING)
-    # A shared-memory all-reduce for CPU inference, which nothing here calls: it would be compiled at start-up.
+    # A shared-memory all-reduce for CPU inference, which nothing here calls: it would be compiled
+    # at start-up.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -43,7 +46,9 @@ def device_of(topology: Topology) -> torch.device:
 
 
 def init_process_group(topology: Topology) -> torch.device:
-    """Join the world (NCCL on CUDA, gloo on CPU) and answer this rank's device; a second call only answers."""
+    """Join the world (NCCL on CUDA, gloo on CPU) and answer this rank's device; a second call only
+    answers.
+    """
     device = device_of(topology)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -73,7 +78,9 @@ def init_process_group(topology: Topology) -> torch.device:
 
 
 def shut_down() -> None:
-    """Leave the world together: a rank that just exits can tear down the sockets of one still working."""
+    """Leave the world together: a rank that just exits can tear down the sockets of one still
+    working.
+    """
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             dist.barrier()

@@ -1,7 +1,8 @@
 """Resumable checkpoints: DeepSpeed writes its files, one rename makes them real.
 
-Everything goes to `tmp-<tag>`; when all ranks are done the main rank writes a manifest of names and sizes and renames
-the folder. A folder without a manifest that agrees with its files is not a checkpoint.
+Everything goes to `tmp-<tag>`; when all ranks are done the main rank writes a manifest of names and
+sizes and renames the folder. A folder without a manifest that agrees with its files is not a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ STATES = "states"
 def save(
     engine: DeepSpeedEngine, directory: str | Path, tag: str, *, state: dict[str, object]
 ) -> Path:
-    """Write the engine and `state` as `directory/tag`; all ranks must call. A checkpoint of that tag is replaced."""
+    """Write the engine and `state` as `directory/tag`; all ranks must call. A checkpoint of that
+    tag is replaced.
+    """
     final, temporary = Path(directory) / tag, Path(directory) / f"tmp-{tag}"
     if _rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Small collectives over named numbers and picklable objects; in a world of one each is the identity.
+"""Small collectives over named numbers and picklable objects; in a world of one each is the
+identity.
 
 Numbers travel as float64, in the order of their sorted names: every rank must bring the same names.
 """

@@ -1,7 +1,8 @@
 """From our flags to the dictionary DeepSpeed wants: pure functions, no DeepSpeed import.
 
-Gradient accumulation is ours (boundaries are set by hand), so DeepSpeed sees micro-batch 1 and one accumulation step.
-A user's own JSON is merged in: its "auto" values are filled, extra keys kept, contradictions to flags named.
+Gradient accumulation is ours (boundaries are set by hand), so DeepSpeed sees micro-batch 1 and one
+accumulation step. A user's own JSON is merged in: its "auto" values are filled, extra keys kept,
+contradictions to flags named.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def training_config(
 def inference_config(
     ds: DeepSpeedConfig, facts: ModelFacts, *, offload: bool = False
 ) -> dict[str, object]:
-    """The DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its weights in CPU memory."""
+    """The DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its weights in
+    CPU memory.
+    """
     zero = _zero(ds.model_copy(update={"adam_offload": False}), facts, 3)
     if offload and facts.is_cuda:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -92,8 +95,9 @@ def inference_config(
 def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     """The stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
-    On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are stage 0.
-    In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in fp32 and check them.
+    On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
+    stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
+    fp32 and check them.
     """
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.config is not None
     if facts.dtype != torch.float32:
@@ -103,7 +107,9 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
 
 
 def merge_user_config(config: Mapping[str, object], path: str) -> dict[str, object]:
-    """Lay a user's JSON over ours: "auto" takes our value, other keys win, contradictions to flags are errors."""
+    """Lay a user's JSON over ours: "auto" takes our value, other keys win, contradictions to flags
+    are errors.
+    """
     user = _read_json(path)
     problems = list(_contradictions(config, user, path))
     if problems:
@@ -166,12 +172,14 @@ def _precision(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, 
         "bf16": {"enabled": facts.dtype == torch.bfloat16, "check_grad_overflow": True},
         "fp16": {"enabled": facts.dtype == torch.float16, "loss_scale": 0},
     }
-    # Sums over many micro-batches lose small addends in 16 bits, so fp32 unless the user says otherwise.
+    # Sums over many micro-batches lose small addends in 16 bits, so fp32 unless the user says
+    # otherwise.
     grad_accum_dtype = ds.grad_accum_dtype or "fp32"
     config["data_types"] = {"grad_accum_dtype": grad_accum_dtype}
     if facts.dtype == torch.float32 and grad_accum_dtype != "fp32":
         raise ConfigError(
-            f"--grad_accum_dtype {grad_accum_dtype} with fp32 parameters: add --bf16 or leave it out."
+            f"--grad_accum_dtype {grad_accum_dtype} with fp32 parameters: "
+            "add --bf16 or leave it out."
         )
     return config
 
@@ -197,7 +205,10 @@ def _contradictions(
             continue
         if key.startswith("scheduler."):
             if key != "scheduler.type":
-                yield f"{path}: {key} is {value}, but the schedule is set by --lr_scheduler: remove it."
+                yield (
+                    f"{path}: {key} is {value}, but the schedule is set by --lr_scheduler: "
+                    "remove it."
+                )
         elif key in FLAG_OF_KEY and value != ours.get(key, value):
             flag = FLAG_OF_KEY[key]
             yield (

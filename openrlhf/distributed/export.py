@@ -1,7 +1,9 @@
-"""A trained model as a Hugging Face folder: weights, config, generation config, tokenizer, chat template, model card.
+"""A trained model as a Hugging Face folder: weights, config, generation config, tokenizer, chat
+template, model card.
 
-Loads in `AutoModel...` and in vLLM with no conversion; adapters are written as PEFT adapters. The folder may already
-hold a run's logs. `config.json` goes first and comes last, so a torn export cannot be taken for a model.
+Loads in `AutoModel...` and in vLLM with no conversion; adapters are written as PEFT adapters. The
+folder may already hold a run's logs. `config.json` goes first and comes last, so a torn export
+cannot be taken for a model.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
@@ -37,9 +42,11 @@ def export_hf(
     *,
     command: str | None = None,
 ) -> None:
-    """Write `hf_model`, whose weights `engine` holds, at `path`; all ranks must call, the main rank writes.
+    """Write `hf_model`, whose weights `engine` holds, at `path`; all ranks must call, the main rank
+    writes.
 
-    `command` is what the model card says the model was made with; by default this process's own command line.
+    `command` is what the model card says the model was made with; by default this process's own
+    command line.
     """
     assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
     is_main = not dist.is_initialized() or dist.get_rank() == 0
@@ -66,15 +73,28 @@ def write_folder(
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
         mend_generation_config(generation_config)
-    hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+    with no_progress_bars():
+        hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(model_card(hf_model, command or own_command()))
     _move_in(temporary, path)
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """A block in which transformers draws no bars of its own."""
+    was_enabled = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    yield
+    if was_enabled:
+        transformers.logging.enable_progress_bar()
+
+
 def mend_generation_config(config: GenerationConfig) -> None:
-    """Published configs may name a temperature and forget `do_sample`; transformers reads them but will not write."""
+    """Published configs may name a temperature and forget `do_sample`; transformers reads them but
+    will not write.
+    """
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p")
     given = [getattr(config, name, None) for name in names]
     if not config.do_sample and any(value not in (None, 1.0, 50) for value in given):

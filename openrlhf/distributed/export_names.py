@@ -1,7 +1,7 @@
 """Names and shapes of weights as they stand in files, where a model holds them otherwise.
 
-Transformers fuses some weights when it loads a model, such as the experts of a mixture; saved files and other engines
-know the parts. A model without such fusions streams through untouched.
+Transformers fuses some weights when it loads a model, such as the experts of a mixture; saved files
+and other engines know the parts. A model without such fusions streams through untouched.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from transformers.core_model_loading import revert_weight_conversion
 _LAYER = re.compile(r"^.*?\.\d+\.")  # "model.layers.3."
 
 
-def as_stored(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as `save_pretrained` would write them, layer by layer; a layer's weights are copied."""
+def as_stored(
+    model: nn.Module, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as `save_pretrained` would write them, layer by layer; a layer's weights are
+    copied.
+    """
     if not getattr(model, "_weight_conversions", None):
         yield from tensors
         return

@@ -1,4 +1,4 @@
-"""Training states away from the GPU while others need its memory, and back; nothing to do on CPU."""
+"""Training states away from the GPU while others need its memory, and back; a no-op on CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
-_said = set()
+_said: set[str] = set()
 
 
 def offload_states(engine: DeepSpeedEngine) -> None:
-    """Move optimizer states, gradient buffers and fp32 master weights to CPU memory; 16-bit weights stay."""
+    """Move optimizer states, gradient buffers and fp32 master weights to CPU memory; 16-bit weights
+    stay.
+    """
     if not _can_move(engine):
         return
     kinds = import_deepspeed().runtime.zero.offload_config.OffloadStateTypeEnum

@@ -1,7 +1,7 @@
 """Learning rate over the updates of a run: every Hugging Face schedule by name, never past its end.
 
-Horizon and warm-up are counted in optimizer updates. Update k (from 0) uses the schedule's value at k; after the last
-update the rate stands at the schedule's end value and stays there.
+Horizon and warm-up are counted in optimizer updates. Update k (from 0) uses the schedule's value at
+k; after the last update the rate stands at the schedule's end value and stays there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from transformers import SchedulerType, get_scheduler
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.errors import ConfigError
 
+# Counts from 1, so its last value is that of the last update, not the one behind it.
+EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 METRIC_SCHEDULERS = frozenset({"reduce_lr_on_plateau", "greedy"})  # they watch the loss
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
@@ -39,9 +41,10 @@ class LearningRate:
         names = [kind.value for kind in SchedulerType]
         if optim.lr_scheduler not in names:
             raise ConfigError(
-                f"--lr_scheduler {optim.lr_scheduler} is not a schedule. Choose one of: {', '.join(names)}."
+                f"--lr_scheduler {optim.lr_scheduler} is not a schedule. "
+                f"Choose one of: {', '.join(names)}."
             )
-        self.num_updates = num_updates
+        self._last_step = num_updates - (optim.lr_scheduler in EARLY_SCHEDULERS)
         self.num_done = 0
         self.needs_loss = optim.lr_scheduler in METRIC_SCHEDULERS
         self._optimizer = optimizer
@@ -62,7 +65,7 @@ class LearningRate:
     def step(self, loss: float | None = None) -> None:
         """Note one update; past the end the rate stays."""
         self.num_done += 1
-        if self.num_done > self.num_updates:
+        if self.num_done > self._last_step:
             return
         if self.needs_loss:
             self._scheduler.step(loss)

@@ -1,4 +1,5 @@
-"""How models are trained and held on this machine: one object that starts the process group and wraps models.
+"""How models are trained and held on this machine: one object that starts the process group and
+wraps models.
 
 Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
 """
@@ -35,7 +36,9 @@ NO_DECAY_SUFFIXES = (".bias",)
 
 
 class DeepSpeedStrategy:
-    """The training back end of one process: `setup()` once, then `prepare_train` and `prepare_eval` per model."""
+    """The training back end of one process: `setup()` once, then `prepare_train` and `prepare_eval`
+    per model.
+    """
 
     def __init__(
         self,
@@ -92,8 +95,10 @@ class DeepSpeedStrategy:
         return TrainEngine(engine, schedule, max_norm=optim.max_norm, device=self.device)
 
     def prepare_eval(self, model: nn.Module, *, offload: bool = False) -> EvalEngine:
-        """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU memory."""
-        model.requires_grad_(False).eval()
+        """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
+        memory.
+        """
+        model.requires_grad_(requires_grad=False).eval()
         facts = self.facts_of(model)
         if self.ds.zero_stage < 3 and not (offload and facts.is_cuda):
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
@@ -133,17 +138,19 @@ class DeepSpeedStrategy:
 
 
 def set_seed(seed: int, *, full_determinism: bool = False) -> None:
-    """Seed Python, NumPy and torch; with `full_determinism` also refuse nondeterministic kernels."""
+    """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(mode=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in a decayed group and one without decay: biases and the weights of norms."""
+    """Trainable parameters in a decayed group and one without decay: biases and the weights of
+    norms.
+    """
     decayed, undecayed = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,8 @@
 """Who holds what: the one place that reads RANK, WORLD_SIZE and LOCAL_RANK and divides the world.
 
-A rank has a place on three axes: dp (which data), cp (which slice of a sequence), tp (which slice of a weight).
-Neighbours share a weight first, then a sequence: rank = (dp_rank * cp_size + cp_rank) * tp_size + tp_rank.
+A rank has a place on three axes: dp (which data), cp (which slice of a sequence), tp (which slice
+of a weight). Neighbours share a weight first, then a sequence: rank = (dp_rank * cp_size + cp_rank)
+* tp_size + tp_rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank, for example world 8 = 2 dp x 2 cp x 2 tp: rank 5 is dp 1, cp 0, tp 1."""
+    """The place of one rank: of 8 = 2 dp x 2 cp x 2 tp, rank 5 is dp 1, cp 0, tp 1."""
 
     world_size: int = 1
     rank: int = 0

@@ -1,7 +1,7 @@
 """A model ready to train, or ready to be asked: what trainers hold in place of DeepSpeed's engine.
 
-The gradient of a step is the SUM, over ranks and micro-batches, of the losses passed to `backward`: callers divide
-by global denominators, DeepSpeed's own averaging is undone here.
+The gradient of a step is the SUM, over ranks and micro-batches, of the losses passed to `backward`:
+callers divide by global denominators, DeepSpeed's own averaging is undone here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class TrainEngine:
         self.num_skipped_steps = 0  # fp16 overflows in a row
         self._max_norm = max_norm
         self._loss = 0.0  # this rank's part of the step's loss, for schedules that watch it
-        # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done here.
+        # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
+        # here.
         self._is_plain = not hasattr(engine.optimizer, "_global_grad_norm")
         if self._is_plain:
             engine._config.gradient_clipping = 0.0
@@ -75,17 +76,19 @@ class TrainEngine:
         self.engine.eval()
 
     def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
-        """Accumulate the gradient of one micro-batch; ranks are summed by the last one of the step."""
+        """Accumulate the gradient of one micro-batch; the last one of a step sums the ranks."""
         self.engine.set_gradient_accumulation_boundary(is_last_micro_batch)
         if self.schedule.needs_loss:
             self._loss += loss.item()
         self.engine.backward(loss * self.engine.dp_world_size)
 
     def step(self) -> float:
-        """Clip, update weights and learning rate, clear gradients; the global gradient norm before clipping.
+        """Clip, update weights and learning rate, clear gradients; the global gradient norm before
+        clipping.
 
-        A norm that is not finite leaves the weights as they are on every rank and raises NumericsError. In fp16 it
-        belongs to finding the loss scale: it is logged, `inf` is answered, and only many in a row raise.
+        A norm that is not finite leaves the weights as they are on every rank and raises
+        NumericsError. In fp16 it belongs to finding the loss scale: it is logged, `inf` is
+        answered, and only many in a row raise.
         """
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
@@ -95,8 +98,9 @@ class TrainEngine:
         self.num_skipped_steps += 1
         if not self.engine.fp16_enabled() or self.num_skipped_steps > MAX_FP16_SKIPS:
             raise NumericsError(
-                f"The gradient norm is {grad_norm}: the update was skipped and the weights are unchanged. "
-                "Lower the learning rate, or look for extreme rewards or log-probs in this batch."
+                f"The gradient norm is {grad_norm}: the update was skipped and the weights are "
+                "unchanged. Lower the learning rate, or look for extreme rewards or log-probs in "
+                "this batch."
             )
         logger.warning(
             "fp16 gradients overflowed; the update was skipped and the loss scale lowered."
@@ -104,7 +108,8 @@ class TrainEngine:
         return grad_norm
 
     def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, adapters merged; every rank must iterate.
+        """(Hugging Face name, full tensor) of every parameter, adapters merged; every rank must
+        iterate.
 
         A tensor is valid until the next one is asked for.
         """
@@ -124,7 +129,9 @@ class TrainEngine:
         checkpoint.save(self.engine, directory, tag, state=state)
 
     def load_checkpoint(self, directory: str, tag: str) -> dict[str, object]:
-        """Restore weights, optimizer and schedule; answers the client state that was saved with them."""
+        """Restore weights, optimizer and schedule; answers the client state that was saved with
+        them.
+        """
         state = checkpoint.load(self.engine, directory, tag)
         self.schedule.load_state_dict(state["schedule"])
         return state["client_state"]

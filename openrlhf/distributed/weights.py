@@ -1,7 +1,7 @@
 """Full weights of a wrapped model by their Hugging Face names, whatever ZeRO stage holds them.
 
-Adapters are merged on the way out, so the names are those of the base model. Every rank must iterate: under ZeRO-3
-each bucket is a collective.
+Adapters are merged on the way out, so the names are those of the base model. Every rank must
+iterate: under ZeRO-3 each bucket is a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
 
 
 def hf_model_of(module: nn.Module) -> nn.Module:
-    """The Hugging Face (or PEFT) model inside a wrapper such as an actor; the module itself when there is none."""
+    """The Hugging Face (or PEFT) model inside a wrapper such as an actor; the module itself when
+    there is none.
+    """
     for candidate in module.modules():
         if hasattr(candidate, "save_pretrained"):
             return candidate
@@ -38,7 +40,7 @@ def gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[objec
 
 
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the Hugging Face model inside; valid until the next one is asked for."""
+    """(name, full tensor) of the Hugging Face model inside; valid until the next is asked for."""
     units = list(_units(base_model_of(hf_model_of(module))))
     for bucket in _buckets(units):
         parameters = [p for _, owner, names in bucket for p in _parameters(owner, names)]
@@ -48,7 +50,9 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in the module, full tensor) of the parameters that are trained: adapters as they are, not merged."""
+    """(name in the module, full tensor) of the parameters that are trained: adapters as they are,
+    not merged.
+    """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             with gathered([parameter]):
@@ -64,8 +68,8 @@ def to_cpu(tensors: Iterable[tuple[str, Tensor]], *, is_main: bool) -> dict[str,
     return state
 
 
-# A unit is what can be written out together: (name prefix, module, its own tensors' names); a LoRA layer is one
-# unit with no names, for its single weight is made of several parameters.
+# A unit is what can be written out together: (name prefix, module, its own tensors' names); a LoRA
+# layer is one unit with no names, for its single weight is made of several parameters.
 Unit = tuple[str, nn.Module, tuple[str, ...]]
 
 

@@ -1,6 +1,7 @@
-"""What a rollout engine is: token ids in, sampled token ids with their log-probs out, weights replaced in between.
+"""What a rollout engine is: token ids in, sampled ids and log-probs out, weights replaced between.
 
-Every engine (vLLM, Hugging Face, fakes in tests) answers these calls; nothing above this layer knows which one it has.
+Every engine (vLLM, Hugging Face, fakes in tests) answers these calls; nothing above this layer
+knows which one it has.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled after a prompt: ids and log-probs as the engine used them, stop token included."""
+    """What was sampled after a prompt, with the stop token; log-probs as the engine used them."""
 
     token_ids: tuple[int, ...]  # A ids
     logprobs: tuple[float, ...]  # A log-probs at the sampling temperature
@@ -56,14 +57,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some named full tensors, contiguous in one flat byte buffer; how they travel is the transport's business."""
+    """Some named full tensors in one flat byte buffer, however it travels."""
 
     names: tuple[str, ...]  # Hugging Face parameter names
     dtypes: tuple[str, ...]  # "float32", "bfloat16", ...
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # How it travels: {"shm": path, "segment_bytes": n} on one machine; {"update_info": {...}} for vLLM's own backends
+    # {"shm": path, ...} on one machine, {"update_info": {...}} for vLLM's own backends
     handle: dict[str, object]
 
 
@@ -72,7 +73,9 @@ class SyncReceipt:
     """An engine's proof of what it holds after an update."""
 
     weight_version: int
-    fingerprints: dict[str, int]  # Hugging Face parameter name -> fingerprint of the received tensor
+    fingerprints: dict[
+        str, int
+    ]  # Hugging Face parameter name -> fingerprint of the received tensor
     is_cache_reset: bool
 
 
@@ -80,7 +83,7 @@ class RolloutEngine(Protocol):
     """The calls every engine answers. `generate` may be called from several threads at once."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Sample for all requests with continuous batching; answers in the order of the requests."""
+        """Sample for all requests with continuous batching; answers in their order."""
 
     def begin_weight_update(self) -> None:
         """Stop serving new tokens and get ready to receive buckets."""

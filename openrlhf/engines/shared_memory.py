@@ -1,8 +1,9 @@
-"""Weight buckets through shared memory of one machine: the trainer writes them, engines read them where they lie.
+"""Weight buckets through shared memory: the trainer writes them, engines read them where they lie.
 
-The writer owns two anonymous memory files in turn, so that a bucket can be filled while the last one is read. They
-have no name anywhere, so nothing is left behind when a process dies, and the size of /dev/shm does not matter; readers
-of the same user open them through /proc. It works the same when both sides are one process.
+The writer owns two anonymous memory files in turn, so that a bucket can be filled while the last
+one is read. They have no name anywhere, so nothing is left behind when a process dies, and the size
+of /dev/shm does not matter; readers of the same user open them through /proc. It works the same
+when both sides are one process.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ class Segment:
         self.descriptor = os.memfd_create("openrlhf-weights", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
+        self.inode = os.fstat(self.descriptor).st_ino  # paths come again, this does not
         os.ftruncate(self.descriptor, num_bytes)
         self.bytes = _mapped(self.descriptor, num_bytes)
 
     def reserve(self, end: int) -> None:
-        """Take memory up to `end`; raises WeightSyncError when there is none (writing would kill the process)."""
+        """Take memory up to `end`; raises WeightSyncError where writing would kill the process."""
         if end <= self.num_reserved:
             return
-        num_bytes = min(max(end, self.num_reserved + RESERVE_STEP), self.num_bytes) - self.num_reserved
+        num_bytes = (
+            min(max(end, self.num_reserved + RESERVE_STEP), self.num_bytes) - self.num_reserved
+        )
         try:
             os.posix_fallocate(self.descriptor, self.num_reserved, num_bytes)
         except OSError as error:
@@ -75,12 +79,16 @@ class _Filling:
             tuple(self.shapes),
             tuple(self.offsets),
             self.num_bytes,
-            {"shm": segment.path, "segment_bytes": segment.num_bytes},
+            {
+                "shm": segment.path,
+                "inode": segment.inode,
+                "segment_bytes": segment.num_bytes,
+            },
         )
 
 
 class ShmBucketWriter:
-    """Writes named tensors into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
+    """Writes tensors into buckets of at most `bucket_bytes`; a larger tensor travels alone."""
 
     def __init__(self, bucket_bytes: int) -> None:
         assert bucket_bytes > 0
@@ -125,7 +133,7 @@ class ShmBucketWriter:
         segment.bytes[begin:end].copy_(as_bytes(tensor))
 
     def _segment(self, num_bytes: int) -> Segment:
-        """The segment whose turn it is, made larger when a tensor alone needs more than a bucket."""
+        """The segment whose turn it is, made larger for a tensor that is more than a bucket."""
         segment = self._segments[self._turn]
         if segment is not None and segment.num_bytes < num_bytes:
             segment.close()
@@ -146,26 +154,29 @@ class ShmBucketReader:
     """Opens buckets of a `ShmBucketWriter`, in this process or another one."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped: dict[int, Tensor] = {}  # by inode
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """(name, view into the shared memory) of every tensor; valid only as long as the bucket is."""
+        """(name, view into the shared memory) of every tensor; valid as long as the bucket is."""
         views = tensors_in(self._open(bucket), bucket.dtypes, bucket.shapes, bucket.offsets)
         return list(zip(bucket.names, views, strict=True))
 
     def close(self) -> None:
-        """Let go of all segments; must be called at the end of an update, for names come again."""
+        """Let go of all segments, at the end of an update."""
         self._mapped.clear()
 
     def _open(self, bucket: WeightBucket) -> Tensor:
-        path, num_bytes = str(bucket.handle["shm"]), int(str(bucket.handle["segment_bytes"]))
-        if path not in self._mapped:
+        path, inode, num_bytes = (bucket.handle[key] for key in ("shm", "inode", "segment_bytes"))
+        assert isinstance(inode, int) and isinstance(num_bytes, int)
+        if inode not in self._mapped:
             try:
-                descriptor = os.open(path, os.O_RDWR)
+                descriptor = os.open(str(path), os.O_RDWR)
             except OSError as error:
                 raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
             try:
-                self._mapped[path] = _mapped(descriptor, num_bytes)
+                if os.fstat(descriptor).st_ino != inode:
+                    raise WeightSyncError(f"a bucket of weights is gone: {path} is something else")
+                self._mapped[inode] = _mapped(descriptor, num_bytes)
             finally:
                 os.close(descriptor)
-        return self._mapped[path]
+        return self._mapped[inode]

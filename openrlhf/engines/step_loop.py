@@ -1,7 +1,7 @@
-"""One thread that steps an engine while there is work, takes requests while it runs, and runs commands in between.
+"""One thread that steps an engine, takes requests while it runs, and runs commands in between.
 
-Callers block on futures, from any thread. An error of a step ends the loop and fails every waiting call; an error of
-a command belongs to its caller alone.
+Callers block on futures, from any thread. An error of a step ends the loop and fails every waiting
+call; an error of a command belongs to its caller alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,20 @@ class Stepper(Protocol):
 
     def abort(self, keys: Iterable[str]) -> None:
         """Forget requests."""
+
+
+@dataclass(frozen=True)
+class _handed_to:
+    """A block whose error, if any, goes to `receiver` instead of the thread."""
+
+    receiver: Callable[[BaseException], None]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.receiver(error)
+        return True
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,8 @@ class StepLoop:
         future: Future[Answer] = Future()
 
         def run() -> None:
-            try:
+            with _handed_to(future.set_exception):
                 future.set_result(command())
-            except BaseException as error:  # noqa: BLE001 - it is handed to the caller, not swallowed
-                future.set_exception(error)
 
         self._put(_Item(run, [future]))
         return future.result()
@@ -131,15 +143,16 @@ class StepLoop:
             self._waiting[key] = future
 
     def _run(self) -> None:
-        try:
+        with _handed_to(self._die):
             while not self._is_closing:
                 self._take_inbox()
                 if not self._is_paused and self.stepper.has_work():
                     for key, result in self.stepper.step():
                         self._waiting.pop(key).set_result(result)
-        except BaseException as error:  # noqa: BLE001 - every waiting and later call raises it
-            self._death = error
         self._end()
+
+    def _die(self, error: BaseException) -> None:
+        self._death = error
 
     def _take_inbox(self) -> None:
         """Run all that is in the inbox; wait for something when there is nothing else to do."""

@@ -1,12 +1,13 @@
-"""vLLM as a rollout engine: it lives in this process and is stepped by one thread, which takes requests as it runs.
+"""vLLM as a rollout engine in this process, stepped by one thread that takes requests as it runs.
 
-Between two steps the same thread pauses, replaces weights, resets the prefix cache, sleeps and wakes up. A tensor
-parallel engine starts vLLM's own worker processes. vLLM is imported when an engine is made, for that takes seconds and
-its environment has to be set before.
+Between two steps the same thread pauses, replaces weights, resets the prefix cache, sleeps and
+wakes up. A tensor parallel engine starts vLLM's own worker processes. vLLM is imported when an
+engine is made, for that takes seconds and its environment has to be set before.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -63,15 +64,18 @@ class VLLMEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in the order of the requests.
 
-        Waits while weights are replaced. Raises EngineError when the engine is down or a prompt does not fit.
+        Waits while weights are replaced. With top_p < 1 log-probs are those of the truncated
+        distribution. Raises EngineError when the engine is down or a prompt does not fit.
         """
         if self._update_failed:
-            raise EngineError("the engine holds half of a failed weight update; send the weights again")
+            raise EngineError(
+                "the engine holds half of a failed weight update; send the weights again"
+            )
         futures = self._loop.submit(requests)
         return [future.result() for future in futures]
 
     def begin_weight_update(self) -> None:
-        """Stop serving new tokens and get ready to receive buckets; requests in flight go on afterwards."""
+        """Stop serving tokens and get ready to receive; requests in flight go on afterwards."""
 
         def begin() -> None:
             self._loop.pause()
@@ -81,7 +85,7 @@ class VLLMEngine:
         self._loop.call(begin)
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
-        """Load the tensors of one bucket; raises WeightSyncError for a tensor the model does not have."""
+        """Load the tensors of one bucket; raises WeightSyncError for an unknown tensor."""
         self._loop.call(lambda: self._guarded(lambda: self._stepper.load(bucket)))
 
     def finish_weight_update(self, weight_version: int) -> SyncReceipt:
@@ -132,7 +136,7 @@ class _VLLMStepper:
     def __init__(self, config: VLLMEngineConfig) -> None:
         set_environment(config)
         import vllm  # noqa: PLC0415 - takes seconds, and reads the environment set above
-        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - see above
+        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - as above
 
         from openrlhf.engines import vllm_plugin  # noqa: PLC0415 - imports vLLM
 
@@ -176,8 +180,7 @@ class _VLLMStepper:
 
     def rpc_begin(self) -> None:
         """Start an update in every worker, also over an update that failed."""
-        for worker in self._abandoned_workers():
-            worker._weight_update_active = False
+        self.engine.collective_rpc("abandon_weight_update")
         self.engine.collective_rpc("start_weight_update")
 
     def load(self, bucket: WeightBucket) -> None:
@@ -189,14 +192,16 @@ class _VLLMStepper:
         self.engine.collective_rpc("update_weights", kwargs={"update_info": info})
 
     def finish(self, weight_version: int) -> dict[str, int]:
-        """End the update and drop the prefix cache; answers the fingerprints every worker agrees on."""
+        """End the update and drop the prefix cache; answers what every worker received."""
         self.engine.collective_rpc("finish_weight_update")
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise WeightSyncError("the engine could not drop its prefix cache")
         self.engine.set_weight_version(str(weight_version))
         first, *others = self.engine.collective_rpc("weight_fingerprints")
         if any(other != first for other in others):
-            raise WeightSyncError("the workers of a tensor parallel engine received different tensors")
+            raise WeightSyncError(
+                "the workers of a tensor parallel engine received different tensors"
+            )
         return first
 
     def sleep(self) -> None:
@@ -210,8 +215,20 @@ class _VLLMStepper:
             self.engine.wake_up(tags)
 
     def shutdown(self) -> None:
-        """End the workers."""
-        self.engine.engine_core.shutdown()
+        """End the workers.
+
+        vLLM's own way would also destroy torch.distributed in this process, which a trainer and
+        other engines may share.
+        """
+        client = self.engine.engine_core
+        client._finalizer.detach()
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+        del self.engine
+        gc.unfreeze()
+        gc.collect()
+        if not self.is_cpu:
+            torch.cuda.empty_cache()
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling
@@ -229,12 +246,6 @@ class _VLLMStepper:
             skip_clone=True,
             output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-
-    def _abandoned_workers(self) -> list[Any]:
-        executor = self.engine.model_executor
-        driver = getattr(executor, "driver_worker", None)
-        worker = getattr(driver, "worker", None)
-        return [worker] if getattr(worker, "_weight_update_active", False) else []
 
 
 def set_environment(config: VLLMEngineConfig) -> None:
@@ -280,7 +291,9 @@ def cpu_cache_bytes(vllm_config: Any) -> int:
         * model.get_num_kv_heads(parallel)
         * model.get_head_size()
     )
-    num_blocks = -(-model.max_model_len // cache.block_size) * vllm_config.scheduler_config.max_num_seqs
+    num_blocks = (
+        -(-model.max_model_len // cache.block_size) * vllm_config.scheduler_config.max_num_seqs
+    )
     needed = num_blocks * cache.block_size * values_per_token * model.dtype.itemsize
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min(needed, CPU_CACHE_FRACTION * free))

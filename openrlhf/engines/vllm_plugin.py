@@ -1,7 +1,8 @@
-"""Weight-transfer backends for vLLM, registered through its plugin entry point in every process of an engine.
+"""Weight-transfer backends for vLLM, registered in every process of an engine as a vLLM plugin.
 
-`openrlhf_shm` takes buckets out of shared memory and is the one for CPU engines; `openrlhf_nccl` and `openrlhf_ipc`
-are vLLM's own backends for GPUs, which keep a record of what came through them. All of them answer a receipt.
+`openrlhf_shm` takes buckets out of shared memory and is the one for CPU engines; `openrlhf_nccl`
+and `openrlhf_ipc` are vLLM's own backends for GPUs, which keep a record of what came through them.
+All of them answer a receipt.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.shared_memory import ShmBucketReader
 from openrlhf.engines.vllm_weights import InPlaceUpdate, LayerwiseUpdate, ModelUpdate
+from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
 SHM_BACKEND = "openrlhf_shm"
@@ -92,11 +94,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load the tensors of one bucket and remember their fingerprints."""
         tensors = self.reader.read(WeightBucket(**vars(update_info)))
+        twice = self.fingerprints.keys() & {name for name, _ in tensors}
+        if twice:
+            raise WeightSyncError(f"tensor {min(twice)} came twice")
         self.fingerprints |= {name: fingerprint(tensor) for name, tensor in tensors}
         self.update.load(tensors)
 
     def finish_weight_update(self) -> None:
-        """Make the weights live; raises WeightSyncError when they are not complete or not what was received."""
+        """Make the weights live; raises WeightSyncError when they are not all there."""
         self.reader.close()
         self.update.finish(tuple(self.fingerprints))
 
@@ -106,7 +111,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
 
 
 class _Recorder:
-    """Stands in for the model while vLLM's own backend loads tensors into it, and notes what they were."""
+    """Stands in for the model while vLLM's own backend loads it, and notes what came."""
 
     def __init__(self, model: torch.nn.Module, fingerprints: dict[str, int]) -> None:
         self.model = model
@@ -149,7 +154,11 @@ class RecordingIPCEngine(_Recording, IPCWeightTransferEngine):
 
 
 class ReceiptExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`), so that a receipt can be asked for by name."""
+    """Mixed into vLLM's worker (`worker_extension_cls`), to be called by name in every worker."""
+
+    def abandon_weight_update(self) -> None:
+        """Forget an update that failed or was never finished, so that a new one can begin."""
+        self._weight_update_active = False
 
     def weight_fingerprints(self) -> dict[str, int]:
         """Fingerprints of all tensors received in the last update, by Hugging Face name."""

@@ -1,7 +1,8 @@
 """A functional check that packed weights are the weights that were received.
 
-Packing is opaque, so each checked layer multiplies one fixed vector before and after it: with the plain weight, and
-as the live layer does. The first update checks every layer, later ones a few in turn.
+Packing is opaque, so each checked layer multiplies one fixed vector before and after it: with the
+plain weight, and as the live layer does. The first update checks every layer, later ones a few in
+turn.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Replacing the weights of a live vLLM model, complete or not at all.
 
-On a CPU vLLM packs the weights of linear layers into opaque copies; `InPlaceUpdate` gives the layers their plain
-weights back, loads them in place and packs them anew, the tied LM head too. Elsewhere `LayerwiseUpdate` is vLLM's own
-layerwise reload. Both refuse an update that leaves a parameter out or brings a tensor that nothing takes.
+On a CPU vLLM packs the weights of linear layers into opaque copies; `InPlaceUpdate` gives the
+layers their plain weights back, loads them in place and packs them anew, the tied LM head too.
+Elsewhere `LayerwiseUpdate` is vLLM's own layerwise reload. Both refuse an update that leaves a
+parameter out or brings a tensor that nothing takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -69,8 +71,12 @@ class InPlaceUpdate:
         self.layers = [(name, layer) for name, layer in model.named_modules()]
         self.check = PackingCheck()
         self.slots: dict[nn.Module, list[Slot]] = {}
-        self.unpacked: dict[nn.Module, str] = {}  # layers that wait for their packing, with their names
-        self.known_names: frozenset[str] = frozenset()  # what a complete update brings, once one was seen
+        self.unpacked: dict[
+            nn.Module, str
+        ] = {}  # layers that wait for their packing, with their names
+        self.known_names: frozenset[str] = (
+            frozenset()
+        )  # what a complete update brings, once one was seen
         self.num_taken = 0
         self.current_name = ""
         self.taken_names: set[str] = set()
@@ -133,7 +139,7 @@ class InPlaceUpdate:
         self.known_names = frozenset(names)
 
     def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor | None) -> Tensor | None:
-        """The live parameter where it is still plain, else a new one to be filled (None: there is none)."""
+        """The live parameter where it is still plain, else a new one to be filled."""
         current = layer._parameters.get(name)
         if current is None or meta is None or current.shape == meta.shape:
             return current
@@ -166,8 +172,9 @@ class InPlaceUpdate:
 
     def _pack(self, layer: Any) -> None:
         name = self.unpacked.pop(layer)
-        repack: Callable[[], None] = lambda: layer.quant_method.process_weights_after_loading(layer)  # noqa: E731
-        self.check.around(layer, name, repack)
+        self.check.around(
+            layer, name, partial(layer.quant_method.process_weights_after_loading, layer)
+        )
 
 
 class LayerwiseUpdate:
@@ -186,7 +193,7 @@ class LayerwiseUpdate:
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Load tensors; those of a layer that is not complete yet are copied, for the buffer is used again."""
+        """Load tensors; those a layer holds back are copied, for the buffer is used again."""
         try:
             self.model.load_weights(iter(tensors))
         except (ValueError, KeyError) as error:
@@ -198,12 +205,13 @@ class LayerwiseUpdate:
                         bound.arguments[key] = value.clone()
 
     def finish(self, names: Sequence[str]) -> None:
-        """Make the weights live; raises WeightSyncError when a layer got nothing, or a known tensor is missing."""
+        """Make the weights live; raises WeightSyncError when something is missing."""
         absent = sorted(self.known_names - set(names))
         untouched = [
             name
             for name, layer in self.model.named_modules()
-            if get_layerwise_info(layer).load_numel_total and not get_layerwise_info(layer).load_numel
+            if get_layerwise_info(layer).load_numel_total
+            and not get_layerwise_info(layer).load_numel
         ]
         finalize_layerwise_reload(self.model, self.model_config)
         if absent or (untouched and not self.known_names):
@@ -212,7 +220,7 @@ class LayerwiseUpdate:
 
 
 def num_values(layer: nn.Module, param: Tensor) -> int:
-    """How many values a checkpoint holds for a parameter; a vocabulary is padded in vLLM but not there."""
+    """How many values a checkpoint holds for a parameter; only vLLM pads vocabularies."""
     rows = getattr(layer, "org_vocab_size", None)
     if rows is not None and param.ndim and param.shape[0] >= rows:
         return int(param.numel() // param.shape[0] * rows)

@@ -136,7 +136,7 @@ class Actor(nn.Module):
         lm_head = causal_lm.get_output_embeddings()
         if type(lm_head) is not nn.Linear:
             raise ConfigError(
-                f"The output head of {type(causal_lm).__name__} is {type(lm_head)}, not torch's Linear: "
+                f"The head of {type(causal_lm).__name__} is {type(lm_head)}, not torch's Linear: "
                 "leave lm_head out of the LoRA target modules, or use a causal language model."
             )
         self.head = ChunkedHead(lm_head, LogitTransform.of(causal_lm.config.get_text_config()))

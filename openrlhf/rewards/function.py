@@ -33,6 +33,9 @@ def load_reward_function(path: str | Path) -> RewardFunction:
     return function
 
 
+OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them
+
+
 class FunctionReward:
     """Scores batches with the function in a file."""
 
@@ -60,6 +63,7 @@ class FunctionReward:
 def _call_queries(function: RewardFunction, batch: RewardBatch) -> object:
     accepted = inspect.signature(function).parameters
     optional = {"responses": list(batch.responses), "columns": dict(batch.columns)}
+    assert tuple(optional) == OPTIONAL_ARGUMENTS
     return function(
         list(batch.queries),
         list(batch.prompts),
@@ -103,7 +107,8 @@ def _refuse_unknown_shape(function: RewardFunction, path: str | Path) -> None:
         return
     signature = inspect.signature(function)
     try:
-        signature.bind([], [], [])
+        given = {name: [] for name in OPTIONAL_ARGUMENTS if name in signature.parameters}
+        signature.bind([], [], [], **given)
     except TypeError as error:
         raise ConfigError(
             f"{path}: {getattr(function, '__name__', 'the function')}{signature} cannot be called. "

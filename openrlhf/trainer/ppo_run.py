@@ -74,8 +74,8 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
         _say(notices)
     inputs = prepare_inputs(config)
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
-    cluster = LocalCluster(config, str(inputs.run_dir), topology)
-    _run(config, inputs, cluster, is_main=topology.is_main)
+    with LocalCluster(config, str(inputs.run_dir), topology) as cluster:
+        _run(config, inputs, cluster, is_main=topology.is_main)
 
 
 def _say(notices: Sequence[str]) -> None:
@@ -161,7 +161,8 @@ def _assemble(
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
         tracker=_tracker(config, inputs.run_dir) if is_main else NullTracker(),
-        rollout_writer=RolloutWriter(inputs.run_dir),
+        rollout_writer=RolloutWriter(inputs.run_dir) if is_main else None,
+        is_main=is_main,
         max_mismatch_kl=MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF,
     )
 

@@ -47,7 +47,8 @@ class PPOParts:
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     tracker: Tracker
-    rollout_writer: RolloutWriter
+    rollout_writer: RolloutWriter | None
+    is_main: bool  # whether this controller speaks and writes; several run alike under torchrun
     max_mismatch_kl: float  # the first step ends the run above it
 
 
@@ -159,7 +160,7 @@ class PPOTrainer:
             )
         values = evaluation_metrics(rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
-        notice(eval_line(global_step, values))
+        self.say(eval_line(global_step, values))
         return values
 
     def is_eval_step(self, global_step: int) -> bool:
@@ -194,11 +195,17 @@ class PPOTrainer:
         values["kl_coef"] = self.kl_controller.coef
         if global_step % self.config.logger.logging_steps == 0:
             self.parts.tracker.log(global_step, values)
-            notice(step_line(global_step, self.num_steps, values))
+            self.say(step_line(global_step, self.num_steps, values))
         for line in hints(values, self.history):
-            notice(line)
+            self.say(line)
         self.history.append(values)
-        self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+        if self.parts.rollout_writer is not None:
+            self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+
+    def say(self, line: str) -> None:
+        """Print a line, once for all controllers."""
+        if self.parts.is_main:
+            notice(line)
 
 
 def _row(rollout: Rollout) -> dict[str, object]:

@@ -179,7 +179,7 @@ _RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] =
     (
         _has_equal_rewards,
         "all samples of every prompt got the same reward, so this step teaches nothing. "
-        "Try other prompts, a higher --temperature or --dynamic_filtering.",
+        "Try other prompts, a higher --temperature or more --n_samples_per_prompt.",
     ),
     (
         _is_mostly_cut,
@@ -189,7 +189,7 @@ _RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] =
     (
         _engine_disagrees,
         "engine and trainer disagree about log-probs (mismatch KL {vllm_kl:.3g}). "
-        "Check dtype and temperature on both sides, or use --enable_vllm_is_correction.",
+        "Check dtype and temperature on both sides.",
     ),
     (
         _entropy_collapsed,
@@ -243,6 +243,15 @@ class _FileOnlyLogger(logging.Logger):
         """Ignore the handler."""
 
 
+def quiet_frameworks() -> None:
+    """Switch the frameworks' bars and telemetry off, where the user has not decided otherwise.
+
+    Some read their switches when they are imported: call it before.
+    """
+    for name, value in FRAMEWORK_SWITCHES.items():
+        os.environ.setdefault(name, value)
+
+
 def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:
     """Where an attempt of a role logs: `logs/actor.log`, then `logs/actor.attempt1.log`."""
     suffix = f".attempt{attempt}" if attempt else ""
@@ -260,8 +269,7 @@ def redirect_framework_logs(
     """
     path = log_path(run_dir, role, attempt=attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for name, value in FRAMEWORK_SWITCHES.items():
-        os.environ.setdefault(name, value)
+    quiet_frameworks()
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter(LINE_FORMAT))

@@ -1,7 +1,7 @@
-"""Raw bits of tensors: a fingerprint that shows two copies are equal, and named tensors laid out in one byte buffer.
+"""Raw bits of tensors: a fingerprint that shows copies are equal, and tensors laid out in a buffer.
 
-Works on any device and dtype; the same bits give the same fingerprint everywhere. Knows nothing of where a buffer
-lives or who reads it.
+Works on any device and dtype; the same bits give the same fingerprint everywhere. Knows nothing of
+where a buffer lives or who reads it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ ALIGNMENT = 64  # bytes between the beginnings of tensors in a buffer
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A 64-bit checksum of the raw bits, sensitive to their order; about the cost of copying the tensor.
+    """A 64-bit checksum of the raw bits, sensitive to their order; costs about as much as a copy.
 
-    The bits are read as 64-bit words w; the answer is sum(w_i * m_i) mod 2^64 with an odd multiplier m_i of its own
-    for every position, so that a single changed word always changes it.
+    The bits are read as 64-bit words w; the answer is sum(w_i * m_i) mod 2^64 with an odd
+    multiplier m_i of its own for every position: a single changed word always changes it.
     """
     total = _fold(_words(tensor), 0) + tensor.nbytes * 0x9E3779B97F4A7C15
     return total % 2**64
@@ -51,7 +51,7 @@ def tensors_in(
     for name, shape, offset in zip(dtypes, shapes, offsets, strict=True):
         dtype = getattr(torch, name)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        yield buffer[offset : offset + num_bytes].view(dtype).view(*shape)
+        yield buffer[offset : offset + num_bytes].view(dtype).view(tuple(shape))
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The gradient of a step is the sum over ranks and micro-batches, in every ZeRO stage; bad steps change nothing."""
+"""The gradient of a step is the sum over ranks and micro-batches, in every ZeRO stage; bad steps
+change nothing.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
-        raise EngineError(f"{who} died: {error}") from error
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise EngineError(f"{who} died: {reason}") from error
 
 
 def _named(cause: OpenRLHFError, who: str) -> OpenRLHFError:

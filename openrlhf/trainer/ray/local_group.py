@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
@@ -52,8 +53,19 @@ class LocalCluster:
         self.config = config
         self.run_dir = run_dir
         self.topology = topology
+        self.engines: list[RolloutEngine] = []
         ranks = dict.fromkeys(ROLES, topology.world_size)
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """End engines; leave the world together, unless a peer may be waiting elsewhere."""
+        for engine in self.engines:
+            engine.shutdown()
+        if kind is None:
+            shut_down()
 
     def start_group(self, role: str, worker_class: type) -> WorkerGroup:
         """This rank of a role."""
@@ -71,7 +83,9 @@ class LocalCluster:
                 f"--vllm_num_engines {self.config.vllm.num_engines} without Ray on {self.topology.world_size} "
                 "process(es): one process holds at most one engine. Use train_ppo_ray, or --vllm_num_engines 0."
             )
-        return [VLLMEngine(engine_config(self.config, has_gpus=torch.cuda.is_available()))]
+        config = engine_config(self.config, has_gpus=torch.cuda.is_available())
+        self.engines.append(VLLMEngine(config))
+        return list(self.engines)
 
     def wait_until_up(self) -> None:
         """Nothing to wait for: all of it is this process."""

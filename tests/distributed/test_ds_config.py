@@ -1,0 +1,130 @@
+"""Flags become DeepSpeed's dictionary; a user's JSON is completed or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.ds_config import (
+    ModelFacts,
+    effective_stage,
+    inference_config,
+    training_config,
+)
+from openrlhf.errors import ConfigError
+
+FP32 = ModelFacts(torch.float32, num_parameters=1000, hidden_size=8, world_size=2)
+BF16 = ModelFacts(torch.bfloat16, num_parameters=1000, hidden_size=8, world_size=2)
+ALONE = ModelFacts(torch.float32, num_parameters=1000, world_size=1)
+
+
+def write(path: Path, tree: dict) -> DeepSpeedConfig:
+    path.write_text(json.dumps(tree))
+    return DeepSpeedConfig(zero_stage=2, config=str(path))
+
+
+def test_accumulation_is_ours_and_clipping_is_the_flags():
+    config = training_config(DeepSpeedConfig(zero_stage=2), OptimizerConfig(max_norm=0.7), FP32)
+    assert config["gradient_accumulation_steps"] == 1
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert config["train_batch_size"] == 2
+    assert config["gradient_clipping"] == 0.7
+    assert config["optimizer"]["params"]["torch_adam"] is True
+
+
+@pytest.mark.parametrize(
+    ("stage", "facts", "options", "runs_as"),
+    [
+        (2, FP32, {}, 2),
+        (2, ALONE, {}, 0),
+        (3, ALONE, {}, 3),
+        (2, ALONE, {"adam_offload": True}, 2),
+        (1, BF16, {}, 2),
+        (0, BF16, {}, 2),
+        (3, BF16, {}, 3),
+        (0, FP32, {}, 0),
+    ],
+)
+def test_the_stage_that_runs(stage: int, facts: ModelFacts, options: dict, runs_as: int):
+    assert effective_stage(DeepSpeedConfig(zero_stage=stage, **options), facts) == runs_as
+
+
+def test_sixteen_bit_gradients_are_summed_in_fp32_unless_the_user_says_otherwise():
+    config = training_config(DeepSpeedConfig(), OptimizerConfig(), BF16)
+    assert config["bf16"]["enabled"] and config["data_types"] == {"grad_accum_dtype": "fp32"}
+    asked = training_config(DeepSpeedConfig(grad_accum_dtype="bf16"), OptimizerConfig(), BF16)
+    assert asked["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
+def test_buckets_are_no_larger_than_the_model():
+    zero = training_config(DeepSpeedConfig(), OptimizerConfig(), FP32)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 1000
+
+
+def test_a_frozen_model_is_offloaded_on_gpus_only():
+    cuda = ModelFacts(torch.bfloat16, num_parameters=1000, is_cuda=True)
+    on_gpu = inference_config(DeepSpeedConfig(), cuda, offload=True)["zero_optimization"]
+    on_cpu = inference_config(DeepSpeedConfig(), BF16, offload=True)["zero_optimization"]
+    assert on_gpu["stage"] == 3 and on_gpu["offload_param"]["device"] == "cpu"
+    assert "offload_param" not in on_cpu
+
+
+def test_auto_is_filled_and_other_keys_are_kept(tmp_path: Path):
+    ds = write(
+        tmp_path / "ds.json",
+        {
+            "train_batch_size": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 123, "overlap_comm": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            "wall_clock_breakdown": True,
+        },
+    )
+    config = training_config(ds, OptimizerConfig(), FP32)
+    assert config["gradient_clipping"] == 1.0
+    assert config["optimizer"]["params"]["lr"] == 5e-6
+    assert config["zero_optimization"]["reduce_bucket_size"] == 123
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert config["wall_clock_breakdown"] is True
+    assert "scheduler" not in config
+
+
+def test_every_contradiction_is_named_with_its_flag(tmp_path: Path):
+    ds = write(
+        tmp_path / "ds.json",
+        {
+            "zero_optimization": {"stage": 3},
+            "gradient_clipping": 5.0,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        },
+    )
+    with pytest.raises(ConfigError) as caught:
+        training_config(ds, OptimizerConfig(), FP32)
+    lines = caught.value.problems
+    assert len(lines) == 3
+    assert "zero_optimization.stage is 3, but --zero_stage gives 2" in lines[0]
+    assert "gradient_clipping is 5.0, but --max_norm gives 1.0" in lines[1]
+    assert "--lr_scheduler" in lines[2]
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="JSON"):
+        training_config(DeepSpeedConfig(config=str(path)), OptimizerConfig(), FP32)
+
+
+def test_a_missing_file_is_refused():
+    with pytest.raises(ConfigError, match="does not exist"):
+        training_config(DeepSpeedConfig(config="/nowhere.json"), OptimizerConfig(), FP32)
+
+
+def test_sixteen_bit_accumulation_of_fp32_weights_is_refused():
+    with pytest.raises(ConfigError, match="--grad_accum_dtype bf16 with fp32"):
+        training_config(DeepSpeedConfig(grad_accum_dtype="bf16"), OptimizerConfig(), FP32)

@@ -1,0 +1,155 @@
+"""What is exported or handed to engines has the names and numbers of the files it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.export import export_hf, mend_generation_config
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import full_parameters
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from tests.distributed.spawn import run_ranks
+from tests.tiny import make_model
+
+KINDS = {
+    "qwen2": ("qwen2", {}),
+    "tied": ("qwen2", {"is_tied": True}),
+    "mixtral": ("mixtral", {}),
+    "bf16": ("llama", {}),
+}
+CASES = [(kind, stage) for kind in KINDS for stage in (2, 3)]
+
+
+def export_all(folder: Path) -> dict:
+    """Export every kind of model from every stage; the names and tensors engines would be given."""
+    given = {}
+    for kind, stage in CASES:
+        param_dtype = "bf16" if kind == "bf16" else "auto"
+        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype=param_dtype))
+        strategy.setup()
+        model = load_causal_lm(folder / kind, dtype=param_dtype)
+        engine = strategy.prepare_train(Actor(model), OptimizerConfig(), num_updates=1)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
+        export_hf(engine, model, tokenizer, out_dir(folder, kind, stage), command="a command")
+        given[kind, stage] = {n: t.clone() for n, t in engine.gather_full_parameters()}
+    strategy.shut_down()
+    return given
+
+
+def out_dir(folder: Path, kind: str, stage: int) -> Path:
+    return folder / f"{kind}-zero{stage}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    for kind, (architecture, options) in KINDS.items():
+        make_model(folder / kind, architecture, **options)
+    for kind, stage in CASES:
+        path = out_dir(folder, kind, stage)
+        path.mkdir()
+        (path / "metrics.jsonl").write_text("{}\n")
+        (path / "model-00001-of-00002.safetensors").write_text("left by an older export")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path) -> list[dict]:
+    return run_ranks(export_all, 2, folder)
+
+
+@pytest.mark.parametrize(("kind", "stage"), CASES)
+def test_the_export_loads_with_every_weight_in_place(
+    folder: Path, given: list[dict], kind: str, stage: int
+) -> None:
+    path = out_dir(folder, kind, stage)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values())
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    for mine, theirs in zip(model.parameters(), start.parameters(), strict=True):
+        assert mine.dtype == dtype
+        assert torch.equal(mine, theirs.to(dtype))
+
+
+@pytest.mark.parametrize(("kind", "stage"), CASES)
+def test_engines_are_given_what_a_saved_file_holds(
+    folder: Path, given: list[dict], kind: str, stage: int
+) -> None:
+    stored = load_file(folder / kind / "model.safetensors")
+    for tensors in given:
+        assert tensors[kind, stage].keys() == stored.keys()
+        for name, tensor in tensors[kind, stage].items():
+            assert torch.equal(tensor, stored[name].to(tensor.dtype))
+
+
+def test_the_folder_keeps_its_logs_and_loses_stale_weights(folder: Path, given: list[dict]) -> None:
+    path = out_dir(folder, "qwen2", 2)
+    names = {file.name for file in path.iterdir()}
+    assert names == {
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert "a command" in (path / "README.md").read_text()
+
+
+@pytest.fixture
+def lora(folder: Path) -> peft.PeftModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def test_adapters_are_merged_under_the_names_of_the_base_model(
+    folder: Path, lora: peft.PeftModel
+) -> None:
+    tensors = {name: tensor.clone() for name, tensor in full_parameters(lora)}
+    merged = lora.merge_and_unload().state_dict()
+    assert tensors.keys() == load_file(folder / "qwen2" / "model.safetensors").keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, merged[name])
+
+
+def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.PeftModel) -> None:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig())
+    engine = strategy.prepare_eval(lora)
+    lora.requires_grad_(False)
+    for name, parameter in lora.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    path = folder / "adapter"
+    export_hf(engine, lora, None, path)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in path.iterdir()}
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2")
+    loaded = peft.PeftModel.from_pretrained(base, path)
+    token_ids = torch.arange(10)[None]
+    torch.testing.assert_close(loaded(token_ids).logits, lora(token_ids).logits)
+
+
+def test_stored_buffers_travel_and_scratch_buffers_do_not() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("correction", torch.ones(3))
+    module.register_buffer("scratch", torch.ones(3), persistent=False)
+    assert [name for name, _ in full_parameters(module)] == ["weight", "bias", "correction"]
+
+
+def test_a_published_config_that_forgets_do_sample_can_be_written(tmp_path: Path) -> None:
+    config = transformers.GenerationConfig(temperature=0.6, top_p=0.9)
+    config.do_sample = False
+    mend_generation_config(config)
+    config.save_pretrained(tmp_path)
+    assert config.do_sample

@@ -1,0 +1,77 @@
+"""The learning rate ends exactly where its schedule ends, whatever the name and the length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import SchedulerType
+
+from openrlhf.config.common import AdamConfig, OptimizerConfig
+from openrlhf.distributed.schedule import LearningRate
+from openrlhf.errors import ConfigError
+
+PEAK = 1e-3
+END_VALUES = {
+    "linear": 0.0,
+    "cosine": 0.0,
+    "cosine_with_restarts": 0.0,
+    "polynomial": 0.1 * PEAK,
+    "constant": PEAK,
+    "constant_with_warmup": PEAK,
+    "cosine_with_min_lr": 0.1 * PEAK,
+    "cosine_warmup_with_min_lr": 0.1 * PEAK,
+    "warmup_stable_decay": 0.1 * PEAK,
+}
+
+
+def make(name: str, num_updates: int, warmup_ratio: float = 0.1) -> LearningRate:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    optim = OptimizerConfig(
+        lr_scheduler=name, adam=AdamConfig(lr=PEAK), lr_warmup_ratio=warmup_ratio, min_lr_ratio=0.1
+    )
+    return LearningRate(optimizer, optim, num_updates=num_updates)
+
+
+def run(rate: LearningRate, num_updates: int) -> list[float]:
+    """The rate each update used, then the one it stands at."""
+    used = [rate.value]
+    for _ in range(num_updates):
+        rate.step(loss=1.0)
+        used.append(rate.value)
+    return used
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("num_updates", [1, 2, 7, 40, 101])
+@pytest.mark.parametrize("name", END_VALUES)
+def test_after_the_last_update_the_rate_is_the_end_value(name: str, num_updates: int) -> None:
+    used = run(make(name, num_updates), num_updates)
+    assert used[-1] == pytest.approx(END_VALUES[name], abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"])
+def test_past_the_end_the_rate_stays_and_never_rises_after_warm_up(name: str) -> None:
+    used = run(make(name, 40), 60)
+    assert used[4:] == sorted(used[4:], reverse=True)
+    assert used[41:] == [used[40]] * 20
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
+def test_every_name_of_transformers_works_and_resumes(name: str) -> None:
+    straight = run(make(name, 20), 20)
+    first = make(name, 20)
+    run(first, 8)
+    second = make(name, 20)
+    second.load_state_dict(first.state_dict())
+    assert run(second, 12) == pytest.approx(straight[8:], abs=1e-15)
+
+
+def test_a_run_of_one_update_does_not_spend_it_on_warm_up() -> None:
+    assert make("cosine_with_min_lr", 1, warmup_ratio=0.03).value == PEAK
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"cosin is not a schedule.*cosine_with_min_lr"):
+        make("cosin", 3)

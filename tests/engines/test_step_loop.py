@@ -1,0 +1,121 @@
+"""The loop serves while it takes commands, and an error reaches everybody who waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from openrlhf.engines.step_loop import StepLoop
+from openrlhf.errors import EngineError
+
+
+class Countdown:
+    """Answers n after n steps; a negative request breaks the step, "bad" is refused."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+        self.threads: set[str] = set()
+
+    def add(self, key, request):
+        if request == "bad":
+            raise ValueError("not a number")
+        self.left[key] = self.wanted[key] = request
+
+    def step(self):
+        self.threads.add(threading.current_thread().name)
+        if any(n < 0 for n in self.left.values()):
+            raise RuntimeError("boom")
+        for key in self.left:
+            self.left[key] -= 1
+        done = [key for key, n in self.left.items() if n <= 0]
+        for key in done:
+            del self.left[key]
+        return [(key, self.wanted[key]) for key in done]
+
+    def has_work(self):
+        return bool(self.left)
+
+    def abort(self, keys):
+        for key in keys:
+            self.left.pop(key, None)
+
+
+@pytest.fixture
+def loop():
+    loop = StepLoop(Countdown(), "counter")
+    yield loop
+    loop.close()
+
+
+def test_many_threads_are_served_by_one(loop):
+    answers = {}
+
+    def run(k: int) -> None:
+        answers[k] = [future.result(5) for future in loop.submit([k, 2 * k])]
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {k: [k, 2 * k] for k in range(1, 9)}
+    assert loop.stepper.threads == {"counter"}
+
+
+def test_a_command_runs_while_requests_are_in_flight(loop):
+    [future] = loop.submit([10**9])
+    assert loop.call(lambda: len(loop.stepper.left)) == 1
+    assert not future.done()
+
+
+def test_a_paused_loop_takes_requests_and_serves_them_later(loop):
+    loop.call(loop.pause)
+    [future] = loop.submit([1])
+    time.sleep(0.05)
+    assert not future.done()
+    loop.call(loop.resume)
+    assert future.result(5) == 1
+
+
+def test_a_bad_request_fails_alone(loop):
+    bad, good = loop.submit(["bad", 3])
+    assert good.result(5) == 3
+    with pytest.raises(EngineError, match="counter refused a request: not a number"):
+        bad.result(5)
+
+
+def test_an_error_of_a_command_is_its_callers_own(loop):
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 // 0)
+    assert loop.submit([1])[0].result(5) == 1
+
+
+def test_an_error_of_a_step_reaches_every_waiting_and_later_call(loop):
+    futures = loop.submit([10**9, -1])
+    for future in futures:
+        with pytest.raises(EngineError, match="counter is down: boom"):
+            future.result(5)
+    with pytest.raises(EngineError, match="counter is down: boom"):
+        loop.submit([1])
+    with pytest.raises(EngineError, match="counter is down: boom"):
+        loop.call(lambda: None)
+
+
+def test_closing_fails_what_waits(loop):
+    [future] = loop.submit([10**9])
+    loop.close()
+    with pytest.raises(EngineError, match="shut down"):
+        future.result(5)
+    with pytest.raises(EngineError, match="shut down"):
+        loop.submit([1])
+
+
+def test_waiting_requests_can_be_failed_without_ending_the_loop(loop):
+    [future] = loop.submit([10**9])
+    loop.call(lambda: loop.fail_waiting("the update failed"))
+    with pytest.raises(EngineError, match="the update failed"):
+        future.result(5)
+    assert loop.submit([2])[0].result(5) == 2

@@ -1,0 +1,232 @@
+"""vLLM in this process samples what the trainer computes, before and after weight updates."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.utils.tensors import fingerprint
+from tests.engines.helpers import (
+    PROMPT,
+    engine_greedy,
+    greedy,
+    largest_gap,
+    load,
+    request,
+    restored,
+    send,
+    shake,
+    weights,
+)
+
+LONG_PROMPT = tuple(6 + k % 250 for k in range(200))  # more than one block of the cache
+
+
+def start(path, **settings) -> VLLMEngine:
+    config = VLLMEngineConfig(
+        str(path), dtype="float32", max_model_len=512, max_num_seqs=32, **settings
+    )
+    return VLLMEngine(config)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir):
+    engine = start(tiny_model_dir, enable_prefix_caching=True)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir):
+    return load(tiny_model_dir)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_the_trainer(engine, model, temperature):
+    prompts = [tuple(range(10, 10 + n)) for n in (1, 7, 40, 64)]
+    requests = [request(p, temperature=temperature, max_new_tokens=16) for p in prompts]
+    for prompt, [answer] in zip(prompts, engine.generate(requests), strict=True):
+        assert len(answer.token_ids) == len(answer.logprobs) == 16
+        assert largest_gap(model, prompt, answer, temperature) < 1e-3
+        # The gate would notice a temperature that one side forgot.
+        assert largest_gap(model, prompt, answer, 1.6 - temperature) > 1e-2
+
+
+def test_every_stop_id_stops_and_belongs_to_the_answer(engine, model):
+    tokens = greedy(model, 24)
+    expected = tokens[: tokens.index(tokens[10]) + 1]
+    for stops in [(tokens[10],), (1, tokens[10])]:
+        sampling = request(temperature=0.0, max_new_tokens=24, stop_token_ids=stops)
+        [[answer]] = engine.generate([sampling])
+        assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
+        assert len(answer.logprobs) == len(expected)
+
+
+def test_the_eos_of_the_model_does_not_stop_when_it_is_not_asked_for(engine, model):
+    with restored(engine, model, 0):
+        biased = load(model.config._name_or_path)
+        with torch.no_grad():
+            biased.lm_head.weight[biased.config.eos_token_id] = 0
+            biased.lm_head.weight[:] = biased.lm_head.weight[biased.config.eos_token_id]
+        send(engine, weights(biased), 1)
+        [[answer]] = engine.generate([request(max_new_tokens=300)])
+        assert biased.config.eos_token_id in answer.token_ids[:-1]
+        assert answer.finish_reason == "length"
+
+
+def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
+    [answers] = engine.generate([request(num_samples=4, seed=3, max_new_tokens=12)])
+    assert len({answer.token_ids for answer in answers}) == 4
+    [again] = engine.generate([request(num_samples=4, seed=3, max_new_tokens=12)])
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+
+
+def test_threads_are_served_at_the_same_time(engine, model):
+    answers = {}
+
+    def run(k: int) -> None:
+        prompt = tuple(range(k, k + 10))
+        answers[k] = engine.generate([request(prompt, temperature=0.0, max_new_tokens=8 + k)])
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(10, 18)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, [[answer]] in answers.items():
+        assert answer.token_ids == greedy(model, 8 + k, tuple(range(k, k + 10)))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_the_others_served(engine):
+    with pytest.raises(EngineError, match="prompt r has 600 tokens"):
+        engine.generate([request((7,) * 600)])
+    assert len(engine.generate([request(max_new_tokens=3)])[0][0].token_ids) == 3
+
+
+def three_updates(engine: VLLMEngine, trained) -> None:
+    assert engine_greedy(engine) == greedy(trained)
+    for version, bucket_bytes in [(1, 2**26), (2, 2**15), (3, 2**17)]:
+        shake(trained, version)
+        receipt = send(engine, weights(trained), version, bucket_bytes=bucket_bytes)
+        assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(trained)}
+        assert (receipt.weight_version, receipt.is_cache_reset) == (version, True)
+        assert engine_greedy(engine) == greedy(trained)
+        [[answer]] = engine.generate([request(max_new_tokens=8)])
+        assert answer.weight_version == version
+        assert largest_gap(trained, PROMPT, answer, 1.0) < 1e-3
+
+
+def test_three_updates_arrive(engine, model):
+    with restored(engine, model, 0):
+        three_updates(engine, load(model.config._name_or_path))
+
+
+def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
+    asked = request(LONG_PROMPT, temperature=0.0, max_new_tokens=16)
+    trained = load(model.config._name_or_path)
+    with restored(engine, model, 0):
+        [[before]] = engine.generate([asked])
+        assert before.token_ids == greedy(trained, 16, LONG_PROMPT)
+        shake(trained, 1)
+        send(engine, weights(trained), 1)
+        [[after]] = engine.generate([asked])
+        assert after.token_ids == greedy(trained, 16, LONG_PROMPT)
+        assert after.token_ids != before.token_ids
+        assert largest_gap(trained, LONG_PROMPT, after, 1.0) < 1e-3
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(engine, model):
+    trained = load(model.config._name_or_path)
+    shake(trained, 5)
+    answers = []
+    with restored(engine, model, 0):
+        asked = request(temperature=0.0, max_new_tokens=400)
+        thread = threading.Thread(target=lambda: answers.extend(engine.generate([asked])))
+        thread.start()
+        while not engine._stepper.has_work():
+            pass
+        send(engine, weights(trained), 1)
+        thread.join()
+        [[answer]] = answers
+        assert answer.weight_version == 1
+        num_old = answer.token_versions.count(0)
+        assert answer.token_versions == (0,) * num_old + (1,) * (400 - num_old)
+        rest = greedy(trained, 400 - num_old, (*PROMPT, *answer.token_ids[:num_old]))
+        assert answer.token_ids[num_old:] == rest
+
+
+def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
+    named = weights(model)
+    some_layer = "model.layers.1.self_attn.k_proj.weight"
+    with restored(engine, model, 0):
+        send(engine, named, 1)
+        with pytest.raises(WeightSyncError, match=f"missing tensors: {some_layer}"):
+            send(engine, [pair for pair in named if pair[0] != some_layer], 2)
+        with pytest.raises(EngineError, match="half of a failed weight update"):
+            engine.generate([request(max_new_tokens=1)])
+        with pytest.raises(WeightSyncError, match="nothing"):
+            send(engine, [*named, ("model.layers.0.nothing.weight", torch.ones(3))], 3)
+        with pytest.raises(WeightSyncError, match="nothing"):
+            send(engine, [*named, ("model.layers.0.self_attn.nothing.bias", torch.ones(3))], 3)
+        with pytest.raises(WeightSyncError, match="came twice"):
+            send(engine, [*named, named[0]], 4)
+    assert engine_greedy(engine) == greedy(model)
+
+
+def test_a_dropped_bucket_is_detected(engine, model):
+    with restored(engine, model, 0):
+        engine.begin_weight_update()
+        with ShmBucketWriter(50_000) as writer:
+            for index, bucket in enumerate(writer.write(weights(model))):
+                if index != 1:
+                    engine.receive_bucket(bucket)
+            with pytest.raises(WeightSyncError, match="incomplete update"):
+                engine.finish_weight_update(1)
+
+
+def test_packed_weights_that_are_not_what_was_received_are_found(engine, model, monkeypatch):
+    from openrlhf.engines import vllm_probe
+
+    with restored(engine, model, 0):
+        worker = engine._stepper.engine.model_executor.driver_worker.worker
+        check = worker.weight_transfer_engine.update.check
+        monkeypatch.setattr(check, "num_layers", 0)  # as in the first update: every layer
+        real = vllm_probe.compare
+        monkeypatch.setattr(
+            vllm_probe, "compare", lambda layer, weight, name: real(layer, weight + 0.1, name)
+        )
+        with pytest.raises(WeightSyncError, match="does not hold what was received"):
+            send(engine, weights(model), 1)
+        monkeypatch.undo()
+
+
+def test_three_updates_of_tied_embeddings_arrive(tiny_tied_model_dir):
+    engine = start(tiny_tied_model_dir)
+    try:
+        three_updates(engine, load(tiny_tied_model_dir))
+        # A trainer that sends the LM head beside the embedding says the same thing twice.
+        trained = load(tiny_tied_model_dir)
+        head = ("lm_head.weight", trained.lm_head.weight.detach())
+        send(engine, [*weights(trained), head], 4)
+        assert engine_greedy(engine) == greedy(trained)
+    finally:
+        engine.shutdown()
+
+
+def test_a_dead_engine_says_so(tiny_model_dir):
+    engine = start(tiny_model_dir)
+    engine._stepper.step = lambda: 1 // 0
+    for _ in range(2):
+        with pytest.raises(EngineError, match="vLLM engine is down"):
+            engine.generate([request()])
+    engine.shutdown()
+
+
+def test_an_engine_that_shuts_down_leaves_the_others_alone(engine, model):
+    assert torch.distributed.is_initialized()
+    assert engine_greedy(engine) == greedy(model)

@@ -1,0 +1,65 @@
+"""Every training script runs to its end with tiny local models, through its variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.tiny import make_model, write_jsonl
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
+TRAINING_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
+TINY_SFT = "--train_batch_size 4 --micro_train_batch_size 2 --max_len 64"
+TINY_RL = (
+    "--rollout_batch_size 4 --micro_rollout_batch_size 4 --train_batch_size 4 "
+    "--micro_train_batch_size 4 --prompt_max_len 32 --generate_max_len 8 --save_steps -1 "
+    "--enforce_eager"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_variables(tmp_path_factory) -> dict[str, str]:
+    """A policy, a reward model and eight rows."""
+    folder = tmp_path_factory.mktemp("script_models")
+    model = make_model(folder / "model", hidden_size=128)
+    torch.manual_seed(1)
+    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1
+    )
+    reward_model.save_pretrained(folder / "reward_model")
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder / "reward_model")
+    rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(8)]
+    return {
+        "MODEL": str(model),
+        "REWARD_MODEL": str(folder / "reward_model"),
+        "DATA": str(write_jsonl(folder / "rows.jsonl", rows)),
+        "INPUT_KEY": "question",
+        "OUTPUT_KEY": "answer",
+        "LABEL_KEY": "answer",
+        "GPUS": "1",
+        "ENGINES": "1",
+        "TENSOR_PARALLEL": "1",
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", TRAINING_SCRIPTS)
+def test_a_script_trains_and_exports(name, tiny_variables, tmp_path):
+    extra = TINY_SFT if name == "train_sft.sh" else TINY_RL
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, **tiny_variables, "PATH": path, "EXTRA_ARGS": extra}
+    command = ["bash", SCRIPTS / name]
+    result = subprocess.run(
+        command, env={**env, "OUT": str(tmp_path)}, capture_output=True, text=True, timeout=560
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "metrics.jsonl").read_text()

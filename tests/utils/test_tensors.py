@@ -1,0 +1,73 @@
+"""A fingerprint changes with any bit and any order, and with nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openrlhf.utils.tensors import fingerprint, tensors_in
+
+SIZES = [0, 1, 2, 511, 1024, 1025, 70_000, 600_001]
+
+
+def slow_fingerprint(tensor: torch.Tensor) -> int:
+    """The same sum in Python integers, word by word."""
+    from openrlhf.utils.tensors import FOLD_WIDTH, _multipliers
+
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    padded = data + bytes(-len(data) % 8)
+    words = [int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8)]
+    level = 0
+    while True:
+        odd = _multipliers(level, torch.device("cpu")).tolist()
+        groups = [words[i : i + FOLD_WIDTH] for i in range(0, len(words), FOLD_WIDTH)] or [[]]
+        words = [sum(w * m for w, m in zip(group, odd, strict=False)) % 2**64 for group in groups]
+        level += 1
+        if len(words) == 1:
+            return (words[0] + len(data) * 0x9E3779B97F4A7C15) % 2**64
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_weighted_sum_of_its_words(size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    assert fingerprint(tensor) == slow_fingerprint(tensor)
+
+
+@pytest.mark.parametrize("size", SIZES[3:])
+def test_a_single_bit_changes_it(size):
+    tensor = torch.randn(size)
+    before = fingerprint(tensor)
+    for index in (0, size // 2, size - 1):
+        changed = tensor.clone()
+        changed.view(torch.int32)[index] ^= 1
+        assert fingerprint(changed) != before
+
+
+def test_it_depends_on_the_order():
+    tensor = torch.randn(5000)
+    swapped = tensor.clone()
+    swapped[[10, 4000]] = tensor[[4000, 10]]
+    assert fingerprint(swapped) != fingerprint(tensor)
+    assert fingerprint(tensor.flip(0)) != fingerprint(tensor)
+    assert fingerprint(torch.zeros(4)) != fingerprint(torch.zeros(8))
+
+
+def test_it_does_not_depend_on_where_the_bits_lie():
+    tensor = torch.randn(33, 70)
+    assert fingerprint(tensor.T.contiguous().T) == fingerprint(tensor)
+    shifted = torch.cat([torch.zeros(1), tensor.flatten()])[1:]
+    assert fingerprint(shifted) == fingerprint(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_it_takes_any_dtype(dtype):
+    assert fingerprint(torch.ones(77).to(dtype)) != fingerprint(torch.zeros(77).to(dtype))
+
+
+def test_tensors_are_found_in_a_buffer():
+    buffer = torch.zeros(128, dtype=torch.uint8)
+    buffer[:8] = torch.tensor([1.0, 2.0]).view(torch.uint8)
+    buffer[64:68] = torch.tensor([[3.0], [4.0]], dtype=torch.bfloat16).flatten().view(torch.uint8)
+    first, second = tensors_in(buffer, ["float32", "bfloat16"], [(2,), (2, 1)], [0, 64])
+    assert first.tolist() == [1.0, 2.0]
+    assert second.tolist() == [[3.0], [4.0]]
