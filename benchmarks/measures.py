@@ -1,6 +1,8 @@
-"""One measurement a process: `python -m benchmarks.measures NAME FOLDER [MAX_NEW_TOKENS]` prints one JSON object.
+"""One measurement a process: `python -m benchmarks.measures NAME FOLDER [MAX_NEW_TOKENS]` prints
+one JSON object.
 
-Each side of a ratio runs alone in a fresh process with the same threads; `benchmarks.run` alternates them.
+Each side of a ratio runs alone in a fresh process with the same threads; `benchmarks.run`
+alternates them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -99,7 +102,9 @@ def generate_hf(work: w.Workload) -> Measurement:
 
 
 def train_bare(work: w.Workload) -> Measurement:
-    """Forward, backward and AdamW in plain torch and transformers: the whole batch in micro-batches of 32 rows."""
+    """Forward, backward and AdamW in plain torch and transformers: the whole batch in micro-batches
+    of 32 rows.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
@@ -305,7 +310,7 @@ def step_trl(work: w.Workload) -> Measurement:
         callbacks=[Clock()],
     )
     trainer.train()
-    times = [b - a for a, b in zip(ends[1:], ends[2:], strict=False)]
+    times = [after - before for before, after in pairwise(ends[1:])]
     log = [r for r in trainer.state.log_history if "completions/mean_length" in r]
     return {
         "seconds": statistics.median(times),

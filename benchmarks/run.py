@@ -1,6 +1,8 @@
-"""All ratios on this machine, side by side: `python -m benchmarks.run [--rounds 2] [--without-trl]`.
+"""All ratios on this machine, side by side: `python -m benchmarks.run [--rounds 2] [--without-
+trl]`.
 
-Leave the machine idle meanwhile. Goals are those the project has set itself; a ratio that misses its goal is marked.
+Leave the machine idle meanwhile. Goals are those the project has set itself; a ratio that misses
+its goal is marked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Typed errors and the exit code each one ends the process with.
 
-0 everything promised was done, 2 the user's input was wrong, 3 a fault could not be survived, 4 a bug of ours.
-Every error pickles, because most of them cross a process boundary before a person reads them.
+0 everything promised was done, 2 the user's input was wrong, 3 a fault could not be survived, 4 a
+bug of ours. Every error pickles, because most of them cross a process boundary before a person
+reads them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from collections.abc import Sequence
 
 
 class OpenRLHFError(Exception):
-    """Base of every error this package raises on purpose; the message is one line a user can act on."""
+    """Base of every error this package raises on purpose; the message is one line a user can act
+    on.
+    """
 
     exit_code = 4
 
 
 class ConfigError(OpenRLHFError):
-    """The configuration contradicts itself or names something that is not there; lists every problem found."""
+    """The configuration contradicts itself or names something that is not there; lists every
+    problem found.
+    """
 
     exit_code = 2
 
@@ -29,7 +34,9 @@ class ConfigError(OpenRLHFError):
 
 
 class DataError(ConfigError):
-    """Rows, columns or files of a dataset are not what the command needs; lists every problem found."""
+    """Rows, columns or files of a dataset are not what the command needs; lists every problem
+    found.
+    """
 
 
 class RewardError(OpenRLHFError):

@@ -10,7 +10,8 @@ import transformers
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -56,7 +57,7 @@ def make_model(
     *,
     hidden_size: int = 64,
     num_layers: int = 2,
-    num_heads: int = 2,  # head size 32: the smallest that vLLM has a CPU kernel for
+    num_heads: int = 2,  # head size 32: the least that vLLM has a CPU kernel for
     num_kv_heads: int = 1,
     vocab_size: int | None = None,
     is_tied: bool = False,
@@ -66,18 +67,18 @@ def make_model(
     """A randomly initialised causal LM with its tokenizer, saved at `path` in Hugging Face format."""
     path = Path(path)
     tokenizer = make_tokenizer(path)
-    common = dict(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=is_tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    common = {
+        "vocab_size": vocab_size or len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": is_tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     if architecture != "gpt_neox":
         common["num_key_value_heads"] = num_kv_heads
     if architecture in ("gemma", "gemma2", "qwen3"):
@@ -101,7 +102,9 @@ def write_jsonl(path: Path | str, rows: list[dict]) -> Path:
 
 
 def make_reward_model(path: Path | str, *, seed: int = 1, **model: object) -> Path:
-    """A random reward model in Hugging Face format, with the mean and std of its scores in the config."""
+    """A random reward model in Hugging Face format, with the mean and std of its scores in the
+    config.
+    """
     path = make_model(path, seed=seed, **model)  # type: ignore[arg-type]
     config = transformers.AutoConfig.from_pretrained(path)
     config.num_labels = 1

@@ -28,7 +28,6 @@ python -m openrlhf.cli.train_ppo_ray \
     --max_samples 100000 --max_epochs 1 --num_episodes 1 \
     --prompt_max_len 1024 --generate_max_len 1024 \
     --zero_stage 3 --bf16 --flash_attn --gradient_checkpointing --packing_samples \
-    --save_steps 20 --logging_steps 1 \
+    --save_steps -1 --logging_steps 1 \
     --save_path "$OUT" --ckpt_path "$OUT/checkpoints" \
-    --load_checkpoint \
     ${EXTRA_ARGS:-}

@@ -28,5 +28,4 @@ fi
     --zero_stage 2 --bf16 --flash_attn --packing_samples --gradient_checkpointing \
     --eval_steps -1 --save_steps -1 --logging_steps 1 \
     --save_path "$OUT" --ckpt_path "$OUT/checkpoints" \
-    --load_checkpoint \
     ${EXTRA_ARGS:-}

@@ -21,10 +21,10 @@ def sample_tokens(
     is_greedy_R = temperature_R == 0
     divisor_R = temperature_R.masked_fill(is_greedy_R, 1.0)
     logprobs_RV = (logits_RV.float() / divisor_R[:, None]).log_softmax(-1)
-    probs_RV = logprobs_RV.double().exp_()
+    probs_RV = logprobs_RV.exp()
     if bool((top_p_R < 1).any()):
         probs_RV = keep_top_p(probs_RV, top_p_R)
-    cumulative_RV = probs_RV.cumsum(-1)
+    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
     threshold_R = uniform_R * cumulative_RV[:, -1]
     tokens_R = torch.searchsorted(cumulative_RV, threshold_R[:, None], right=True).squeeze(-1)
     tokens_R = tokens_R.clamp_max(logits_RV.size(-1) - 1)

@@ -1,4 +1,6 @@
-"""Builds an RL run and drives it: on a Ray cluster (`run_ppo_ray`) or in this process (`run_ppo_local`)."""
+"""Builds an RL run and drives it: on a Ray cluster (`run_ppo_ray`) or in this process
+(`run_ppo_local`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from openrlhf.trainer.ppo_setup import (
     prepare_inputs,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
-from openrlhf.trainer.ppo_utils.experience_maker import KLRules, RemoteExperienceMaker, RewardRules
+from openrlhf.trainer.ppo_utils.experience_maker import (
+    Forwards,
+    KLRules,
+    RemoteExperienceMaker,
+    RewardRules,
+)
 from openrlhf.trainer.ppo_utils.samples_generator import Generator, SamplesGenerator, Scorer
 from openrlhf.trainer.ppo_utils.scoring import FunctionScorer, ModelScorer
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
@@ -115,7 +122,9 @@ def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Grou
 
 
 def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[str, int]:
-    """Load all models, at the same time where they have processes of their own; parameter counts by role."""
+    """Load all models, at the same time where they have processes of their own; parameter counts by
+    role.
+    """
     classes = {
         "actor": (PolicyModelActor, (schedule.num_actor_updates,)),
         "critic": (CriticModelActor, (schedule.num_critic_updates,)),
@@ -178,7 +187,6 @@ def _experience_maker(
     config: PPOConfig, groups: Groups, schedule: Schedule
 ) -> RemoteExperienceMaker:
     advantage, reward, kl = config.algo.advantage, config.reward, config.algo.kl
-    is_off_policy = needs_old_logprobs(config, schedule)
     return RemoteExperienceMaker(
         estimator(
             advantage.estimator,
@@ -194,16 +202,18 @@ def _experience_maker(
             stop_properly_penalty_coef=reward.stop_properly_penalty_coef,
         ),
         KLRules(kl.estimator, kl.use_loss),
-        old_logprobs=ForwardPass(groups["actor"], PolicyModelActor.compute_logprobs)
-        if is_off_policy
-        else None,
-        ref_logprobs=ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
-        if "ref" in groups
-        else None,
-        values=ForwardPass(groups["critic"], CriticModelActor.compute_values)
-        if "critic" in groups
-        else None,
-        is_sequential=config.train.colocate_all,
+        Forwards(
+            old_logprobs=ForwardPass(groups["actor"], PolicyModelActor.compute_logprobs)
+            if needs_old_logprobs(config, schedule)
+            else None,
+            values=ForwardPass(groups["critic"], CriticModelActor.compute_values)
+            if "critic" in groups
+            else None,
+            ref_logprobs=ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
+            if "ref" in groups
+            else None,
+            is_sequential=config.train.colocate_all,
+        ),
     )
 
 
@@ -230,26 +240,20 @@ def _banner(
     counts: RoleCounts,
 ) -> None:
     rollout, train = config.rollout, config.train
-    samples = rollout.batch_size * rollout.n_samples_per_prompt
-    print_banner(
-        {
-            "models": {
-                role: f"{format_count(size)} parameters on {counts.ranks[role]} rank(s)"
-                for role, size in sizes.items()
-            }
-            | {
-                "engines": f"{counts.num_engines} x vLLM"
-                if counts.num_engines
-                else "Hugging Face generation in the actor"
-            },
-            "run": {
-                "estimator": config.algo.advantage.estimator,
-                "devices": counts.describe(),
-                "dtype": config.ds.param_dtype if not _is_fp32(config) else "fp32",
-                "batch": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples}; "
-                f"{schedule.updates_per_rollout} update(s) of {train.batch_size} samples a step",
-                "steps": f"{schedule.num_steps} ({len(inputs.prompts)} prompts x {train.num_episodes} episode(s))",
-                "folder": os.fspath(inputs.run_dir),
-            },
-        }
-    )
+    group = rollout.n_samples_per_prompt
+    engines = f"{counts.num_engines} x vLLM" if counts.num_engines else "the actor itself"
+    models = {
+        role: f"{format_count(size)} parameters on {counts.ranks[role]} rank(s)"
+        for role, size in sizes.items()
+    }
+    run = {
+        "estimator": config.algo.advantage.estimator,
+        "devices": counts.describe(),
+        "dtype": "fp32" if _is_fp32(config) else config.ds.param_dtype,
+        "batch": f"{rollout.batch_size} prompts x {group} samples = {rollout.batch_size * group}; "
+        f"{schedule.updates_per_rollout} update(s) of {train.batch_size} samples a step",
+        "steps": f"{schedule.num_steps} "
+        f"({len(inputs.prompts)} prompts x {train.num_episodes} episode(s))",
+        "folder": os.fspath(inputs.run_dir),
+    }
+    print_banner({"models": models | {"generation": engines}, "run": run})

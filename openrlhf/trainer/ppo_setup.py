@@ -1,11 +1,11 @@
 """What an RL run needs before anything heavy starts: tokenizer, prompts, reward source, arithmetic.
 
-Everything a user can get wrong in data, paths and reward code is found here, before a model is loaded.
+Everything a user can get wrong in data, paths and reward code is found here, before a model is
+loaded.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,6 +174,6 @@ def _reward_function(config: PPOConfig) -> FunctionReward | None:
     url = config.reward.remote_url
     if url is None:
         return None
-    if not os.path.splitext(url)[1] == ".py":
-        raise ConfigError(f"--remote_rm_url {url}: only a Python file with reward_func works today")
+    if not url.endswith(".py"):
+        raise ConfigError(f"--remote_rm_url {url}: only a .py file with reward_func works today")
     return FunctionReward(url, batch_size=config.rollout.micro_batch_size)

@@ -1,4 +1,5 @@
-"""The RL step on one screen: generate, make experience, update, sync; plain Python over groups of workers.
+"""The RL step on one screen: generate, make experience, update, sync; plain Python over groups of
+workers.
 
 Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Built by ppo_run.py.
 """
@@ -67,7 +68,7 @@ class PPOTrainer:
         self.num_steps = self.cursor.num_batches(config.rollout.batch_size)
 
     def fit(self) -> None:
-        """Run all episodes; evaluates before the first step, every `--eval_steps`, and at the end."""
+        """Run all episodes; evaluate before the first step, every `--eval_steps`, at the end."""
         self.broadcast_to_vllm()
         self.evaluate(global_step=0)
         for global_step, prompts in enumerate(self.prompt_batches(), start=1):
@@ -144,7 +145,9 @@ class PPOTrainer:
         )
 
     def broadcast_to_vllm(self) -> None:
-        """Send the policy's weights to the engines; returns only when every engine has proved to hold them."""
+        """Send the policy's weights to the engines; returns only when every engine has proved to
+        hold them.
+        """
         if self.parts.engines:
             with self.parts.phases.sync():
                 self.parts.actor.call(PolicyModelActor.broadcast_to_vllm, self.parts.engines)
@@ -184,8 +187,9 @@ class PPOTrainer:
         limit = self.parts.max_mismatch_kl
         if global_step == 1 and "vllm_kl" in metrics and metrics["vllm_kl"] > limit:
             raise EngineError(
-                f"engine and trainer disagree about the sampled tokens at the first step: mismatch KL "
-                f"{metrics['vllm_kl']:.2e}, limit {limit:.0e}. Check temperature, dtype and attention on both sides."
+                "engine and trainer disagree about the sampled tokens at the first step: "
+                f"mismatch KL {metrics['vllm_kl']:.2e}, limit {limit:.0e}. "
+                "Check temperature, dtype and attention on both sides."
             )
 
     def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:

@@ -1,4 +1,5 @@
-"""Metrics that know how they combine: a mean carries its weight, so merging over micro-batches and ranks is exact.
+"""Metrics that know how they combine: a mean carries its weight, so merging over micro-batches and
+ranks is exact.
 
 `timed` is the one clock of the package; names follow the logged names of the documentation.
 """
@@ -37,14 +38,16 @@ class _Cell:
 
 @dataclass
 class Metrics:
-    """Named numbers with their reductions; picklable, so that ranks can send theirs to the controller."""
+    """Named numbers with their reductions; picklable, so that ranks can send theirs to the
+    controller.
+    """
 
     cells: dict[str, _Cell] = field(default_factory=dict)
 
     def add(
         self, name: str, value: float, *, weight: float = 1.0, reduction: Reduction = "mean"
     ) -> None:
-        """Note one value; `weight` counts only for means (say, the tokens the mean was taken over)."""
+        """Note one value; `weight` counts only for means (say, the tokens it is a mean of)."""
         total = value * weight if reduction == "mean" else value
         self._absorb(name, _Cell(float(total), float(weight), reduction))
 

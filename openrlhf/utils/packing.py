@@ -1,6 +1,8 @@
-"""The one batch form that models see: several token sequences laid end to end in one row, with no padding.
+"""The one batch form that models see: several token sequences laid end to end in one row, with no
+padding.
 
-Knows where sequences begin and which tokens are targets; does not know how attention over the row is computed.
+Knows where sequences begin and which tokens are targets; does not know how attention over the row
+is computed.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """B sequences with T tokens in all; N of the tokens are targets (their log-prob or value is wanted)."""
+    """B sequences with T tokens in all; N of the tokens are targets (their log-prob or value is
+    wanted).
+    """
 
     token_ids: Tensor  # (T,) int64
     seq_lengths: tuple[int, ...]  # B lengths, summing to T
-    target_mask: Tensor  # (T,) bool, False on the first token of every sequence (nothing predicts it)
+    target_mask: (
+        Tensor  # (T,) bool, False on the first token of every sequence (nothing predicts it)
+    )
 
     @classmethod
     def from_sequences(

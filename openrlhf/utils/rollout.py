@@ -1,4 +1,5 @@
-"""One finished sample, as it travels from the engines to the trainer: tokens in, tokens out, and its outcome.
+"""One finished sample, as it travels from the engines to the trainer: tokens in, tokens out, and
+its outcome.
 
 A literal example: prompt ids [7, 8], sampled ids [9, 2] give token_ids [7, 8, 9, 2] and
 action_mask [F, F, T, T]; logprobs has one number per sampled token.
@@ -58,7 +59,9 @@ class Rollout:
 def check_completion(
     sample_id: str, token_ids: Sequence[int], logprobs: Sequence[float], *, vocab_size: int
 ) -> None:
-    """Refuse what an engine cannot mean: no token, ids outside the vocabulary, missing or impossible log-probs."""
+    """Refuse what an engine cannot mean: no token, ids outside the vocabulary, missing or
+    impossible log-probs.
+    """
     if not token_ids:
         raise EngineError(f"sample {sample_id}: the engine answered no token")
     if len(token_ids) != len(logprobs):

@@ -12,6 +12,7 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.unimplemented import refuse_unimplemented
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
 CONFIGS = {"openrlhf.cli.train_sft": SFTConfig, "openrlhf.cli.train_ppo_ray": PPOConfig}
@@ -40,9 +41,11 @@ def run_script(tmp_path):
 
 
 def parse(words: list[str]) -> SFTConfig | PPOConfig:
-    """The config of the command after `-m`."""
+    """The config of the command after `-m`; ConfigError when it could not be run."""
     at = words.index("-m") + 1
-    return parse_config(CONFIGS[words[at]], words[at + 1 :]).config
+    config = parse_config(CONFIGS[words[at]], words[at + 1 :]).config
+    refuse_unimplemented(config)
+    return config
 
 
 TRAINING_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))

@@ -16,7 +16,8 @@ def reward_func(queries, prompts, labels):
     responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     scores = [float(label in response) for response, label in zip(responses, labels)]
     rewards = [score + 1.0 / (1 + len(response)) for score, response in zip(scores, responses)]
-    return {"rewards": rewards, "scores": scores, "extra_logs": {"num_chars": [float(len(r)) for r in responses]}}
+    num_chars = [float(len(response)) for response in responses]
+    return {"rewards": rewards, "scores": scores, "extra_logs": {"num_chars": num_chars}}
 '''
 
 

@@ -1,4 +1,6 @@
-"""What a user can get wrong ends in one clear line and the right exit code, before anything heavy starts."""
+"""What a user can get wrong ends in one clear line and the right exit code, before anything heavy
+starts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from openrlhf.cli import train_ppo, train_ppo_ray
 from tests.integration.commands import argv
 from tests.tiny import write_jsonl
 
-GOOD = "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 --vllm_num_engines 0"
+GOOD = (
+    "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
+    "--vllm_num_engines 0"
+)
 
 
 def run(

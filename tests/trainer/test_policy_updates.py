@@ -1,4 +1,4 @@
-"""The policy's update is the same however the batch is cut, and skips only work that cannot matter."""
+"""The policy's update is the same however the batch is cut; only idle work is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Planning of optimizer steps: every sample once an epoch, on exactly one rank, with global denominators."""
+"""Planning of optimizer steps: every sample once an epoch, on exactly one rank, with global
+denominators.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from openrlhf.utils.rollout import Rollout
 def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[str, float]:
     """Metrics of scored evaluation samples.
 
-    Per data source: pass@n = mean over prompts of the best score, pass@1 = mean over prompts of the mean score;
-    response length in tokens and the share of truncated responses over all.
+    Per data source: pass@n = mean over prompts of the best score, pass@1 = mean over prompts of the
+    mean score; response length in tokens and the share of truncated responses over all.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rollout in rollouts:

@@ -15,30 +15,27 @@ from torch import Tensor
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 
-
-def _column(axis: str, *, is_optional: bool = False) -> Tensor:
-    default = {"default": None} if is_optional else {}
-    return field(metadata={"axis": axis}, **default)  # type: ignore[no-any-return, call-overload]
+TOKEN, ACTION, SAMPLE = ({"axis": axis} for axis in ("token", "action", "sample"))
 
 
 @dataclass(frozen=True)
 class Experience:
     """B samples, T tokens, N sampled tokens."""
 
-    seq_lengths: Tensor = _column("sample")  # (B,) int64, sums to T
-    num_actions: Tensor = _column("sample")  # (B,) int64, sums to N
-    group_ids: Tensor = _column("sample")  # (B,) int64
-    rewards: Tensor = _column("sample")  # (B,) float32, finite
-    is_truncated: Tensor = _column("sample")  # (B,) bool
-    token_ids: Tensor = _column("token")  # (T,) int64
-    action_mask: Tensor = _column("token")  # (T,) bool
-    rollout_logprobs: Tensor = _column("action")  # (N,) float32, from the engine
-    weight_versions: Tensor = _column("action")  # (N,) int32
-    old_logprobs: Tensor | None = _column("action", is_optional=True)  # (N,) None: on-policy
-    ref_logprobs: Tensor | None = _column("action", is_optional=True)  # (N,)
-    values: Tensor | None = _column("action", is_optional=True)  # (N,)
-    advantages: Tensor | None = _column("action", is_optional=True)  # (N,)
-    returns: Tensor | None = _column("action", is_optional=True)  # (N,)
+    seq_lengths: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to T
+    num_actions: Tensor = field(metadata=SAMPLE)  # (B,) int64, sums to N
+    group_ids: Tensor = field(metadata=SAMPLE)  # (B,) int64
+    rewards: Tensor = field(metadata=SAMPLE)  # (B,) float32, finite
+    is_truncated: Tensor = field(metadata=SAMPLE)  # (B,) bool
+    token_ids: Tensor = field(metadata=TOKEN)  # (T,) int64
+    action_mask: Tensor = field(metadata=TOKEN)  # (T,) bool
+    rollout_logprobs: Tensor = field(metadata=ACTION)  # (N,) float32, from the engine
+    weight_versions: Tensor = field(metadata=ACTION)  # (N,) int32
+    old_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,) None: on-policy
+    ref_logprobs: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
+    values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
+    advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
+    returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Experience:
@@ -110,8 +107,8 @@ def scatter_back(
 ) -> Tensor:
     """Undo a partition: per-part flat columns back into sample order.
 
-    `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many entries
-    each sample has (all ones for a per-sample column).
+    `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many
+    entries each sample has (all ones for a per-sample column).
     """
     chunks: list[Tensor | None] = [None] * len(sizes)
     for part, members in zip(parts, indices, strict=True):

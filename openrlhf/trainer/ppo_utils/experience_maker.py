@@ -1,7 +1,8 @@
-"""From scored rollouts to experience: the forwards of reference, old policy and critic, then advantages.
+"""From scored rollouts to experience: the forwards of reference, old policy and critic, then
+advantages.
 
-Follows the order of operations of the documentation: penalties, KL, shaping, clipping, token rewards, advantages,
-normalisation. Forwards nobody needs are not made.
+Follows the order of operations of the documentation: penalties, KL, shaping, clipping, token
+rewards, advantages, normalisation. Forwards nobody needs are not made.
 """
 
 from __future__ import annotations
@@ -58,33 +59,51 @@ class KLRules:
     use_loss: bool = False
 
 
+@dataclass(frozen=True)
+class Forwards:
+    """The forwards a run needs; None where nobody uses the result."""
+
+    old_logprobs: ForwardPass | None = None
+    values: ForwardPass | None = None
+    ref_logprobs: ForwardPass | None = None
+    is_sequential: bool = False  # groups that share devices take turns
+
+    def run(self, experience: Experience) -> dict[str, Tensor]:
+        """Their columns, (N,) each; raises NumericsError for one that is not finite."""
+        passes = {
+            "old_logprobs": self.old_logprobs,
+            "values": self.values,
+            "ref_logprobs": self.ref_logprobs,
+        }
+        wanted = {name: forward for name, forward in passes.items() if forward is not None}
+        if self.is_sequential:
+            columns = {name: forward(experience) for name, forward in wanted.items()}
+        else:
+            pending = {name: forward.start(experience) for name, forward in wanted.items()}
+            columns = {name: wait() for name, wait in pending.items()}
+        for name, column in columns.items():
+            if not torch.isfinite(column).all():
+                raise NumericsError(f"{name} of this batch are not finite")
+        return columns
+
+
 class RemoteExperienceMaker:
     """Runs the forwards on their groups and the maths here."""
 
     def __init__(
-        self,
-        estimator: AdvantageEstimator,
-        rules: RewardRules,
-        kl: KLRules,
-        *,
-        old_logprobs: ForwardPass | None,
-        ref_logprobs: ForwardPass | None,
-        values: ForwardPass | None,
-        is_sequential: bool = False,
+        self, estimator: AdvantageEstimator, rules: RewardRules, kl: KLRules, forwards: Forwards
     ) -> None:
         self.estimator = estimator
         self.rules = rules
         self.kl = kl
-        self.is_sequential = is_sequential
-        forwards = {"old_logprobs": old_logprobs, "values": values, "ref_logprobs": ref_logprobs}
-        self.forwards = {name: forward for name, forward in forwards.items() if forward}
+        self.forwards = forwards
 
     def make_experience_batch(
         self, rollouts: Sequence[Rollout], kl_coef: float
     ) -> tuple[Experience, Metrics]:
         """Experience with advantages and returns, and the metrics of the batch."""
         experience = Experience.from_rollouts(rollouts)
-        experience = experience.with_columns(**self._run_forwards(experience))
+        experience = experience.with_columns(**self.forwards.run(experience))
         kl_N = self._reward_kl(experience)
         advantages_N, returns_N = self.estimator.compute(
             self.rules.apply(experience.rewards, experience),
@@ -100,20 +119,8 @@ class RemoteExperienceMaker:
         experience = experience.with_columns(advantages=advantages_N, returns=returns_N)
         return experience, experience_metrics(experience, kl_N)
 
-    def _run_forwards(self, experience: Experience) -> dict[str, Tensor]:
-        # Groups on devices of their own work at the same time; groups that share devices take turns.
-        if self.is_sequential:
-            columns = {name: forward(experience) for name, forward in self.forwards.items()}
-        else:
-            pending = {name: forward.start(experience) for name, forward in self.forwards.items()}
-            columns = {name: wait() for name, wait in pending.items()}
-        for name, column in columns.items():
-            if not torch.isfinite(column).all():
-                raise NumericsError(f"{name} of this batch are not finite")
-        return columns
-
     def _reward_kl(self, experience: Experience) -> Tensor | None:
-        """KL estimates (N,) that enter the token reward; None when KL is off or part of the loss."""
+        """KL estimates (N,) for the token reward; None when KL is off or part of the loss."""
         if self.kl.use_loss or experience.ref_logprobs is None:
             return None
         assert experience.old_logprobs is not None

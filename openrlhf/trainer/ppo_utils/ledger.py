@@ -1,6 +1,7 @@
 """The ledger: every prompt that was drawn ends as trained, filtered or failed, or is still pending.
 
-`check` asserts the balance after every step, so that a sample cannot vanish between generation and the optimizer.
+`check` asserts the balance after every step, so that a sample cannot vanish between generation and
+the optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From one step's experience to optimizer steps: which samples, in which order, on which rank.
 
-The plan is made once by the controller and knows the global denominators, so that the gradient does not depend
-on the number of ranks, on the micro-batches or on samples left out because they cannot contribute.
+The plan is made once by the controller and knows the global denominators, so that the gradient does
+not depend on the number of ranks, on the micro-batches or on samples left out because they cannot
+contribute.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def plan_updates(
 ) -> list[list[UpdateStep]]:
     """Optimizer steps of every rank: [rank][step].
 
-    Each epoch visits every sample once in a seeded order; the last batch may be smaller. Samples whose advantages
-    are all zero stay in the denominators.
+    Each epoch visits every sample once in a seeded order; the last batch may be smaller. Samples
+    whose advantages are all zero stay in the denominators.
     """
     generator = torch.Generator().manual_seed(seed)
     steps: list[list[UpdateStep]] = [[] for _ in range(num_ranks)]

@@ -55,7 +55,9 @@ class SamplesGenerator:
         *,
         tag: str,
     ) -> tuple[list[Rollout], Metrics]:
-        """`num_samples` scored rollouts of each prompt, prompt by prompt; `tag` makes sample ids unique."""
+        """`num_samples` scored rollouts of each prompt, prompt by prompt; `tag` makes sample ids
+        unique.
+        """
         metrics = Metrics()
         with timed("generation", metrics):
             rollouts = self._generate(prompts, sampling, tag)

@@ -1,7 +1,7 @@
 """The loop that actor and critic share: micro-batches of one optimizer step, backward, step.
 
-All ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward, backward and
-step are collectives under ZeRO.
+All ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward,
+backward and step are collectives under ZeRO.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def run_updates(
     plan: MicroBatchPlan,
     reduce_max: ReduceMax,
 ) -> Metrics:
-    """Make all optimizer steps of one rollout batch; answers this rank's metrics, `grad_norm` and `lr` among them."""
+    """Make all optimizer steps of one rollout batch; answers this rank's metrics, `grad_norm` and
+    `lr` among them.
+    """
     metrics = Metrics()
     for step in steps:
         micro_batches = [step.experience.select(i) for i in _cut(step, plan)]

@@ -18,12 +18,14 @@ Pending = Callable[[], list[Any]]
 
 
 class WorkerGroup(Protocol):
-    """Ranks that hold one model; methods are passed themselves: `group.call(PolicyModelActor.fit, ...)`."""
+    """Ranks that hold one model; methods are passed themselves: `group.call(PolicyModelActor.fit,
+    ...)`.
+    """
 
     num_ranks: int
 
     def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
-        """Call `method` on every rank, rank k with `shares[k]`; the answer waits for the results."""
+        """Call `method` on rank k with `shares[k]`; the answer waits for the results."""
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results, by rank."""

@@ -1,7 +1,7 @@
 """The calls of a worker group answered in this very process: no Ray.
 
-Started under torchrun or deepspeed, every process runs the same controller; each works on its own share and the
-results are exchanged, so that all controllers see the same.
+Started under torchrun or deepspeed, every process runs the same controller; each works on its own
+share and the results are exchanged, so that all controllers see the same.
 """
 
 from __future__ import annotations
@@ -75,13 +75,16 @@ class LocalCluster:
         return LocalGroup(worker, self.topology)
 
     def start_engines(self) -> list[RolloutEngine]:
-        """One engine in this process when --vllm_num_engines asks for it, else none: the policy generates itself."""
+        """One engine in this process when --vllm_num_engines asks for it, else none: the policy
+        generates itself.
+        """
         if not self.config.vllm.num_engines:
             return []
         if self.topology.world_size > 1 or self.config.vllm.num_engines > 1:
             raise ConfigError(
-                f"--vllm_num_engines {self.config.vllm.num_engines} without Ray on {self.topology.world_size} "
-                "process(es): one process holds at most one engine. Use train_ppo_ray, or --vllm_num_engines 0."
+                f"--vllm_num_engines {self.config.vllm.num_engines} without Ray on "
+                f"{self.topology.world_size} process(es): only a single process can hold an "
+                "engine, and at most one. Use train_ppo_ray, or --vllm_num_engines 0."
             )
         config = engine_config(self.config, has_gpus=torch.cuda.is_available())
         self.engines.append(VLLMEngine(config))

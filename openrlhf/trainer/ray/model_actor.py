@@ -1,4 +1,5 @@
-"""What every rank of every model shares: joining its group, forwards in micro-batches, memory between phases.
+"""What every rank of every model shares: joining its group, forwards in micro-batches, memory
+between phases.
 
 Workers are plain classes. Ray wraps them in launcher.py; LocalGroup calls them directly.
 """

@@ -1,4 +1,6 @@
-"""Where every role runs: demand against the cluster, placement groups, and a table instead of an endless wait."""
+"""Where every role runs: demand against the cluster, placement groups, and a table instead of an
+endless wait.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,8 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
     need = sum(pool_sizes(demands).values())
     if need > cluster.num_gpus:
         raise ConfigError(
-            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share devices with "
-            f"--colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
+            f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
+            f"devices with --colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
         )
 
 
@@ -98,7 +100,9 @@ def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
 def place(
     demands: Sequence[RoleDemand], cluster: ClusterView, *, deadline_s: float = 60.0
 ) -> dict[str, list[Slot]]:
-    """Slots of every role, one a bundle; raises ConfigError with the table when the cluster is too small or busy."""
+    """Slots of every role, one a bundle; raises ConfigError with the table when the cluster is too
+    small or busy.
+    """
     check_demand(demands, cluster)
     bundle = {"GPU": 1.0, "CPU": 1.0} if cluster.has_gpus else {"CPU": CPU_SHARE_OF_A_RANK}
     groups = {
