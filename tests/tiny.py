@@ -64,7 +64,7 @@ def make_model(
     seed: int = 0,
     **overrides: object,
 ) -> Path:
-    """A randomly initialised causal LM with its tokenizer, saved at `path` in Hugging Face format."""
+    """A random causal LM with its tokenizer, saved at `path` in Hugging Face format."""
     path = Path(path)
     tokenizer = make_tokenizer(path)
     common = {

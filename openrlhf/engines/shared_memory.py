@@ -22,7 +22,6 @@ from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import align, as_bytes, dtype_name, tensors_in
 
 NUM_SEGMENTS = 2
-RESERVE_STEP = 16 * 2**20  # bytes of memory taken at once
 
 
 class Segment:
@@ -30,36 +29,28 @@ class Segment:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.num_reserved = 0
         self.descriptor = os.memfd_create("openrlhf-weights", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         self.inode = os.fstat(self.descriptor).st_ino  # paths come again, this does not
+        self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
-        self.bytes = _mapped(self.descriptor, num_bytes)
 
-    def reserve(self, end: int) -> None:
-        """Take memory up to `end`; raises WeightSyncError where writing would kill the process."""
-        if end <= self.num_reserved:
-            return
-        num_bytes = (
-            min(max(end, self.num_reserved + RESERVE_STEP), self.num_bytes) - self.num_reserved
-        )
+    def put(self, data: Tensor, begin: int) -> None:
+        """Copy bytes (n,) uint8 to `begin`; raises WeightSyncError when there is no memory.
+
+        Written, not mapped: new pages cost half as much, and a lack of memory kills nobody.
+        """
+        rest = memoryview(data.cpu().numpy())
         try:
-            os.posix_fallocate(self.descriptor, self.num_reserved, num_bytes)
+            while rest:
+                num_written = os.pwrite(self.descriptor, rest, begin)
+                rest, begin = rest[num_written:], begin + num_written
         except OSError as error:
             raise WeightSyncError(f"no memory for a bucket of weights: {error}") from error
-        self.num_reserved += num_bytes
 
     def close(self) -> None:
         """Let go of the memory; it is freed when the last reader has done the same."""
         self._finalizer()
-        del self.bytes
-
-
-def _mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """The file as (num_bytes,) uint8; the mapping ends with the last tensor that looks into it."""
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 @dataclass
@@ -127,10 +118,7 @@ class ShmBucketWriter:
         self.close()
 
     def _put(self, tensor: Tensor, begin: int) -> None:
-        end = begin + tensor.nbytes
-        segment = self._segment(end)
-        segment.reserve(end)
-        segment.bytes[begin:end].copy_(as_bytes(tensor))
+        self._segment(begin + tensor.nbytes).put(as_bytes(tensor), begin)
 
     def _segment(self, num_bytes: int) -> Segment:
         """The segment whose turn it is, made larger for a tensor that is more than a bucket."""
@@ -169,14 +157,19 @@ class ShmBucketReader:
         path, inode, num_bytes = (bucket.handle[key] for key in ("shm", "inode", "segment_bytes"))
         assert isinstance(inode, int) and isinstance(num_bytes, int)
         if inode not in self._mapped:
-            try:
-                descriptor = os.open(str(path), os.O_RDWR)
-            except OSError as error:
-                raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
-            try:
-                if os.fstat(descriptor).st_ino != inode:
-                    raise WeightSyncError(f"a bucket of weights is gone: {path} is something else")
-                self._mapped[inode] = _mapped(descriptor, num_bytes)
-            finally:
-                os.close(descriptor)
+            self._mapped[inode] = _mapped(str(path), inode, num_bytes)
         return self._mapped[inode]
+
+
+def _mapped(path: str, inode: int, num_bytes: int) -> Tensor:
+    """The memory as (num_bytes,) uint8, mapped until the last tensor that looks into it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
+    try:
+        if os.fstat(descriptor).st_ino != inode:
+            raise WeightSyncError(f"a bucket of weights is gone: {path} is something else")
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

@@ -17,7 +17,7 @@ import torch
 
 from openrlhf.engines.base import Completion, GenerationRequest, SyncReceipt, WeightBucket
 from openrlhf.engines.step_loop import StepLoop
-from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.errors import ConfigError, EngineError, WeightSyncError
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
@@ -80,7 +80,7 @@ class VLLMEngine:
         def begin() -> None:
             self._loop.pause()
             self._is_current = False
-            self._stepper.rpc_begin()
+            self._guarded(self._stepper.begin)
 
         self._loop.call(begin)
 
@@ -105,13 +105,28 @@ class VLLMEngine:
         return self._loop.call(lambda: self._guarded(finish))
 
     def sleep(self) -> None:
-        """Give device memory back (weights and cache); a no-op on CPU. Nothing may be in flight."""
-        self._loop.call(self._stepper.sleep)
+        """Give device memory back (weights and cache); a no-op on CPU.
+
+        Raises EngineError while requests are in flight.
+        """
+
+        def sleep() -> None:
+            if self._stepper.has_work():
+                raise EngineError("the engine cannot sleep while requests are in flight")
+            if self._stepper.sleep():
+                self._loop.pause()
+
+        self._loop.call(sleep)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
         wanted = None if tags is None else list(tags)
-        self._loop.call(lambda: self._stepper.wake_up(wanted))
+
+        def wake_up() -> None:
+            if self._stepper.wake_up(wanted) and self._is_current:
+                self._loop.resume()
+
+        self._loop.call(wake_up)
 
     def shutdown(self) -> None:
         """Free everything; waiting and later calls raise EngineError."""
@@ -143,11 +158,15 @@ class _VLLMStepper:
         vllm_plugin.register()
         self.vllm = vllm
         set_num_threads = torch.set_num_threads
-        vllm_config = engine_args(config, vllm_plugin.RECEIPT_EXTENSION).create_engine_config()
+        try:
+            args = engine_args(config, vllm_plugin.RECEIPT_EXTENSION)
+            vllm_config = args.create_engine_config()
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses {config}: {error}") from error
         self.is_cpu = vllm_config.device_config.device_type == "cpu"
         if self.is_cpu and config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(vllm_config)
-        self.engine = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         # vLLM disables this function for the whole process; the trainer may share it.
         torch.set_num_threads = set_num_threads
         self.max_model_len = vllm_config.model_config.max_model_len
@@ -178,7 +197,7 @@ class _VLLMStepper:
         """Drop requests."""
         self.engine.abort_request(list(keys))
 
-    def rpc_begin(self) -> None:
+    def begin(self) -> None:
         """Start an update in every worker, also over an update that failed."""
         self.engine.collective_rpc("abandon_weight_update")
         self.engine.collective_rpc("start_weight_update")
@@ -204,15 +223,15 @@ class _VLLMStepper:
             )
         return first
 
-    def sleep(self) -> None:
-        """Free device memory; level 2, for weights are sent anew after waking up."""
+    def sleep(self) -> bool:
+        """Free device memory, the weights kept in main memory; answers whether it sleeps now."""
         if not self.is_cpu:
-            self.engine.sleep(level=2)
+            self.engine.sleep(level=1)
+        return not self.is_cpu
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        """Take device memory again."""
-        if not self.is_cpu:
-            self.engine.wake_up(tags)
+    def wake_up(self, tags: list[str] | None) -> bool:
+        """Take device memory again; answers whether all of it is there."""
+        return self.is_cpu or self.engine.wake_up(tags)
 
     def shutdown(self) -> None:
         """End the workers.
@@ -220,11 +239,13 @@ class _VLLMStepper:
         vLLM's own way would also destroy torch.distributed in this process, which a trainer and
         other engines may share.
         """
+        if self.engine is None:
+            return
         client = self.engine.engine_core
         client._finalizer.detach()
         client.engine_core.model_executor.shutdown()
         client.engine_core.scheduler.shutdown()
-        del self.engine
+        self.engine = client = None
         gc.unfreeze()
         gc.collect()
         if not self.is_cpu:
@@ -268,8 +289,7 @@ def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
     backend = own.pop("weight_transfer_backend")
     own["enable_sleep_mode"] = own.pop("enable_sleep") and has_gpus
     own["enforce_eager"] = config.enforce_eager or not has_gpus
-    if config.tensor_parallel_size == 1:
-        own["distributed_executor_backend"] = "uni"
+    own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     return EngineArgs(
         **own,
         skip_tokenizer_init=True,

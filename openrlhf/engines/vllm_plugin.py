@@ -94,10 +94,10 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load the tensors of one bucket and remember their fingerprints."""
         tensors = self.reader.read(WeightBucket(**vars(update_info)))
-        twice = self.fingerprints.keys() & {name for name, _ in tensors}
-        if twice:
-            raise WeightSyncError(f"tensor {min(twice)} came twice")
-        self.fingerprints |= {name: fingerprint(tensor) for name, tensor in tensors}
+        for name, tensor in tensors:
+            if name in self.fingerprints:
+                raise WeightSyncError(f"tensor {name} came twice")
+            self.fingerprints[name] = fingerprint(tensor)
         self.update.load(tensors)
 
     def finish_weight_update(self) -> None:

@@ -1,12 +1,10 @@
 """Attention over packed rows: sequences laid end to end attend causally, each only to itself.
 
 Registered with transformers as `PACKED_ATTENTION`; boundaries travel as the keyword `packed_row`.
-On CUDA in half precision a row goes to torch's variable-length flash kernel where torch has one.
-Elsewhere sequences of near-equal length form a batch, and each batch is one call of SDPA: causal
-attention never looks at the padding behind a sequence, so no mask is built. A call without
-`packed_row` (generation) is ordinary masked attention. Suffixes: R rows of a batch, T tokens of a
-row, M padded slots, B sequences, L tokens of each, h query heads, k key heads, D head size, Q
-queries, S keys.
+On CUDA in half precision torch's variable-length kernel does it. Elsewhere sequences of near-equal
+length form a batch and each batch is one causal SDPA call: padding stands behind a sequence, so no
+mask is built. Suffixes: R rows of a batch, T tokens of a row, M padded slots, B sequences, L tokens
+of each, h query heads, k key heads, D head size, Q queries, S keys.
 """
 
 from __future__ import annotations

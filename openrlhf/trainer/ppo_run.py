@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,7 +173,7 @@ def _assemble(
         tracker=_tracker(config, inputs.run_dir) if is_main else NullTracker(),
         rollout_writer=RolloutWriter(inputs.run_dir) if is_main else None,
         is_main=is_main,
-        max_mismatch_kl=MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF,
+        max_mismatch_kl=_max_mismatch_kl(config),
     )
 
 
@@ -219,6 +220,12 @@ def _experience_maker(
 
 def _tracker(config: PPOConfig, run_dir: Path) -> Tracker:
     return make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
+
+
+def _max_mismatch_kl(config: PPOConfig) -> float:
+    if config.rollout.top_p < 1:
+        return math.inf  # the engine's log-probs are of the renormalised nucleus
+    return MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF
 
 
 def _is_fp32(config: PPOConfig) -> bool:

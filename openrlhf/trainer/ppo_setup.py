@@ -114,7 +114,7 @@ def needs_reference(config: PPOConfig) -> bool:
 
 
 def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
-    """Whether the old policy's log-probs take a forward: off-policy updates, or KL in the reward."""
+    """Whether old log-probs take a forward: off-policy updates, or KL in the reward."""
     has_reward_kl = needs_reference(config) and not config.algo.kl.use_loss
     return schedule.updates_per_rollout > 1 or has_reward_kl
 

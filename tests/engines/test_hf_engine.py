@@ -191,3 +191,17 @@ def test_a_dropped_bucket_is_detected(tiny_model_dir):
                 engine.receive_bucket(bucket)
         with pytest.raises(WeightSyncError, match="incomplete update"):
             engine.finish_weight_update(1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_logprobs_and_fingerprints_are_the_same(tiny_model_dir):
+    engine = HFEngine.from_path(tiny_model_dir, dtype=torch.float32, device="cuda")
+    model = load(tiny_model_dir)
+    shake(model, 1)
+    receipt = send(engine, weights(model), 1)
+    held = {name: fingerprint(p) for name, p in engine.model.named_parameters()}
+    assert held == receipt.fingerprints == {n: fingerprint(t) for n, t in weights(model)}
+    for prompt, [answer] in zip(
+        RAGGED, engine.generate([request(p, max_new_tokens=16) for p in RAGGED]), strict=True
+    ):
+        assert largest_gap(model, prompt, answer, 1.0) < 1e-3

@@ -34,6 +34,8 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
     reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=1
     )
+    # What train_rm writes, and --normalize_reward reads.
+    reward_model.config.mean, reward_model.config.std = 0.0, 1.0
     reward_model.save_pretrained(folder / "reward_model")
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder / "reward_model")
     rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(8)]

@@ -40,7 +40,7 @@ class RoleCounts:
 def role_counts(
     config: PPOConfig, cluster: ClusterView, *, has_critic: bool, has_reference: bool
 ) -> RoleCounts:
-    """Ranks of the roles this run has: what was asked for, else all GPUs of a node, else one CPU rank."""
+    """Ranks of this run's roles: as asked for, else all GPUs of a node, else one CPU rank."""
     per_node = cluster.max_gpus_per_node if cluster.has_gpus else 1
     sections = {"actor": config.actor}
     if has_reference:

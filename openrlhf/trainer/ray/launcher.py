@@ -1,4 +1,4 @@
-"""Ray at the edge: starts or joins a cluster, runs plain worker classes as actors, unwraps their errors."""
+"""Ray at the edge: joins or starts a cluster, runs plain classes as actors, unwraps errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
 
-FORWARDED_PREFIXES = ("HF_", "WANDB_", "NCCL_", "VLLM_", "OPENRLHF_")
+CALL_TIMEOUT_S = 3600.0  # no call of a worker takes longer: load, forward, update, export
+FORWARDED_PREFIXES = (
+    "HF_",
+    "WANDB_",
+    "NCCL_",
+    "VLLM_",
+    "OPENRLHF_",
+    "RAY_EXPERIMENTAL_NOSET_",
+)
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
 
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one on this machine.
+    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one here.
 
-    What was joined or started here is left or stopped at the end; a connection the caller had stays.
+    What was joined or started is left or stopped at the end; a connection the caller had stays.
     """
     if ray.is_initialized():
         yield
@@ -49,13 +57,11 @@ def _connect() -> None:
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """Environment of a worker: the caller's credentials and switches, and threads that fit the cores."""
+    """The caller's credentials and switches for a worker, and threads that fit the cores."""
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(FORWARDED_PREFIXES)
-        or name in FORWARDED_NAMES
-        or (name.startswith("RAY_EXPERIMENTAL_NOSET_"))
+        if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
     environment["OMP_NUM_THREADS"] = str(num_threads)
     return environment
@@ -125,11 +131,9 @@ class RayActorGroup:
         role: str,
         run_dir: str,
         num_threads: int,
-        timeout_s: float = 3600.0,
     ) -> None:
         self.role = role
         self.num_ranks = len(slots)
-        self.timeout_s = timeout_s
         self.handles = [
             start_actor(
                 worker_class,
@@ -142,13 +146,13 @@ class RayActorGroup:
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
-        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), self.timeout_s)
+        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), CALL_TIMEOUT_S)
         self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(
         self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        """Call `method` on every rank with its share; the answer waits for the results."""
+        """Call `method` on rank k with `shares[k]`; the answer waits for the results."""
         assert len(shares) == self.num_ranks, "one share a rank"
         references = [
             getattr(handle, method.__name__).remote(*share)
@@ -161,19 +165,19 @@ class RayActorGroup:
         return self.start(method, [args] * self.num_ranks)()
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
-        # The first error wins, whichever rank it is on: peers of a failed rank hang in a collective.
+        # The first error wins, whichever rank it is on: its peers hang in a collective.
         ranks: Mapping[Any, int] = {reference: rank for rank, reference in enumerate(references)}
         results: dict[int, Any] = {}
         waiting = list(references)
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=self.timeout_s)
+            done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
             if not done:
                 raise EngineError(
-                    f"{self._who(ranks[waiting[0]])} did not answer in {self.timeout_s:.0f} s"
+                    f"{self._who(ranks[waiting[0]])} did not answer in {CALL_TIMEOUT_S:.0f} s"
                 )
             for reference in done:
                 results[ranks[reference]] = get(
-                    reference, self._who(ranks[reference]), self.timeout_s
+                    reference, self._who(ranks[reference]), CALL_TIMEOUT_S
                 )
         return [results[rank] for rank in range(len(references))]
 

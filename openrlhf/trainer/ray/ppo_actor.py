@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.off_policy import mismatch_report
@@ -21,6 +22,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -43,7 +45,7 @@ class PolicyModelActor(ModelWorker):
     generator: HFEngine | None = None
 
     def init_model(self, num_updates: int) -> int:
-        """Load and shard the policy; `num_updates` is the horizon of the schedule. Answers the parameter count."""
+        """Load and shard the policy for `num_updates` optimizer steps; its parameter count."""
         config = self.config.actor
         assert config.model_name_or_path is not None
         model = load_causal_lm(config.model_name_or_path, **self.load_options)
@@ -140,7 +142,7 @@ class PolicyModelActor(ModelWorker):
         return has_kl_loss or bool(self.config.actor.entropy_coef)
 
     def broadcast_to_vllm(self, engines: Sequence[RolloutEngine]) -> float:
-        """Give all engines the current weights and check that they hold them; answers the seconds it took."""
+        """Give all engines the current weights and check that they hold them; seconds it took."""
         start = time.monotonic()
         tensors = self.engine.gather_full_parameters()
         if self.strategy.topology.rank == 0:
@@ -151,11 +153,33 @@ class PolicyModelActor(ModelWorker):
         return time.monotonic() - start
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Sample with the policy itself (no vLLM)."""
+        """Sample with the policy itself (no vLLM); every rank of the group must call."""
         if self.generator is None:
-            self.generator = HFEngine(self.actor.model)
-        self.generator.weight_version = self.weight_version
+            self.generator = HFEngine(self._model_to_generate_with(), weight_version=-1)
+        if self.generator.weight_version != self.weight_version:
+            self._refresh(self.generator)
         return self.generator.generate(requests)
+
+    def _model_to_generate_with(self) -> nn.Module:
+        # Under ZeRO-3 each forward is a collective, and ranks decode different numbers of tokens:
+        # every rank generates with a whole copy.
+        if self.config.ds.zero_stage < 3:
+            return self.actor.model
+        path = self.config.actor.model_name_or_path
+        assert path is not None
+        return load_causal_lm(path, **self.load_options).to(self.engine.device)
+
+    def _refresh(self, generator: HFEngine) -> None:
+        """Bring a copy up to date; the policy's own module always is."""
+        generator.weight_version = self.weight_version
+        if generator.model is self.actor.model:
+            return
+        held = dict(generator.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.engine.gather_full_parameters():
+                held.pop(name).copy_(tensor)
+        if held:
+            raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
 
     def save_model(self, path: str) -> None:
         """Export in Hugging Face format; all ranks take part, rank 0 writes."""

@@ -1,7 +1,7 @@
 """Weight sync: the trainer's weights to every engine in buckets, and proof that they arrived.
 
-Every rank of the trainer takes part (gathering is collective under ZeRO-3); rank 0 sends. An engine that cannot
-show the fingerprints of what was sent fails the sync by name.
+Every rank of the trainer takes part (gathering is collective under ZeRO-3); rank 0 sends. An engine
+that cannot show the fingerprints of what was sent fails the sync by name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def drain(tensors: NamedTensors) -> None:
 def check_receipt(
     receipt: SyncReceipt, report: SyncReport, weight_version: int, *, engine_name: str
 ) -> None:
-    """Refuse a receipt that does not prove the update; raises WeightSyncError naming the first difference."""
+    """Raise WeightSyncError, naming the first difference, unless the receipt proves the update."""
     if receipt.weight_version != weight_version:
         raise WeightSyncError(
             f"{engine_name} holds weight version {receipt.weight_version}, sent {weight_version}"
