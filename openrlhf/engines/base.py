@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+SHM_BACKEND = "openrlhf_shm"  # weights in buckets of shared memory, which every engine can read
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -73,9 +75,7 @@ class SyncReceipt:
     """An engine's proof of what it holds after an update."""
 
     weight_version: int
-    fingerprints: dict[
-        str, int
-    ]  # Hugging Face parameter name -> fingerprint of the received tensor
+    fingerprints: dict[str, int]  # of the received tensors, by Hugging Face parameter name
     is_cache_reset: bool
 
 
@@ -84,6 +84,13 @@ class RolloutEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in their order."""
+
+    @property
+    def weight_transfer_backend(self) -> str:
+        """Which buckets the engine reads: "openrlhf_shm", "openrlhf_ipc" or "openrlhf_nccl"."""
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """Meet the trainer, once before the first update; what is told depends on the backend."""
 
     def begin_weight_update(self) -> None:
         """Stop serving new tokens and get ready to receive buckets."""

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import transformers
 
-from openrlhf.engines.base import Completion, GenerationRequest, SyncReceipt, WeightBucket
+from openrlhf.engines.base import (
+    SHM_BACKEND,
+    Completion,
+    GenerationRequest,
+    SyncReceipt,
+    WeightBucket,
+)
 from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
 from openrlhf.engines.shared_memory import ShmBucketReader
@@ -33,6 +39,8 @@ MAX_NAMES_SHOWN = 5
 
 class HFEngine:
     """A RolloutEngine over a causal LM of transformers; calls from several threads take turns."""
+
+    weight_transfer_backend = SHM_BACKEND
 
     def __init__(
         self, model: Any, *, max_num_rows: int = MAX_NUM_ROWS, weight_version: int = 0
@@ -70,6 +78,9 @@ class HFEngine:
             for row in self._decode(requests):
                 answers[row.request][row.sample] = row.completion(self.weight_version)
         return answers
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """Nothing has to be agreed on beforehand."""
 
     def begin_weight_update(self) -> None:
         """Get ready to receive buckets; generating is refused until the update is finished."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from openrlhf.errors import EngineError
@@ -60,8 +61,8 @@ class _Item:
 class StepLoop:
     """The thread, its inbox, and the futures of the calls that wait."""
 
-    def __init__(self, stepper: Stepper, name: str) -> None:
-        self.stepper = stepper
+    def __init__(self, make_stepper: Callable[[], Stepper], name: str) -> None:
+        """Start the thread; it makes the stepper itself, so that no other thread computes."""
         self.name = name
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
@@ -70,8 +71,11 @@ class StepLoop:
         self._death: BaseException | None = None
         self._lock = threading.Lock()  # held to put into the inbox or to close it
         self._num_requests = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        made: Future[Stepper] = Future()
+        target = partial(self._run, make_stepper, made)
+        self._thread = threading.Thread(target=target, name=name, daemon=True)
         self._thread.start()
+        self.stepper = made.result()
 
     def submit(self, requests: Iterable[Any]) -> list[Future[Any]]:
         """One future a request, in order; they may be served before the call returns."""
@@ -142,7 +146,12 @@ class StepLoop:
         else:
             self._waiting[key] = future
 
-    def _run(self) -> None:
+    def _run(self, make_stepper: Callable[[], Stepper], made: Future[Stepper]) -> None:
+        with _handed_to(made.set_exception):
+            self.stepper = make_stepper()
+            made.set_result(self.stepper)
+        if made.exception() is not None:
+            return
         with _handed_to(self._die):
             while not self._is_closing:
                 self._take_inbox()

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from openrlhf.engines.base import Completion, GenerationRequest, SyncReceipt, WeightBucket
+from openrlhf.engines.base import (
+    SHM_BACKEND,
+    Completion,
+    GenerationRequest,
+    SyncReceipt,
+    WeightBucket,
+)
 from openrlhf.engines.step_loop import StepLoop
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError
 
@@ -26,7 +32,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 CPU_CACHE_FRACTION = 0.2  # of the free memory, at most
-SHM_BACKEND = "openrlhf_shm"
+CPU_BLOCK_SIZE = 32  # vLLM takes 128, more than many a prompt has
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class VLLMEngineConfig:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True  # samples of a prompt share its computation
     enforce_eager: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -48,6 +54,7 @@ class VLLMEngineConfig:
     enable_sleep: bool = False
     weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
     num_threads: int | None = None  # of this process, on a CPU
+    block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
 
 
 class VLLMEngine:
@@ -58,8 +65,11 @@ class VLLMEngine:
         self.weight_version = 0
         self._is_current = True  # False from the begin to the end of a weight update
         self._update_failed = False
-        self._stepper = _VLLMStepper(config)
-        self._loop = StepLoop(self._stepper, "vLLM engine")
+        set_environment(config)
+        import vllm  # noqa: F401, PLC0415 - takes seconds, and reads the environment just set
+
+        self._loop = StepLoop(lambda: _VLLMStepper(config), "vLLM engine")
+        self._stepper: _VLLMStepper = self._loop.stepper
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in the order of the requests.
@@ -73,6 +83,15 @@ class VLLMEngine:
             )
         futures = self._loop.submit(requests)
         return [future.result() for future in futures]
+
+    @property
+    def weight_transfer_backend(self) -> str:
+        """Which buckets this engine reads."""
+        return self.config.weight_transfer_backend
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """Meet the trainer; with NCCL this waits until all of the group are there."""
+        self._loop.call(lambda: self._stepper.init_weight_transfer(init_info))
 
     def begin_weight_update(self) -> None:
         """Stop serving tokens and get ready to receive; requests in flight go on afterwards."""
@@ -149,8 +168,7 @@ class _VLLMStepper:
     """vLLM's LLMEngine behind the calls of the step loop."""
 
     def __init__(self, config: VLLMEngineConfig) -> None:
-        set_environment(config)
-        import vllm  # noqa: PLC0415 - takes seconds, and reads the environment set above
+        import vllm  # noqa: PLC0415 - takes seconds
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - as above
 
         from openrlhf.engines import vllm_plugin  # noqa: PLC0415 - imports vLLM
@@ -169,6 +187,8 @@ class _VLLMStepper:
         self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         # vLLM disables this function for the whole process; the trainer may share it.
         torch.set_num_threads = set_num_threads
+        # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
+        self.stance = "force_eager" if vllm_config.model_config.enforce_eager else "default"
         self.max_model_len = vllm_config.model_config.max_model_len
         self.engine.set_weight_version("0")
         self.backend = config.weight_transfer_backend
@@ -186,7 +206,8 @@ class _VLLMStepper:
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         """One forward pass."""
-        finished = [output for output in self.engine.step() if output.finished]
+        with torch.compiler.set_stance(self.stance):
+            finished = [output for output in self.engine.step() if output.finished]
         return [(out.request_id, [completion(c) for c in out.outputs]) for out in finished]
 
     def has_work(self) -> bool:
@@ -196,6 +217,10 @@ class _VLLMStepper:
     def abort(self, keys: Iterable[str]) -> None:
         """Drop requests."""
         self.engine.abort_request(list(keys))
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """Tell every worker how to meet the trainer."""
+        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     def begin(self) -> None:
         """Start an update in every worker, also over an update that failed."""
@@ -289,6 +314,7 @@ def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
     backend = own.pop("weight_transfer_backend")
     own["enable_sleep_mode"] = own.pop("enable_sleep") and has_gpus
     own["enforce_eager"] = config.enforce_eager or not has_gpus
+    own["block_size"] = config.block_size or (None if has_gpus else CPU_BLOCK_SIZE)
     own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     return EngineArgs(
         **own,

@@ -45,7 +45,7 @@ class Countdown:
 
 @pytest.fixture
 def loop():
-    loop = StepLoop(Countdown(), "counter")
+    loop = StepLoop(Countdown, "counter")
     yield loop
     loop.close()
 
@@ -119,3 +119,8 @@ def test_waiting_requests_can_be_failed_without_ending_the_loop(loop):
     with pytest.raises(EngineError, match="the update failed"):
         future.result(5)
     assert loop.submit([2])[0].result(5) == 2
+
+
+def test_a_stepper_that_cannot_be_made_is_reported_at_once():
+    with pytest.raises(ZeroDivisionError):
+        StepLoop(lambda: 1 // 0, "counter")

@@ -27,6 +27,9 @@ class InProcessWriter:
                 (name,), ("float32",), (tuple(tensor.shape),), (0,), tensor.nbytes, {"t": tensor}
             )
 
+    def push(self, bucket: WeightBucket) -> None:
+        """Nothing to send."""
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -8,12 +8,13 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import RolloutEngine
+from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
+from openrlhf.trainer.ray.weight_transport import choose_transport
 from openrlhf.utils.logging import notice
 
 COLOCATED_POOL = "shared by all"
@@ -89,6 +90,7 @@ class RayCluster:
         self.run_dir = run_dir
         self.groups: list[RayActorGroup] = []
         self.engines: list[RayEngine] = []
+        self.weight_transfer_backend = weight_transfer_backend(config, counts)
         self.slots = place(counts.demands, counts.cluster)
         busiest = max([*counts.ranks.values(), counts.num_engines])
         self.has_gpus = counts.cluster.has_gpus
@@ -129,7 +131,11 @@ class RayCluster:
         if not self.counts.num_engines:
             return []
         engines = create_vllm_engines(
-            engine_config(self.config, has_gpus=self.has_gpus),
+            engine_config(
+                self.config,
+                has_gpus=self.has_gpus,
+                weight_transfer_backend=self.weight_transfer_backend,
+            ),
             self.slots["vllm"],
             run_dir=self.run_dir,
             num_threads=self._threads_of(self.counts.num_engines),
@@ -150,7 +156,24 @@ class RayCluster:
         return max(self.counts.cluster.num_cpus // num_ranks, 1)
 
 
-def engine_config(config: PPOConfig, *, has_gpus: bool) -> VLLMEngineConfig:
+def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
+    """How weights travel to the engines of this run; raises ConfigError when there is no way."""
+    cluster = counts.cluster
+    if cluster is None or not counts.num_engines:
+        return SHM_BACKEND
+    num_engine_gpus = counts.num_engines * config.vllm.tensor_parallel_size
+    return choose_transport(
+        config.vllm.sync_backend,
+        has_gpus=cluster.has_gpus,
+        is_colocated=config.train.colocate_all,
+        is_one_machine=cluster.num_gpus == cluster.max_gpus_per_node,
+        has_rank_on_every_engine_gpu=num_engine_gpus <= counts.ranks["actor"],
+    )
+
+
+def engine_config(
+    config: PPOConfig, *, has_gpus: bool, weight_transfer_backend: str = SHM_BACKEND
+) -> VLLMEngineConfig:
     """The engine's settings for this run."""
     assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
@@ -165,6 +188,7 @@ def engine_config(config: PPOConfig, *, has_gpus: bool) -> VLLMEngineConfig:
         enable_sleep=config.vllm.enable_sleep and config.train.colocate_all,
         seed=config.train.seed,
         trust_remote_code=config.trust_remote_code,
+        weight_transfer_backend=weight_transfer_backend,
     )
 
 

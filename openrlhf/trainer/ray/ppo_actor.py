@@ -21,7 +21,6 @@ from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
-from openrlhf.engines.shared_memory import ShmBucketWriter
 from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.loading import load_causal_lm
@@ -29,12 +28,11 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ppo_utils.update_loop import run_updates
 from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.weight_sync import drain, send_weights
+from openrlhf.trainer.ray.weight_sync import send_weights
+from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
-
-BUCKET_BYTES = 256 << 20
 
 
 class PolicyModelActor(ModelWorker):
@@ -43,6 +41,7 @@ class PolicyModelActor(ModelWorker):
     engine: TrainEngine
     weight_version = 0
     generator: HFEngine | None = None
+    transport: WeightTransport | None = None
 
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for `num_updates` optimizer steps; its parameter count."""
@@ -144,13 +143,27 @@ class PolicyModelActor(ModelWorker):
     def broadcast_to_vllm(self, engines: Sequence[RolloutEngine]) -> float:
         """Give all engines the current weights and check that they hold them; seconds it took."""
         start = time.monotonic()
+        rank = self.strategy.topology.rank
+        if self.transport is None:
+            self.transport = self._connect(engines, rank)
         tensors = self.engine.gather_full_parameters()
-        if self.strategy.topology.rank == 0:
-            writer = ShmBucketWriter(BUCKET_BYTES)
-            send_weights(tensors, engines, self.weight_version, writer=writer)
+        if rank == 0:
+            send_weights(tensors, engines, self.weight_version, writer=self.transport)
         else:
-            drain(tensors)
+            self.transport.follow(tensors)
         return time.monotonic() - start
+
+    def _connect(self, engines: Sequence[RolloutEngine], rank: int) -> WeightTransport:
+        transport = make_transport(
+            engines,
+            rank=rank,
+            tensor_parallel_size=self.config.vllm.tensor_parallel_size,
+            device=self.engine.device,
+            endpoint=self.master_endpoint,
+        )
+        if rank == 0:
+            transport.connect(engines)
+        return transport
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample with the policy itself (no vLLM); every rank of the group must call."""

@@ -22,8 +22,9 @@ class ReferenceModelActor(ModelWorker):
         config = self.config
         assert config.actor.model_name_or_path is not None
         model = load_causal_lm(config.actor.model_name_or_path, **self.load_options)
+        num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
-        return sum(p.numel() for p in model.parameters())
+        return num_parameters
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs (N,) of the share's sampled tokens, at the sampling temperature."""
@@ -51,8 +52,9 @@ class RewardModelActor(ModelWorker):
             allow_fresh_head=False,
             **self.load_options,
         )
+        num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
-        return sum(p.numel() for p in model.parameters())
+        return num_parameters
 
     def compute_rewards(self, experience: Experience) -> Tensor:
         """Rewards (B,) of the share's samples, read at their last token."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.engines.base import (
+    SHM_BACKEND,
     Completion,
     GenerationRequest,
     RolloutEngine,
@@ -41,6 +42,7 @@ class RayEngine:
 
     handle: Any
     name: str
+    weight_transfer_backend: str = SHM_BACKEND
     timeout_s: float = 3600.0
 
     def _call(self, method: Callable[..., Any], *args: object) -> Any:
@@ -54,6 +56,10 @@ class RayEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """See RolloutEngine."""
         return self._call(LLMRayActor.generate, requests)  # type: ignore[no-any-return]
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """See RolloutEngine."""
+        self._call(LLMRayActor.init_weight_transfer, init_info)
 
     def begin_weight_update(self) -> None:
         """See RolloutEngine."""
@@ -95,6 +101,7 @@ def create_vllm_engines(
                 max_concurrency=MAX_CONCURRENT_CALLS,
             ),
             name,
+            config.weight_transfer_backend,
         )
         for name, slot in zip(names, slots, strict=True)
     ]

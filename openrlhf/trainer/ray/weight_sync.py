@@ -7,15 +7,18 @@ that cannot show the fingerprints of what was sent fails the sync by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from openrlhf.engines.base import NamedTensors, RolloutEngine, SyncReceipt, WeightBucket
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
+
+Answer = TypeVar("Answer")
 
 
 class BucketWriter(Protocol):
@@ -24,8 +27,11 @@ class BucketWriter(Protocol):
     def write(self, tensors: NamedTensors) -> Iterable[WeightBucket]:
         """Buckets of bounded size; each is valid until the next one is asked for."""
 
+    def push(self, bucket: WeightBucket) -> None:
+        """Send what is not read by the engines themselves; all are receiving the bucket now."""
+
     def close(self) -> None:
-        """Free the shared memory."""
+        """Free the memory."""
 
 
 @dataclass
@@ -46,24 +52,35 @@ def send_weights(
 ) -> SyncReport:
     """Send full named tensors to all engines and check every receipt; raises WeightSyncError."""
     report = SyncReport()
-    with ThreadPoolExecutor(max_workers=len(engines)) as pool:
+    pool = ThreadPoolExecutor(max_workers=len(engines))
 
-        def on_all(call: Callable[[RolloutEngine], object]) -> list[object]:
-            return list(pool.map(call, engines))
+    def on_all(call: Callable[[RolloutEngine], Answer]) -> list[Future[Answer]]:
+        return [pool.submit(call, engine) for engine in engines]
 
-        try:
-            on_all(lambda engine: engine.begin_weight_update())
-            for bucket in writer.write(_fingerprinted(tensors, report)):
-                on_all(lambda engine, bucket=bucket: engine.receive_bucket(bucket))  # type: ignore[misc]
-                report.num_buckets += 1
-                report.num_bytes += bucket.num_bytes
-            receipts = on_all(lambda engine: engine.finish_weight_update(weight_version))
-        finally:
-            writer.close()
+    try:
+        all_results(on_all(lambda engine: engine.begin_weight_update()))
+        for bucket in writer.write(_fingerprinted(tensors, report)):
+            receiving = on_all(partial(_receive, bucket))
+            writer.push(bucket)
+            all_results(receiving)
+            report.num_buckets += 1
+            report.num_bytes += bucket.num_bytes
+        receipts = all_results(on_all(lambda engine: engine.finish_weight_update(weight_version)))
+    finally:
+        writer.close()
+        pool.shutdown(wait=False)
     for index, receipt in enumerate(receipts):
-        assert isinstance(receipt, SyncReceipt)
         check_receipt(receipt, report, weight_version, engine_name=f"engine {index}")
     return report
+
+
+def all_results(calls: Sequence[Future[Answer]]) -> list[Answer]:
+    """What the calls answer, or the first error at once: peers of a failed one may hang."""
+    done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+    for call in calls:
+        if call in done:
+            call.result()
+    return [call.result() for call in calls]
 
 
 def drain(tensors: NamedTensors) -> None:
@@ -94,6 +111,10 @@ def check_receipt(
         raise WeightSyncError(
             f"{engine_name}: {len(wrong)} tensors differ from the trainer's, e.g. {wrong[0]}"
         )
+
+
+def _receive(bucket: WeightBucket, engine: RolloutEngine) -> None:
+    engine.receive_bucket(bucket)
 
 
 def _fingerprinted(tensors: NamedTensors, report: SyncReport) -> Iterator[tuple[str, Tensor]]:
