@@ -18,6 +18,7 @@ from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import print_help
 from openrlhf.config.unimplemented import refuse_unimplemented
 from openrlhf.errors import OpenRLHFError
+from openrlhf.utils.logging import quiet_frameworks
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     """A config that may run; its secrets are in the environment and no longer in the arguments."""
     parsed = parse_config(command.config_class, argv)
     refuse_unimplemented(parsed.config)
+    quiet_frameworks()
     os.environ.update(parsed.environment)
     for secret in parsed.environment.values():
         sys.argv = [word.replace(secret, "***") for word in sys.argv]

@@ -139,11 +139,12 @@ class StepLoop:
     def _add(self, future: Future[Any], request: Any) -> None:
         key = str(self._num_requests)
         self._num_requests += 1
-        try:
-            self.stepper.add(key, request)
-        except (EngineError, ValueError, TypeError) as error:
+
+        def refuse(error: BaseException) -> None:
             future.set_exception(EngineError(f"{self.name} refused a request: {error}"))
-        else:
+
+        with _handed_to(refuse):
+            self.stepper.add(key, request)
             self._waiting[key] = future
 
     def _run(self, make_stepper: Callable[[], Stepper], made: Future[Stepper]) -> None:

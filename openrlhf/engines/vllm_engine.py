@@ -54,6 +54,7 @@ class VLLMEngineConfig:
     enable_sleep: bool = False
     weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
     num_threads: int | None = None  # of this process, on a CPU
+    distributed_executor_backend: str | None = None  # of a tensor parallel engine: "mp" or "ray"
     block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
 
 
@@ -192,6 +193,7 @@ class _VLLMStepper:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.engine.set_weight_version("0")
         self.backend = config.weight_transfer_backend
+        self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
 
     def add(self, key: str, request: GenerationRequest) -> None:
         """Hand a request to vLLM."""
@@ -202,13 +204,20 @@ class _VLLMStepper:
                 f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
             )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        self.engine.add_request(key, prompt, self._sampling_params(request))
+        params = self._sampling_params(request)
+        if params.temperature == 0 and params.n > 1:  # vLLM refuses it: they are all the same
+            self.num_greedy_copies[key], params.n = params.n, 1
+        self.engine.add_request(key, prompt, params)
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         """One forward pass."""
         with torch.compiler.set_stance(self.stance):
             finished = [output for output in self.engine.step() if output.finished]
-        return [(out.request_id, [completion(c) for c in out.outputs]) for out in finished]
+        return [(out.request_id, self._completions(out)) for out in finished]
+
+    def _completions(self, output: Any) -> list[Completion]:
+        num_copies = self.num_greedy_copies.pop(output.request_id, 1)
+        return [completion(c) for c in output.outputs] * num_copies
 
     def has_work(self) -> bool:
         """Whether requests are in flight."""
@@ -315,7 +324,8 @@ def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
     own["enable_sleep_mode"] = own.pop("enable_sleep") and has_gpus
     own["enforce_eager"] = config.enforce_eager or not has_gpus
     own["block_size"] = config.block_size or (None if has_gpus else CPU_BLOCK_SIZE)
-    own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
+    executor = config.distributed_executor_backend or "mp"
+    own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else executor
     return EngineArgs(
         **own,
         skip_tokenizer_init=True,

@@ -71,12 +71,8 @@ class InPlaceUpdate:
         self.layers = [(name, layer) for name, layer in model.named_modules()]
         self.check = PackingCheck()
         self.slots: dict[nn.Module, list[Slot]] = {}
-        self.unpacked: dict[
-            nn.Module, str
-        ] = {}  # layers that wait for their packing, with their names
-        self.known_names: frozenset[str] = (
-            frozenset()
-        )  # what a complete update brings, once one was seen
+        self.unpacked: dict[nn.Module, str] = {}  # layers that wait for packing, with their names
+        self.known_names: frozenset[str] = frozenset()  # of a complete update, once one was seen
         self.num_taken = 0
         self.current_name = ""
         self.taken_names: set[str] = set()

@@ -303,3 +303,13 @@ def init_value_head(head: nn.Linear, *, seed: int = 0) -> None:
         draw = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             weight.copy_(draw / (hidden_size + 1))
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch dropout off: RL compares log-probs of the same weights, in training mode too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

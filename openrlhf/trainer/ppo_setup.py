@@ -138,7 +138,19 @@ def _check_models(config: PPOConfig) -> int:
     if problems:
         raise ConfigError(problems)
     policy = load_config(_name(config.actor.model_name_or_path), trust_remote_code=trust)
-    return int(policy.get_text_config().vocab_size)
+    text_config = policy.get_text_config()
+    _check_positions(config, text_config.to_dict().get("max_position_embeddings"))
+    return int(text_config.vocab_size)
+
+
+def _check_positions(config: PPOConfig, num_positions: int | None) -> None:
+    prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
+    if num_positions is not None and prompt + response > num_positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
+            f"{num_positions} positions of the model. Type --prompt_max_len "
+            f"{max(num_positions - response, 1)} or a smaller --generate_max_len."
+        )
 
 
 def _prompts(

@@ -62,6 +62,8 @@ class PPOTrainer:
         kl = config.algo.kl
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.ledger = Ledger()
+        self.trained_rows: set[int] = set()  # of this step, from what reached the update
+        self.weight_version = 0  # of the policy; counts its updates
         self.history: list[dict[str, float]] = []
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
         self.cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
@@ -95,6 +97,7 @@ class PPOTrainer:
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
         """One RL step after generation."""
         metrics = Metrics()
+        self.check_versions(rollouts)
         with self.parts.phases.training():
             with timed("make_experience", metrics):
                 experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
@@ -102,6 +105,8 @@ class PPOTrainer:
                 )
             with timed("ppo_train", metrics):
                 metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
+        groups = set(experience.group_ids.tolist())
+        self.trained_rows.update(r.row_id for r in rollouts if r.group_id in groups)
         self.check_mismatch(metrics, global_step)
         if self.trains_actor(global_step) or self.parts.phases.needs_weights:
             with timed("broadcast", metrics):
@@ -125,11 +130,13 @@ class PPOTrainer:
                 work = [(share, self.kl_controller.coef) for share in shares]
                 for part in actor.start(PolicyModelActor.fit, work)():
                     metrics.merge(part)
+            self.weight_version += 1
         return metrics
 
     def trains_actor(self, global_step: int) -> bool:
         """Whether this step updates the policy: not while the critic warms up alone."""
-        return global_step > self.config.critic.freezing_steps
+        has_critic = self.parts.critic is not None
+        return not has_critic or global_step > self.config.critic.freezing_steps
 
     def plan(
         self, experience: Experience, group: WorkerGroup, global_step: int
@@ -178,9 +185,27 @@ class PPOTrainer:
             rows = self.cursor.draw(self.config.rollout.batch_size)
             keys = [(episode, row) for row in rows]
             self.ledger.draw(keys)
-            yield [self.parts.prompts[row] for row in rows]
-            self.ledger.settle(keys, "trained")
+            prompts = [self.parts.prompts[row] for row in rows]
+            self.trained_rows.clear()
+            yield prompts
+            trained = [
+                key
+                for key, prompt in zip(keys, prompts, strict=True)
+                if prompt.row_id in self.trained_rows
+            ]
+            self.ledger.settle(trained, "trained")
             self.ledger.check()
+            assert not self.ledger.pending, f"prompts {self.ledger.pending} were never trained on"
+
+    def check_versions(self, rollouts: Sequence[Rollout]) -> None:
+        """Refuse samples that were not made by the policy as it is now."""
+        for rollout in rollouts:
+            if bool((rollout.weight_versions != self.weight_version).any()):
+                raise EngineError(
+                    f"sample {rollout.sample_id} was sampled under weights "
+                    f"{sorted(set(rollout.weight_versions.tolist()))}, "
+                    f"the policy is at {self.weight_version}"
+                )
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree before anything could have drifted."""

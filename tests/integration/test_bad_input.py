@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -64,6 +65,7 @@ def _code(tmp_path: Path, name: str, text: str) -> Path:
         ({"prompt_data": "/nowhere/rows.jsonl"}, "/nowhere/rows.jsonl"),
         ({"input_key": "question"}, "question"),
         ({"label_key": "solution"}, "solution"),
+        ({"generate_max_len": "4096"}, "2048 positions"),
         ({"prompt_max_len": "2"}, "longer than --prompt_max_len 2"),
         ({"n_samples_per_prompt": "1"}, "--n_samples_per_prompt is 1"),
         ({"train_batch_size": "64"}, "--train_batch_size 64 is more than the 16 samples"),
@@ -159,8 +161,10 @@ def test_too_few_gpus_is_a_table_within_ten_seconds(
 
     cluster = ClusterView(num_gpus=1, num_cpus=2, max_gpus_per_node=1)
     monkeypatch.setattr(ppo_run, "view_cluster", lambda: cluster)
+    start = time.monotonic()
     with pytest.raises(SystemExit) as stop:
         train_ppo_ray.main(argv(GOOD, **{**good, "actor_num_gpus_per_node": "3"}))
+    assert time.monotonic() - start < 10
     assert stop.value.code == 2
     errors = capsys.readouterr().err
     assert "need 3, have 1" in errors

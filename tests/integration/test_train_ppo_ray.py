@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from ray.util.placement_group import remove_placement_group
 
 from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import GRPO, PPO_HYBRID, argv
 
@@ -36,6 +38,7 @@ def test_ppo_in_hybrid_mode(
     first, last = steps_of(tmp_path / "run")
     assert {"policy_loss", "critic_loss", "values", "kl", "return", "critic_lr"} <= first.keys()
     assert last["timing/step_total"] > 0
+    assert first["ratio_max"] == 1.0
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert exported.dtype == torch.bfloat16
     assert (tmp_path / "run" / "chat_template.jinja").exists()
@@ -51,12 +54,14 @@ def test_grpo_with_kl_loss(
             reward_pretrain=reward_model_dir,
             prompt_data=prompt_file,
             n_samples_per_prompt="4",
+            train_batch_size="32",
             save_path=tmp_path / "run",
         )
     )
     first, _ = steps_of(tmp_path / "run")
     assert first["kl"] == pytest.approx(0.0, abs=1e-3)
     assert first["response_length"] > 0
+    assert first["ratio_max"] == 1.0
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "rloo", "reinforce_baseline", "dr_grpo"])
@@ -81,18 +86,19 @@ def test_every_estimator_with_a_reward_function(
         assert record["vllm_kl"] < 1e-6
         assert record["logprobs_diff_max"] < 1e-3
         assert record["ratio_max"] == 1.0
-    assert "num_chars" in first
+    assert "extra/num_chars" in first
 
 
+@pytest.mark.parametrize("model", ["tiny_model_dir", "tiny_tied_model_dir"])
 def test_two_ranks_and_two_engines_stay_in_sync(
-    tiny_tied_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path
+    request: pytest.FixtureRequest, model: str, reward_file: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
     train_ppo_ray.main(
         argv(
             "--advantage_estimator group_norm --init_kl_coef 0 --actor_num_gpus_per_node 2 "
             "--vllm_num_engines 2 --num_episodes 2 --actor_learning_rate 1e-3 "
             "--enable_prefix_caching --use_dynamic_batch",
-            pretrain=tiny_tied_model_dir,
+            pretrain=request.getfixturevalue(model),
             remote_rm_url=reward_file,
             label_key="answer",
             prompt_data=prompt_file,
@@ -109,3 +115,14 @@ def test_two_ranks_and_two_engines_stay_in_sync(
     # Weights have moved by then; a stale engine would show.
     assert all(record["vllm_kl"] < 1e-6 for record in records)
     assert all(record["logprobs_diff_max"] < 1e-3 for record in records)
+
+
+def test_a_tensor_parallel_engine_is_one_slot_of_several_bundles() -> None:
+    cluster = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
+    demands = [RoleDemand("actor", 4, "all"), RoleDemand("vllm", 2, "all", bundles_per_rank=2)]
+    slots = place(demands, cluster)
+    try:
+        assert [slot.bundle_index for slot in slots["actor"]] == [0, 1, 2, 3]
+        assert [slot.bundles for slot in slots["vllm"]] == [(0, 1), (2, 3)]
+    finally:
+        remove_placement_group(slots["actor"][0].group)

@@ -13,6 +13,7 @@ import torch
 
 from openrlhf.datasets.prompts_dataset import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import EngineError
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
 from openrlhf.utils.tokenizer import Tokenizer
@@ -76,6 +77,12 @@ class SamplesGenerator:
             for prompt in prompts
         ]
         answers = self.generator.generate(requests)
+        for request, completions in zip(requests, answers, strict=True):
+            if len(completions) != sampling.num_samples:
+                raise EngineError(
+                    f"request {request.request_id}: {len(completions)} completions, "
+                    f"asked for {sampling.num_samples}"
+                )
         rollouts = [
             self._rollout(prompt, completion, group_id=group, sample_id=f"{request.request_id}/{k}")
             for group, (prompt, request, completions) in enumerate(
@@ -120,4 +127,4 @@ def _add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
         if rollout.score is not None:
             metrics.add("score", rollout.score)
         for name, value in rollout.extra_logs.items():
-            metrics.add(name, value)
+            metrics.add(f"extra/{name}", value)  # never mixed with the trainer's own

@@ -26,8 +26,14 @@ class TrainEngine(Protocol):
     lr: float
     device: torch.device
 
+    def train(self) -> None:
+        """Enter training mode."""
+
     def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
         """Accumulate gradients; the sum over ranks and micro-batches is what counts."""
+
+    def eval(self) -> None:
+        """Enter evaluation mode."""
 
     def step(self) -> float:
         """Update the weights; answers the global gradient norm before clipping."""
@@ -50,6 +56,7 @@ def run_updates(
     `lr` among them.
     """
     metrics = Metrics()
+    engine.train()  # gradient checkpointing works in training mode only
     for step in steps:
         micro_batches = [step.experience.select(i) for i in _cut(step, plan)]
         num_micro_batches = int(
@@ -64,6 +71,7 @@ def run_updates(
             engine.backward(loss, is_last_micro_batch=is_last)
         metrics.add("grad_norm", engine.step())
         metrics.add("lr", engine.lr, reduction="max")
+    engine.eval()
     return metrics
 
 

@@ -183,12 +183,15 @@ def engine_config(
         or config.data.prompt_max_len + config.rollout.max_new_tokens,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        # The samples of a prompt share its prefix through the cache.
+        enable_prefix_caching=config.vllm.enable_prefix_caching
+        or config.rollout.n_samples_per_prompt > 1,
         enforce_eager=config.vllm.enforce_eager,
         enable_sleep=config.vllm.enable_sleep and config.train.colocate_all,
         seed=config.train.seed,
         trust_remote_code=config.trust_remote_code,
         weight_transfer_backend=weight_transfer_backend,
+        distributed_executor_backend="ray" if config.vllm.tensor_parallel_size > 1 else None,
     )
 
 

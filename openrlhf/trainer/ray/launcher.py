@@ -10,11 +10,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.errors import EngineError, OpenRLHFError
+from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
 
-CALL_TIMEOUT_S = 3600.0  # no call of a worker takes longer: load, forward, update, export
+CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 FORWARDED_PREFIXES = (
     "HF_",
     "WANDB_",
@@ -48,9 +48,12 @@ def _connect() -> None:
     if address != "local":
         try:
             ray.init(address=address or "auto", **quiet)
-        except ConnectionError:
+        except ConnectionError as error:
             if address:
-                raise
+                raise ConfigError(
+                    f"RAY_ADDRESS is {address}, and no Ray cluster answers there. "
+                    "Start one, or unset RAY_ADDRESS."
+                ) from error
         else:
             return
     ray.init(address="local", include_dashboard=False, **quiet)
@@ -64,6 +67,8 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
     environment["OMP_NUM_THREADS"] = str(num_threads)
+    # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
+    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     return environment
 
 
@@ -81,14 +86,18 @@ def start_actor(
         placement_group_bundle_index=slot.bundle_index,
         placement_group_capture_child_tasks=True,
     )
+    environment = worker_environment(num_threads)
+    if slot.bundles:  # vLLM starts a worker on each of them; the actor itself only leads
+        environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slot.bundles))
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(slot.num_gpus)
     return (
         ray.remote(worker_class)
         .options(
             num_cpus=slot.num_cpus,
-            num_gpus=slot.num_gpus,
+            num_gpus=0 if slot.bundles else slot.num_gpus,
             scheduling_strategy=strategy,
             max_concurrency=max_concurrency,
-            runtime_env={"env_vars": worker_environment(num_threads)},
+            runtime_env={"env_vars": environment},
         )
         .remote(*args)
     )
@@ -105,11 +114,14 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
         cause = error.cause
         if isinstance(cause, OpenRLHFError):
             raise _named(cause, who) from None
-        raise EngineError(f"{who}: {type(cause).__name__}: {cause}") from error
+        raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
     except ray.exceptions.RayActorError as error:
         reason = str(error).strip().splitlines()[-1].strip()
+        kind, _, message = reason.partition(": ")
+        if kind.rpartition(".")[2] == ConfigError.__name__:  # raised while the worker started
+            raise ConfigError(f"{message} [{who}]") from None
         raise EngineError(f"{who} died: {reason}") from error
 
 

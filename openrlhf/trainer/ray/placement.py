@@ -35,7 +35,8 @@ class Slot:
     group: PlacementGroup
     bundle_index: int
     num_cpus: float
-    num_gpus: float
+    num_gpus: float  # on each of its bundles
+    bundles: tuple[int, ...] = ()  # of a rank whose own workers sit on several; else empty
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
     if not cluster.has_gpus:
         return
     need = sum(pool_sizes(demands).values())
+    if need > cluster.num_cpus:  # every GPU comes with a core
+        raise ConfigError(
+            f"Not enough CPUs: need {need}, one for each GPU, have {cluster.num_cpus}. "
+            f"Start Ray with more --num-cpus.\n{demand_table(demands, cluster)}"
+        )
     if need > cluster.num_gpus:
         raise ConfigError(
             f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
@@ -98,9 +104,9 @@ def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
 
 
 def place(
-    demands: Sequence[RoleDemand], cluster: ClusterView, *, deadline_s: float = 60.0
+    demands: Sequence[RoleDemand], cluster: ClusterView, *, deadline_s: float = 8.0
 ) -> dict[str, list[Slot]]:
-    """Slots of every role, one a bundle; raises ConfigError with the table when the cluster is too
+    """Slots of every role, one a rank; raises ConfigError with the table when the cluster is too
     small or busy.
     """
     check_demand(demands, cluster)
@@ -118,13 +124,20 @@ def place(
         slots[demand.role] = [
             Slot(
                 groups[demand.pool],
-                index,
+                first,
                 num_cpus=bundle["CPU"] * share,
                 num_gpus=bundle.get("GPU", 0.0) * share,
+                bundles=_spread(first, demand.bundles_per_rank),
             )
-            for index in range(demand.num_ranks * demand.bundles_per_rank)
+            for first in range(
+                0, demand.num_ranks * demand.bundles_per_rank, demand.bundles_per_rank
+            )
         ]
     return slots
+
+
+def _spread(first: int, width: int) -> tuple[int, ...]:
+    return tuple(range(first, first + width)) if width > 1 else ()
 
 
 def _wait_until_ready(

@@ -23,7 +23,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ppo_utils.update_loop import run_updates
@@ -48,6 +48,7 @@ class PolicyModelActor(ModelWorker):
         config = self.config.actor
         assert config.model_name_or_path is not None
         model = load_causal_lm(config.model_name_or_path, **self.load_options)
+        disable_dropout(model)
         self.actor = Actor(model)
         if config.gradient_checkpointing_enable:
             self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
@@ -86,7 +87,8 @@ class PolicyModelActor(ModelWorker):
         config = self.config
         stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
         old_N = experience.old_logprobs
-        old_N = stats.logprobs.detach() if old_N is None else old_N
+        if old_N is None or step.num_steps == 1:  # on-policy: they are the current ones, exactly
+            old_N = stats.logprobs.detach()
         assert experience.advantages is not None
         terms = self.policy_loss.terms(
             stats.logprobs,
@@ -188,9 +190,10 @@ class PolicyModelActor(ModelWorker):
         if generator.model is self.actor.model:
             return
         held = dict(generator.model.named_parameters())
+        buffers = dict(generator.model.named_buffers())
         with torch.no_grad():
             for name, tensor in self.engine.gather_full_parameters():
-                held.pop(name).copy_(tensor)
+                (held.pop(name) if name in held else buffers[name]).copy_(tensor)
         if held:
             raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
 

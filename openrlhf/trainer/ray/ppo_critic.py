@@ -10,6 +10,7 @@ from torch import Tensor
 from openrlhf.algorithms.policy_loss import aggregate, value_loss
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.models.loading import disable_dropout
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
@@ -31,6 +32,7 @@ class CriticModelActor(ModelWorker):
         self.critic = CriticModel.from_pretrained(
             self.source, value_head_prefix=config.ds.value_head_prefix, **self.load_options
         )
+        disable_dropout(self.critic)
         if config.critic.gradient_checkpointing_enable:
             self.critic.gradient_checkpointing_enable(
                 config.critic.gradient_checkpointing_reentrant

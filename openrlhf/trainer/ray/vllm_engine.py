@@ -17,7 +17,7 @@ from openrlhf.engines.base import (
 )
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.launcher import get, start_actor
+from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import redirect_framework_logs
 
@@ -43,7 +43,7 @@ class RayEngine:
     handle: Any
     name: str
     weight_transfer_backend: str = SHM_BACKEND
-    timeout_s: float = 3600.0
+    timeout_s: float = CALL_TIMEOUT_S
 
     def _call(self, method: Callable[..., Any], *args: object) -> Any:
         reference = getattr(self.handle, method.__name__).remote(*args)
