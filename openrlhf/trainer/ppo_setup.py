@@ -18,7 +18,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.function import FunctionReward
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
-from openrlhf.utils.logging import notice
+from openrlhf.utils.logging import counter, notice
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 
@@ -165,18 +165,16 @@ def _prompts(
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
-    prompts = PromptDataset(
-        rows,
-        tokenizer,
-        PromptFormat(
-            input_key=data.input_key,
-            label_key=data.label_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            max_len=data.prompt_max_len,
-            overlong=data.overlong_prompts,
-        ),
+    prompt_format = PromptFormat(
+        input_key=data.input_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        max_len=data.prompt_max_len,
+        overlong=data.overlong_prompts,
     )
+    with counter("tokenising prompts") as show:
+        prompts = PromptDataset(rows, tokenizer, prompt_format, progress=show)
     for line in prompts.notices:
         notice(line)
     return prompts

@@ -24,6 +24,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
 from openrlhf.utils.logging import (
+    counter,
     format_count,
     notice,
     print_banner,
@@ -134,7 +135,8 @@ def prepare_inputs(config: SFTConfig) -> SFTInputs:
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
-    samples = SFTDataset(rows, tokenizer, sft_format)
+    with counter("tokenising rows") as show:
+        samples = SFTDataset(rows, tokenizer, sft_format, progress=show)
     eval_samples = None
     if config.eval.dataset:
         eval_rows = load_rows(

@@ -212,11 +212,11 @@ def hints(metrics: Values, history: Sequence[Values]) -> list[str]:
 class Advance(Protocol):
     """Moves a progress bar."""
 
-    def __call__(self, num_done: int = 1) -> None:
-        """Count `num_done` more items as done."""
+    def __call__(self, num_done: int = 1, total: int | None = None) -> None:
+        """Count `num_done` more items as done; `total` corrects how many there are."""
 
 
-def _no_advance(num_done: int = 1) -> None:
+def _no_advance(num_done: int = 1, total: int | None = None) -> None:
     """Nobody watches."""
 
 
@@ -230,10 +230,26 @@ def progress(description: str, total: int | None = None) -> Iterator[Advance]:
     with rich.progress.Progress(*columns, console=_console(), transient=True) as bar:
         task = bar.add_task(description, total=total)
 
-        def advance(num_done: int = 1) -> None:
+        def advance(num_done: int = 1, total: int | None = None) -> None:
+            if total is not None:
+                bar.update(task, total=total)
             bar.advance(task, num_done)
 
         yield advance
+
+
+@contextmanager
+def counter(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar moved by totals: yields a function of (items done, items in all)."""
+    with progress(description) as advance:
+        last = 0
+
+        def show(num_done: int, total: int) -> None:
+            nonlocal last
+            advance(num_done - last, total)
+            last = num_done
+
+        yield show
 
 
 class _FileOnlyLogger(logging.Logger):

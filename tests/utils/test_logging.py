@@ -158,3 +158,10 @@ def test_captured_streams_take_native_prints_along(tmp_path):
 
 def test_package_logger_keeps_out_of_the_root_logger():
     assert logging.getLogger("openrlhf").propagate is False
+
+
+def test_a_counter_takes_totals_and_is_quiet_without_a_terminal(capsys):
+    with console.counter("rows") as show:
+        show(10, 100)
+        show(100, 100)
+    assert capsys.readouterr().out == ""
