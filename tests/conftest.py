@@ -14,6 +14,7 @@ TEST_ENVIRONMENT = {
     # Two OpenMP pools that spin on two cores slow each other tenfold: let idle ones sleep.
     "KMP_BLOCKTIME": "0",
     "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "10000",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -23,7 +23,9 @@ FORWARDED_PREFIXES = (
     "OPENRLHF_",
     "RAY_EXPERIMENTAL_NOSET_",
 )
-FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME")
+# Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
+IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 
 @contextmanager
@@ -66,6 +68,7 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
+    environment |= {name: os.environ.get(name, value) for name, value in IDLE_THREADS.items()}
     environment["OMP_NUM_THREADS"] = str(num_threads)
     # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -78,15 +78,15 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
     if not cluster.has_gpus:
         return
     need = sum(pool_sizes(demands).values())
-    if need > cluster.num_cpus:  # every GPU comes with a core
-        raise ConfigError(
-            f"Not enough CPUs: need {need}, one for each GPU, have {cluster.num_cpus}. "
-            f"Start Ray with more --num-cpus.\n{demand_table(demands, cluster)}"
-        )
     if need > cluster.num_gpus:
         raise ConfigError(
             f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
             f"devices with --colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
+        )
+    if need > cluster.num_cpus:  # every GPU comes with a core
+        raise ConfigError(
+            f"Not enough CPUs: need {need}, one for each GPU, have {cluster.num_cpus}. "
+            f"Start Ray with more --num-cpus.\n{demand_table(demands, cluster)}"
         )
 
 

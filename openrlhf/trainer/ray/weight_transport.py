@@ -116,8 +116,7 @@ class SharedMemoryTransport:
         drain(tensors)
 
     def close(self) -> None:
-        """Free the memory; the next update takes new."""
-        self.writer.close()
+        """Keep the memory: taking it anew costs more than a copy. It ends with the process."""
 
 
 class IpcTransport:
