@@ -35,6 +35,11 @@ def seconds(call: Callable[[], object], *, repeats: int = REPEATS, warm_up: int 
     return statistics.median(times)
 
 
+def num_steps_of(work: w.Workload) -> int:
+    """Steps of a run; two of them warm up."""
+    return 7 if work.max_new_tokens <= 64 else 5
+
+
 def generate_plain(work: w.Workload) -> Measurement:
     """vllm.LLM.generate on the same requests: the same engine settings, nothing of ours."""
     import os
@@ -234,7 +239,7 @@ def _ppo_step(work: w.Workload, extra: list[str], *, on_ray: bool) -> Measuremen
     from openrlhf.cli import train_ppo, train_ppo_ray
     from openrlhf.utils.tracking import read_metrics
 
-    num_steps = 7
+    num_steps = num_steps_of(work)
     folder = work.model.parent
     reward = folder / "reward.py"
     reward.write_text(REWARD_CODE)
@@ -269,7 +274,7 @@ def step_trl(work: w.Workload) -> Measurement:
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    num_steps = 7
+    num_steps = num_steps_of(work)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32)
     rows = [{"prompt": text} for text in w.prompt_texts(work.model)] * num_steps
     ends: list[float] = []

@@ -91,12 +91,20 @@ def run(bench: Bench, *, with_trl: bool) -> None:
     bench.say("whole step on Ray / sum of bare parts", whole / parts, 1.25, detail, at_most=True)
     if with_trl:
         for max_new_tokens, goal in ((64, 1.2), (256, 1.5)):
-            mine, trl = bench.both("step_local", "step_trl", max_new_tokens)
-            detail = f"{max_new_tokens} new tokens: {mine:.2f} against {trl:.2f} s a step"
-            bench.say("GRPO step: TRL / ours, one process", trl / mine, goal, detail, at_most=False)
-            ray, trl = bench.both("step", "step_trl", max_new_tokens)
-            detail = f"{max_new_tokens} new tokens: {ray:.2f} against {trl:.2f} s a step"
-            bench.say("GRPO step: TRL / ours, Ray + vLLM", trl / ray, goal, detail, at_most=False)
+            compare_with_trl(bench, max_new_tokens, goal)
+
+
+def compare_with_trl(bench: Bench, max_new_tokens: int, goal: float) -> None:
+    """The whole step against TRL's, in one process and on Ray; the rounds take turns."""
+    names = ("step_local", "step_trl", "step")
+    rounds = [
+        [measure(name, bench.folder, max_new_tokens)["seconds"] for name in names]
+        for _ in range(bench.rounds)
+    ]
+    local, trl, on_ray = (statistics.median(times) for times in zip(*rounds, strict=True))
+    for what, ours in (("one process", local), ("Ray + vLLM", on_ray)):
+        detail = f"{max_new_tokens} new tokens: {ours:.2f} against {trl:.2f} s a step"
+        bench.say(f"GRPO step: TRL / ours, {what}", trl / ours, goal, detail, at_most=False)
 
 
 def main() -> None:
