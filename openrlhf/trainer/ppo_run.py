@@ -103,7 +103,9 @@ def _run(
     sizes = _init_models(config, groups, schedule)
     if is_main:
         _banner(config, inputs, schedule, sizes, cluster.counts)
-    parts = _assemble(config, inputs, schedule, groups, engines=engines, is_main=is_main)
+    scorer = cluster.shared(_scorer(inputs, groups))
+    samples = _samples_generator(inputs, groups, engines, scorer)
+    parts = _assemble(config, inputs, schedule, groups, samples=samples, is_main=is_main)
     parts.phases.start([group for role, group in groups.items() if role in ("actor", "critic")])
     trainer = PPOTrainer(config, parts)
     trainer.fit()
@@ -139,27 +141,33 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
     return {role: wait()[0] for role, wait in pending.items()}
 
 
+def _samples_generator(
+    inputs: RunInputs, groups: Groups, engines: Sequence[RolloutEngine], scorer: Scorer
+) -> SamplesGenerator:
+    generator: Generator = (
+        EnginePool(engines)
+        if engines
+        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
+    )
+    return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
+
+
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
     schedule: Schedule,
     groups: Groups,
     *,
-    engines: Sequence[RolloutEngine],
+    samples: SamplesGenerator,
     is_main: bool,
 ) -> PPOParts:
-    generator: Generator = (
-        EnginePool(engines)
-        if engines
-        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
-    )
+    pool = samples.generator
+    engines = pool.engines if isinstance(pool, EnginePool) else []
     return PPOParts(
         actor=groups["actor"],
         critic=groups.get("critic"),
         engines=engines,
-        samples_generator=SamplesGenerator(
-            generator, _scorer(inputs, groups), inputs.tokenizer, vocab_size=inputs.vocab_size
-        ),
+        samples_generator=samples,
         experience_maker=_experience_maker(config, groups, schedule),
         phases=DevicePhases(
             engines,

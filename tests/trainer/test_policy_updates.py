@@ -134,3 +134,15 @@ def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Pat
     experience = ragged_experience(16)
     one_by_one = [actor.compute_logprobs(experience.select([i])) for i in range(16)]
     assert torch.allclose(actor.compute_logprobs(experience), torch.cat(one_by_one), atol=1e-5)
+
+
+def test_gradient_checkpointing_recomputes_every_layer(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path, actor={"gradient_checkpointing_enable": True})
+    forwards: list[int] = []
+    layer = actor.actor.model.model.layers[0].mlp
+    layer.register_forward_hook(lambda *_: forwards.append(1))
+    [steps] = plan_updates(ragged_experience(4), 1, train_batch_size=4, max_epochs=1, seed=0)
+    actor.fit(steps, 0.0)
+    assert len(forwards) == 2  # one micro-batch: once forward, once again for the backward

@@ -10,6 +10,7 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
+from openrlhf.trainer.ppo_utils.samples_generator import Scorer
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
@@ -142,6 +143,10 @@ class RayCluster:
         )
         self.engines += engines
         return list(engines)
+
+    def shared(self, scorer: Scorer) -> Scorer:
+        """The scorer itself: there is one controller."""
+        return scorer
 
     def wait_until_up(self) -> None:
         """Wait for all processes; they start at the same time."""

@@ -13,14 +13,16 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.backend import shut_down
-from openrlhf.distributed.collectives import all_gather_object
+from openrlhf.distributed.collectives import all_gather_object, broadcast_object
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.trainer.ppo_utils.samples_generator import Scorer
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.cluster import RoleCounts, engine_config
 from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.utils.rollout import Rollout
 
 ROLES = ("actor", "critic", "ref", "reward")
 
@@ -44,6 +46,30 @@ class LocalGroup:
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Run `method` with the same arguments on every rank."""
         return self.start(method, [args] * self.num_ranks)()
+
+
+class MainRankScorer:
+    """Scores in the main process; the others take its answer, or its error.
+
+    User code may answer differently from process to process, and all controllers must agree.
+    """
+
+    def __init__(self, scorer: Scorer, topology: Topology) -> None:
+        self.scorer = scorer
+        self.is_main = topology.is_main
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """See Scorer."""
+        answer: list[Rollout] | RewardError = []
+        if self.is_main:
+            try:
+                answer = self.scorer.score(rollouts)
+            except RewardError as error:
+                answer = error
+        answer = broadcast_object(answer)
+        if isinstance(answer, RewardError):
+            raise answer
+        return answer
 
 
 class LocalCluster:
@@ -89,6 +115,10 @@ class LocalCluster:
         config = engine_config(self.config, has_gpus=torch.cuda.is_available())
         self.engines.append(VLLMEngine(config))
         return list(self.engines)
+
+    def shared(self, scorer: Scorer) -> Scorer:
+        """A scorer whose answer is the same for all controllers."""
+        return MainRankScorer(scorer, self.topology) if self.topology.world_size > 1 else scorer
 
     def wait_until_up(self) -> None:
         """Nothing to wait for: all of it is this process."""
