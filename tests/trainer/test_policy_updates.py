@@ -142,7 +142,7 @@ def test_gradient_checkpointing_recomputes_every_layer(
     actor = make_actor(tiny_model_dir, tmp_path, actor={"gradient_checkpointing_enable": True})
     forwards: list[int] = []
     layer = actor.actor.model.model.layers[0].mlp
-    layer.register_forward_hook(lambda *_: forwards.append(1))
+    layer.register_forward_pre_hook(lambda *_: forwards.append(1))
     [steps] = plan_updates(ragged_experience(4), 1, train_batch_size=4, max_epochs=1, seed=0)
     actor.fit(steps, 0.0)
     assert len(forwards) == 2  # one micro-batch: once forward, once again for the backward
