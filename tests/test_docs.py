@@ -353,7 +353,7 @@ def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_di
     names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
     train_ppo.main([*readme_command("train_ppo", folder), *names])
     first, last = records_of(folder / "run")
-    assert {"reward", "score", "num_chars", "policy_loss", "vllm_kl"} <= first.keys()
+    assert {"reward", "score", "extra/num_chars", "policy_loss", "vllm_kl"} <= first.keys()
     assert last["timing/step_total"] > 0
     check_run_folder(folder / "run")
     assert sorted(os.listdir(folder / "run" / "rollouts")) == [
