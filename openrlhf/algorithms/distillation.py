@@ -1,0 +1,219 @@
+"""Cross-entropy and distance to a teacher at each target token, without ever holding all logits.
+
+Shapes: N target tokens end to end, H and K hidden sizes of student and teacher, V vocabulary, C
+tokens of one chunk. Gradients are made in the forward, while the chunk's logits are there: the
+weights of neither head are needed in the backward (under ZeRO-3 the teacher's are gone by then).
+The price is one more tensor of the size of the student's head between forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_TOKENS = 1024
+
+
+def forward_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p) = sum q (log q - log p), (C,), and its gradient p - q, (C, V).
+
+    As of all divergences here: from log p of the student and log q of the teacher, each
+    normalised, with the gradient in the student's logits. Hinton et al., arXiv 1503.02531.
+    """
+    q_CV = teacher_CV.exp()
+    divergence_C = (teacher_CV - student_CV).mul_(q_CV).sum(-1)
+    return divergence_C, student_CV.exp().sub_(q_CV)
+
+
+def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p (log p - log q), and p (log p - log q - KL). MiniLLM, arXiv 2306.08543."""
+    p_CV = student_CV.exp()
+    gap_CV = student_CV - teacher_CV
+    divergence_C = (p_CV * gap_CV).sum(-1)
+    return divergence_C, gap_CV.sub_(divergence_C.unsqueeze(-1)).mul_(p_CV)
+
+
+def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2, and p (log p - log m - KL(p || m)) / 2.
+
+    GKD with beta 1/2, arXiv 2306.13649.
+    """
+    mixture_CV = torch.logaddexp(student_CV, teacher_CV).sub_(math.log(2))
+    teacher_part_C = (teacher_CV - mixture_CV).mul_(teacher_CV.exp()).sum(-1)
+    student_part_C, grad_CV = reverse_kl(student_CV, mixture_CV)
+    return (student_part_C + teacher_part_C) / 2, grad_CV.div_(2)
+
+
+DIVERGENCES = {"forward": forward_kl, "reverse": reverse_kl, "jsd": jensen_shannon}
+
+
+@dataclass(frozen=True)
+class Head:
+    """States in front of an LM head, the head, and what its family does to logits after it.
+
+    z = cap(logit_scale * (hidden @ weight.T + bias)) with cap(x) = softcap * tanh(x / softcap).
+    """
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def logits(self, rows: slice) -> Tensor:
+        """z of some of the tokens, (C, V), in fp32 but for the matrix product."""
+        raw_CV = self.hidden_NH[rows] @ self.weight_VH.t()
+        z_CV = raw_CV.to(_compute_dtype(raw_CV))
+        if self.bias_V is not None:
+            z_CV = z_CV.add_(self.bias_V)
+        if self.softcap is None:
+            return z_CV if self.logit_scale == 1 else z_CV.mul_(self.logit_scale)
+        return z_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
+
+    def slope(self, z_CV: Tensor) -> Tensor | float:
+        """d z / d raw logits, (C, V), or one number where it is the same everywhere."""
+        if self.softcap is None:
+            return self.logit_scale
+        return (z_CV / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Which divergence between the two distributions, both softened by the temperature."""
+
+    kind: str = "forward"
+    temperature: float = 1.0
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        assert self.kind in DIVERGENCES, f"divergence {self.kind!r} is none of {[*DIVERGENCES]}"
+        assert self.temperature > 0 and self.chunk_tokens > 0
+
+
+class DistillationTerms(NamedTuple):
+    """The loss, and what it is made of; only loss carries a gradient. All fp32."""
+
+    loss: Tensor  # () sum of ce_weight * -logp + divergence_weight * divergence
+    logprobs_N: Tensor
+    divergence_N: Tensor
+
+
+def chunked_distillation(
+    student: Head,
+    teacher: Head,
+    targets_N: Tensor,
+    *,
+    ce_weights_N: Tensor,
+    divergence_weights_N: Tensor,
+    method: Distillation,
+) -> DistillationTerms:
+    """Weighted sum of cross-entropy and divergence; gradients reach the student's Head alone.
+
+    Gradients are computed here and multiplied in the backward by the gradient of `loss`, which is
+    why the weights of the tokens must be known now. Divide `loss`, not the weights, by the tokens
+    of the step: weights near 1 keep fp16 gradients from vanishing. Memory: at most eight blocks of
+    `chunk_tokens` x V fp32 numbers. No tokens: 0, with zero gradients.
+    """
+    num_tokens, vocab_size = len(targets_N), len(student.weight_VH)
+    assert len(student.hidden_NH) == len(teacher.hidden_NH) == num_tokens, "one target per state"
+    assert len(teacher.weight_VH) == vocab_size, "student and teacher differ in vocabulary"
+    assert ce_weights_N.shape == divergence_weights_N.shape == targets_N.shape, "weight per target"
+    tokens = _Tokens(targets_N, ce_weights_N, divergence_weights_N)
+    wants_grads = torch.is_grad_enabled()  # off inside the forward of any autograd function
+    job = _Job(student, teacher, tokens, method, wants_grads)
+    inputs = student.hidden_NH, student.weight_VH, student.bias_V
+    return DistillationTerms(*_ChunkedDistillation.apply(*inputs, job))
+
+
+class _Tokens(NamedTuple):
+    """What is known of each token."""
+
+    targets_N: Tensor
+    ce_weights_N: Tensor
+    divergence_weights_N: Tensor
+
+    def at(self, rows: slice) -> _Tokens:
+        """The same for some of the tokens, each (C, 1)."""
+        return _Tokens(*(values_N[rows].unsqueeze(-1) for values_N in self))
+
+
+class _Job(NamedTuple):
+    """All that is not differentiated, in one argument."""
+
+    student: Head
+    teacher: Head
+    tokens: _Tokens
+    method: Distillation
+    wants_grads: bool
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    """Keeps for the backward the gradients of hidden states, weight and bias, nothing else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = hidden_NH, weight_VH, bias_V
+        grads = [
+            torch.zeros_like(tensor) if job.wants_grads and tensor is not None and needed else None
+            for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+        ]
+        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
+        divergence_N = torch.empty_like(logprobs_N)
+        for start in range(0, len(hidden_NH), job.method.chunk_tokens):
+            rows = slice(start, start + job.method.chunk_tokens)
+            logprobs_N[rows], divergence_N[rows], grad_CV = _chunk(job, rows)
+            _add_gradients(grads, grad_CV, job.student, rows)
+        _, ce_weights_N, divergence_weights_N = job.tokens
+        loss = (divergence_weights_N * divergence_N - ce_weights_N * logprobs_N).sum()
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(logprobs_N, divergence_N)
+        return loss.to(logprobs_N.dtype), logprobs_N, divergence_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (None if grad is None else grad * grad_loss for grad in ctx.saved_tensors)
+        return *grads, None
+
+
+def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
+    token, temperature = job.tokens.at(rows), job.method.temperature
+    student_CV = job.student.logits(rows)
+    slope = job.student.slope(student_CV)
+    student_CV = _log_softmax_(student_CV, temperature)
+    teacher_CV = _log_softmax_(job.teacher.logits(rows), temperature)
+    divergence_C, grad_CV = DIVERGENCES[job.method.kind](student_CV, teacher_CV)
+    logprobs_C1 = student_CV.gather(-1, token.targets_N)
+    # d(-log p[target]) / dz_j = p_j - [j is target]
+    grad_CV.mul_(token.divergence_weights_N).add_(student_CV.exp_().mul_(token.ce_weights_N))
+    grad_CV.scatter_add_(-1, token.targets_N, -token.ce_weights_N.to(grad_CV.dtype))
+    return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(temperature)
+
+
+def _log_softmax_(logits_CV: Tensor, temperature: float) -> Tensor:
+    logits_CV.div_(temperature)
+    return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
+
+
+def _add_gradients(grads: list[Tensor | None], grad_CV: Tensor, student: Head, rows: slice) -> None:
+    """Carry the gradient of raw logits to hidden states, weight and bias, where wanted."""
+    grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
+    if grad_bias_V is not None:
+        grad_bias_V.add_(grad_CV.sum(0))
+    grad_CV = grad_CV.to(student.weight_VH.dtype)
+    if grad_hidden_NH is not None:
+        torch.mm(grad_CV, student.weight_VH, out=grad_hidden_NH[rows])
+    if grad_weight_VH is not None:
+        grad_weight_VH.addmm_(grad_CV.t(), student.hidden_NH[rows])
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

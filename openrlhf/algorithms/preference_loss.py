@@ -1,0 +1,277 @@
+"""Preference losses on log-probs of responses: pairs (DPO and relatives) and single ones (KTO).
+
+Shapes: B pairs, or B rated responses, of a micro-batch. In the formulas log pi is the sum of the
+log-probs of a response, |y| its length in tokens, r = log pi - log ref, h = r_chosen - r_rejected
+and s the sigmoid. A loss is one number per sample; whoever calls divides the sum by the samples of
+the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_EXO_SMOOTHING = 1e-3  # its target log(eps) is infinite at 0
+MAX_MEAN_LOGPROB = -1e-6  # odds of a sure response would be infinite
+
+
+@dataclass(frozen=True)
+class PairLogps:
+    """Sums of log-probs over the responses of pairs; both references or none."""
+
+    chosen_B: Tensor
+    rejected_B: Tensor
+    chosen_lengths_B: Tensor  # target tokens of the responses
+    rejected_lengths_B: Tensor
+    ref_chosen_B: Tensor | None = None
+    ref_rejected_B: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.ref_chosen_B is None) == (self.ref_rejected_B is None), "half a reference"
+        given = [value for value in vars(self).values() if value is not None]
+        assert all(value.shape == self.chosen_B.shape for value in given), "one number per pair"
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """log pi of chosen and rejected, (B,) fp32."""
+        return self.chosen_B.float(), self.rejected_B.float()
+
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """log pi / |y|, (B,) fp32."""
+        return self.per_token(*self.sums)
+
+    @property
+    def ratios(self) -> tuple[Tensor, Tensor]:
+        """r = log pi - log ref, (B,) fp32."""
+        assert self.ref_chosen_B is not None and self.ref_rejected_B is not None
+        chosen_B, rejected_B = self.sums
+        return chosen_B - self.ref_chosen_B.float(), rejected_B - self.ref_rejected_B.float()
+
+    def per_token(self, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of the two responses, each divided by its length (an empty one counts as 1)."""
+        lengths = self.chosen_lengths_B.clamp(min=1), self.rejected_lengths_B.clamp(min=1)
+        return chosen_B / lengths[0], rejected_B / lengths[1]
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Numbers of the losses; each loss says in its docstring which it reads."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0  # probability eps that a label is the wrong way round
+    ipo_length_average: bool = False
+    simpo_gamma: float = 0.5
+
+
+class PreferenceTerms(NamedTuple):
+    """Loss per pair and the implicit rewards of its sides; only losses_B carries a gradient."""
+
+    losses_B: Tensor
+    chosen_reward_B: Tensor
+    rejected_reward_B: Tensor
+
+
+Terms = tuple[Tensor, tuple[Tensor, Tensor]]  # losses_B, rewards of chosen and rejected before beta
+
+
+def dpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """-(1 - eps) log s(beta h) - eps log s(-beta h).
+
+    DPO, arXiv 2305.18290; eps, the label smoothing, makes it cDPO (ericmitchell.ai/cdpo.pdf).
+    """
+    ratios = pairs.ratios
+    logits_B, eps = options.beta * (ratios[0] - ratios[1]), options.label_smoothing
+    return -(1 - eps) * F.logsigmoid(logits_B) - eps * F.logsigmoid(-logits_B), ratios
+
+
+def ipo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """(h - 1 / (2 beta))^2; with `ipo_length_average` each r in h is divided by |y|.
+
+    IPO, arXiv 2310.12036.
+    """
+    ratios = pairs.ratios
+    chosen_B, rejected_B = pairs.per_token(*ratios) if options.ipo_length_average else ratios
+    return (chosen_B - rejected_B - 1 / (2 * options.beta)).square(), ratios
+
+
+def hinge(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """max(0, 1 - beta h): SLiC (arXiv 2305.10425) on ratios to a reference (RSO, 2309.06657)."""
+    ratios = pairs.ratios
+    return F.relu(1 - options.beta * (ratios[0] - ratios[1])), ratios
+
+
+def robust(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """(-(1 - eps) log s(beta h) + eps log s(-beta h)) / (1 - 2 eps).
+
+    Without bias when labels are flipped with probability eps < 1/2. Robust DPO, arXiv 2403.00409.
+    """
+    ratios = pairs.ratios
+    logits_B, eps = options.beta * (ratios[0] - ratios[1]), options.label_smoothing
+    assert eps < 0.5, "labels that are wrong as often as right say nothing"
+    losses_B = -(1 - eps) * F.logsigmoid(logits_B) + eps * F.logsigmoid(-logits_B)
+    return losses_B / (1 - 2 * eps), ratios
+
+
+def exo_pair(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """KL from (s(beta h), s(-beta h)) to (1 - eps, eps), the pair's labels; eps at least 0.001.
+
+    s(beta h) (log s(beta h) - log(1 - eps)) + s(-beta h) (log s(-beta h) - log eps). EXO, arXiv
+    2402.00856.
+    """
+    ratios = pairs.ratios
+    logits_B = options.beta * (ratios[0] - ratios[1])
+    eps = max(options.label_smoothing, MIN_EXO_SMOOTHING)
+    right_B, wrong_B = F.logsigmoid(logits_B), F.logsigmoid(-logits_B)
+    right_part_B = right_B.exp() * (right_B - math.log1p(-eps))
+    return right_part_B + wrong_B.exp() * (wrong_B - math.log(eps)), ratios
+
+
+def apo_zero(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """(1 - s(beta r_chosen)) + s(beta r_rejected): raise the chosen, lower the rejected response.
+
+    For chosen responses better than the model's own. APO, arXiv 2408.06266.
+    """
+    ratios = pairs.ratios
+    return (-options.beta * ratios[0]).sigmoid() + (options.beta * ratios[1]).sigmoid(), ratios
+
+
+def apo_down(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """s(beta r_chosen) + (1 - s(beta h)): lower both responses, the rejected one more.
+
+    For chosen responses worse than the model's own. APO, arXiv 2408.06266.
+    """
+    ratios = pairs.ratios
+    gap_B = ratios[0] - ratios[1]
+    return (options.beta * ratios[0]).sigmoid() + (-options.beta * gap_B).sigmoid(), ratios
+
+
+def simpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """-log s(beta log pi_chosen / |y| - beta log pi_rejected / |y| - gamma).
+
+    Rewards are beta log pi / |y|, gamma is `simpo_gamma`. SimPO, arXiv 2405.14734.
+    """
+    means = pairs.means
+    return -F.logsigmoid(options.beta * (means[0] - means[1]) - options.simpo_gamma), means
+
+
+def cpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """-log s(beta (log pi_chosen - log pi_rejected)) - log pi_chosen / |y|.
+
+    Rewards are beta log pi. The likelihood term is taken per token, so that a long response does
+    not drown the preference. CPO, arXiv 2401.08417.
+    """
+    sums = pairs.sums
+    return -F.logsigmoid(options.beta * (sums[0] - sums[1])) - pairs.means[0], sums
+
+
+def orpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
+    """-log P_chosen - beta log s(log odds_chosen - log odds_rejected), odds = P / (1 - P).
+
+    log P = log pi / |y|, beta the paper's lambda. Rewards are beta log odds. ORPO, arXiv
+    2403.07691.
+    """
+    chosen_B, rejected_B = pairs.means
+    odds = _log_odds(chosen_B), _log_odds(rejected_B)
+    return -chosen_B - options.beta * F.logsigmoid(odds[0] - odds[1]), odds
+
+
+def _log_odds(logprob_B: Tensor) -> Tensor:
+    """log(p / (1 - p)) from log p."""
+    logprob_B = logprob_B.clamp(max=MAX_MEAN_LOGPROB)
+    return logprob_B - torch.log(-torch.expm1(logprob_B))
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss on pairs with its numbers; made by `preference_loss`."""
+
+    terms: Callable[[PairLogps, PreferenceOptions], Terms]
+    needs_reference: bool = True
+    takes_label_smoothing: bool = False
+    options: PreferenceOptions = PreferenceOptions()
+
+    def __call__(self, pairs: PairLogps) -> PreferenceTerms:
+        """Losses and rewards per pair, (B,) fp32; rewards are beta r where there is a reference."""
+        has_reference = pairs.ref_chosen_B is not None
+        assert has_reference or not self.needs_reference, "this loss compares with a reference"
+        losses_B, rewards = self.terms(pairs, self.options)
+        chosen_B, rejected_B = (self.options.beta * reward_B.detach() for reward_B in rewards)
+        return PreferenceTerms(losses_B, chosen_B, rejected_B)
+
+
+PREFERENCE_LOSSES = {
+    "sigmoid": PreferenceLoss(dpo, takes_label_smoothing=True),
+    "ipo": PreferenceLoss(ipo),
+    "hinge": PreferenceLoss(hinge),
+    "robust": PreferenceLoss(robust, takes_label_smoothing=True),
+    "exo_pair": PreferenceLoss(exo_pair, takes_label_smoothing=True),
+    "apo_zero": PreferenceLoss(apo_zero),
+    "apo_down": PreferenceLoss(apo_down),
+    "simpo": PreferenceLoss(simpo, needs_reference=False),
+    "cpo": PreferenceLoss(cpo, needs_reference=False),
+    "orpo": PreferenceLoss(orpo, needs_reference=False),
+}
+
+
+def preference_loss(name: str, options: PreferenceOptions) -> PreferenceLoss:
+    """The named loss with these numbers."""
+    found = PREFERENCE_LOSSES[name]
+    assert options.beta > 0, "beta is a temperature"
+    is_plain = options.label_smoothing == 0
+    assert is_plain or found.takes_label_smoothing, f"{name} has no label smoothing"
+    return replace(found, options=options)
+
+
+@dataclass(frozen=True)
+class KTOOptions:
+    """Numbers of the loss on single responses."""
+
+    beta: float = 0.01
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+def kto_kl_sum(policy_B: Tensor, ref_B: Tensor) -> Tensor:
+    """This rank's part of the reference point: the sum of r over mismatched pairs, (), detached.
+
+    A mismatched pair is a prompt with the response to the next prompt of the global batch. The
+    parts, and the numbers of pairs, are added over micro-batches and ranks.
+    """
+    assert policy_B.shape == ref_B.shape, "log-probs of the same responses are needed"
+    return (policy_B.detach().float() - ref_B.detach().float()).sum()
+
+
+def kto_reference_point(kl_sum: Tensor, num_pairs: int | float | Tensor) -> Tensor:
+    """z = max(0, sum of r / pairs), (): how far the policy is from the reference as it stands."""
+    return (kl_sum.detach() / num_pairs).clamp(min=0)
+
+
+def kto_losses(
+    policy_B: Tensor,
+    ref_B: Tensor,
+    *,
+    is_desirable_B: Tensor,
+    reference_point: Tensor,
+    options: KTOOptions,
+) -> tuple[Tensor, Tensor]:
+    """Losses and rewards beta r, (B,) fp32 each; only the losses carry a gradient.
+
+    weight (1 - s(beta (r - z))) where desirable, else weight (1 - s(beta (z - r))), with z the
+    `reference_point` of the global batch. KTO, arXiv 2402.01306.
+    """
+    assert policy_B.shape == ref_B.shape == is_desirable_B.shape, "one number per response"
+    ratio_B = policy_B.float() - ref_B.float()
+    beyond_B = options.beta * (ratio_B - reference_point)
+    losses_B = torch.where(
+        is_desirable_B.bool(),
+        options.desirable_weight * (-beyond_B).sigmoid(),
+        options.undesirable_weight * beyond_B.sigmoid(),
+    )
+    return losses_B, options.beta * ratio_B.detach()

@@ -1,0 +1,302 @@
+"""Distillation in chunks, against all logits at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openrlhf.algorithms.distillation import (
+    DIVERGENCES,
+    Distillation,
+    Head,
+    chunked_distillation,
+)
+
+VOCAB, HIDDEN, TEACHER_HIDDEN, TOKENS = 13, 5, 7, 11
+TRANSFORMS = [{}, {"softcap": 1.5}, {"logit_scale": 0.3}, {"softcap": 1.5, "logit_scale": 1.3}]
+
+
+def make_head(hidden, *, seed, num_tokens=TOKENS, vocab=VOCAB, dtype=torch.float64, **transform):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (num_tokens, hidden), (vocab, hidden), (vocab,)
+    parts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return Head(*(part.requires_grad_() for part in parts), **transform)
+
+
+def make_tokens(num_tokens=TOKENS, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(9)
+    weights = torch.rand(2, num_tokens, generator=generator).to(dtype)
+    names = ("ce_weights_N", "divergence_weights_N")
+    targets = torch.randint(VOCAB, (num_tokens,), generator=generator)
+    return targets, dict(zip(names, weights, strict=True))
+
+
+def dense_logits(head):
+    logits = F.linear(head.hidden_NH, head.weight_VH, head.bias_V) * head.logit_scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def dense(student, teacher, targets, *, ce_weights_N, divergence_weights_N, method):
+    """The same with torch.distributions, from all logits."""
+    tempered = [dense_logits(head) / method.temperature for head in (student, teacher)]
+    p, q = (torch.distributions.Categorical(logits=logits) for logits in tempered)
+    kl = torch.distributions.kl_divergence
+    mean = torch.distributions.Categorical(probs=(p.probs + q.probs) / 2)
+    divergence = {
+        "forward": lambda: kl(q, p),
+        "reverse": lambda: kl(p, q),
+        "jsd": lambda: (kl(p, mean) + kl(q, mean)) / 2,
+    }[method.kind]()
+    logprobs = p.log_prob(targets)
+    loss = (divergence_weights_N * divergence).sum() - (ce_weights_N * logprobs).sum()
+    return loss, logprobs, divergence
+
+
+def inputs_of(head):
+    return [x for x in (head.hidden_NH, head.weight_VH, head.bias_V) if x is not None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("forward", 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)),
+        ("reverse", 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)),
+        (
+            "jsd",
+            0.25 * math.log(0.5 / 0.625)
+            + 0.25 * math.log(0.5 / 0.375)
+            + 0.375 * math.log(0.75 / 0.625)
+            + 0.125 * math.log(0.25 / 0.375),
+        ),
+    ],
+)
+def test_one_token_by_hand(kind, expected):
+    # student 1/2 1/2, teacher 3/4 1/4
+    student = Head(torch.ones(1, 1), torch.zeros(2, 1))
+    teacher = Head(torch.ones(1, 1), torch.tensor([[math.log(3)], [0.0]]))
+    terms = chunked_distillation(
+        student,
+        teacher,
+        torch.tensor([1]),
+        ce_weights_N=torch.tensor([0.6]),
+        divergence_weights_N=torch.tensor([0.4]),
+        method=Distillation(kind),
+    )
+    assert terms.logprobs_N.item() == pytest.approx(-math.log(2))
+    assert terms.divergence_N.item() == pytest.approx(expected)
+    assert terms.loss.item() == pytest.approx(0.6 * math.log(2) + 0.4 * expected)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 11, 1024])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens):
+    student = make_head(HIDDEN, seed=0, **transform)
+    teacher = make_head(TEACHER_HIDDEN, seed=1, softcap=2.0, logit_scale=0.7)
+    targets, weights = make_tokens()
+    method = Distillation(kind, temperature=0.8, chunk_tokens=chunk_tokens)
+    found = chunked_distillation(student, teacher, targets, **weights, method=method)
+    expected = dense(student, teacher, targets, **weights, method=method)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-10, atol=1e-12)
+    # The loss is scaled, as by the tokens of the step, before its gradient is taken.
+    results = [
+        torch.autograd.grad(0.37 * loss, inputs_of(student)) for loss in (found.loss, expected[0])
+    ]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_single_precision_agrees_to_six_digits(kind):
+    student = make_head(HIDDEN, seed=0, dtype=torch.float32)
+    teacher = make_head(TEACHER_HIDDEN, seed=1, dtype=torch.float32)
+    targets, weights = make_tokens(dtype=torch.float32)
+    method = Distillation(kind, chunk_tokens=3)
+    found = chunked_distillation(student, teacher, targets, **weights, method=method)
+    expected = dense(student, teacher, targets, **weights, method=method)
+    torch.testing.assert_close(tuple(found), expected, rtol=2e-6, atol=1e-6)
+    results = [torch.autograd.grad(loss, inputs_of(student)) for loss in (found[0], expected[0])]
+    torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("which", ["ce_weights_N", "divergence_weights_N"])
+def test_weights_of_zero_take_their_part_out_of_the_gradient(which):
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    weights[which] = torch.zeros(TOKENS).double()
+    method = Distillation()
+    losses = [
+        chunked_distillation(student, teacher, targets, **weights, method=method).loss,
+        dense(student, teacher, targets, **weights, method=method)[0],
+    ]
+    results = [torch.autograd.grad(loss, inputs_of(student)) for loss in losses]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+    assert results[0][0].any()
+
+
+def test_the_sum_over_micro_batches_is_the_loss_of_the_batch():
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    whole = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
+    total = 0
+    for rows in (slice(0, 3), slice(3, TOKENS)):
+        parts = [
+            Head(head.hidden_NH[rows], head.weight_VH, head.bias_V) for head in (student, teacher)
+        ]
+        some = {name: value[rows] for name, value in weights.items()}
+        terms = chunked_distillation(*parts, targets[rows], **some, method=Distillation())
+        total = total + terms.loss
+    torch.testing.assert_close(total, whole.loss)
+    grads = [torch.autograd.grad(loss, inputs_of(student)) for loss in (total, whole.loss)]
+    torch.testing.assert_close(*grads)
+
+
+def test_no_head_is_needed_in_the_backward():
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    method = Distillation("jsd")
+    (expected,) = torch.autograd.grad(
+        dense(student, teacher, targets, **weights, method=method)[0], student.hidden_NH
+    )
+    loss = chunked_distillation(student, teacher, targets, **weights, method=method).loss
+    # What ZeRO-3 does to gathered weights after the forward.
+    teacher.weight_VH.data = torch.empty(0).double()
+    student.weight_VH.data.zero_()
+    (found,) = torch.autograd.grad(loss, student.hidden_NH)
+    torch.testing.assert_close(found, expected)
+
+
+def test_gradients_reach_the_student_alone():
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    terms = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
+    terms.loss.backward()
+    assert all(part.grad is None for part in inputs_of(teacher))
+    assert all(part.grad.any() for part in inputs_of(student))
+    assert not terms.logprobs_N.requires_grad and not terms.divergence_N.requires_grad
+
+
+def test_frozen_parts_of_the_student_get_no_gradient():
+    parts = make_head(HIDDEN, seed=0)
+    student = Head(parts.hidden_NH, parts.weight_VH.detach())
+    targets, weights = make_tokens()
+    teacher = make_head(TEACHER_HIDDEN, seed=1)
+    chunked_distillation(
+        student, teacher, targets, **weights, method=Distillation()
+    ).loss.backward()
+    assert student.hidden_NH.grad.any() and student.weight_VH.grad is None
+
+
+class Watch(TorchDispatchMode):
+    """Notes the size of the largest tensor made inside it and the matrix products."""
+
+    largest = 0
+    num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        self.num_products += func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
+        return out
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_logits_live_for_one_chunk_at_a_time(kind):
+    sizes = {"num_tokens": 60, "vocab": 100}
+    student, teacher = make_head(3, seed=0, **sizes), make_head(2, seed=1, **sizes)
+    targets, weights = make_tokens(60)
+    method = Distillation(kind, chunk_tokens=6)
+    with Watch() as watch:
+        chunked_distillation(student, teacher, targets, **weights, method=method).loss.backward()
+    assert watch.largest == 6 * 100
+
+
+def test_evaluation_computes_logits_and_no_gradients():
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    with Watch() as training:
+        expected = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
+    with torch.no_grad(), Watch() as evaluation:
+        found = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
+    assert (training.num_products, evaluation.num_products) == (4, 2)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    assert not found.loss.requires_grad
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_no_tokens_give_no_loss_and_zero_gradients(kind):
+    student = make_head(HIDDEN, seed=0, num_tokens=0)
+    teacher = make_head(TEACHER_HIDDEN, seed=1, num_tokens=0)
+    targets, weights = make_tokens(0)
+    terms = chunked_distillation(student, teacher, targets, **weights, method=Distillation(kind))
+    terms.loss.backward()
+    assert terms.loss.item() == 0 and terms.logprobs_N.shape == terms.divergence_N.shape == (0,)
+    assert student.hidden_NH.grad.shape == (0, HIDDEN)
+    assert student.weight_VH.grad.shape == (VOCAB, HIDDEN) and not student.weight_VH.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_half_precision_gives_fp32_values_close_to_the_dense_ones(kind, dtype):
+    student = make_head(HIDDEN, seed=0, dtype=dtype)
+    teacher = make_head(TEACHER_HIDDEN, seed=1, dtype=dtype)
+    targets, weights = make_tokens(dtype=torch.float32)
+    found = chunked_distillation(student, teacher, targets, **weights, method=Distillation(kind))
+    exact = [Head(*(x.double() for x in inputs_of(head))) for head in (student, teacher)]
+    expected = dense(*exact, targets, **weights, method=Distillation(kind))
+    assert {value.dtype for value in found} == {torch.float32}
+    torch.testing.assert_close([v.double() for v in found], list(expected), rtol=0.03, atol=0.02)
+    grads = torch.autograd.grad(found.loss, inputs_of(student))
+    wanted = torch.autograd.grad(expected[0], inputs_of(student))
+    for grad, other in zip(grads, wanted, strict=True):
+        assert grad.dtype == dtype
+        assert (grad - other).norm() / other.norm() < 0.02
+
+
+def test_equal_distributions_are_no_distance_apart():
+    head = make_head(HIDDEN, seed=0)
+    targets, weights = make_tokens()
+    for kind in DIVERGENCES:
+        terms = chunked_distillation(head, head, targets, **weights, method=Distillation(kind))
+        torch.testing.assert_close(terms.divergence_N, torch.zeros(TOKENS).double())
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_huge_logits_give_finite_values_and_gradients(kind):
+    weight = torch.tensor([[1.0], [-1.0]])
+    student = Head(torch.tensor([[1e4], [-1e4]], requires_grad=True), weight)
+    teacher = Head(torch.tensor([[1e4], [1e4]]), weight)
+    ones = torch.ones(2)
+    terms = chunked_distillation(
+        student,
+        teacher,
+        torch.tensor([0, 0]),
+        ce_weights_N=ones,
+        divergence_weights_N=ones,
+        method=Distillation(kind),
+    )
+    terms.loss.backward()
+    apart = {"forward": 2e4, "reverse": 2e4, "jsd": math.log(2)}[kind]
+    assert terms.divergence_N.tolist() == pytest.approx([0.0, apart])
+    assert student.hidden_NH.grad.isfinite().all() and student.hidden_NH.grad[0].item() == 0
+
+
+def test_what_does_not_fit_together_is_refused():
+    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
+    targets, weights = make_tokens()
+    method = Distillation()
+    with pytest.raises(AssertionError, match="vocabulary"):
+        other = make_head(TEACHER_HIDDEN, seed=1, vocab=VOCAB + 1)
+        chunked_distillation(student, other, targets, **weights, method=method)
+    with pytest.raises(AssertionError, match="one target per state"):
+        chunked_distillation(student, teacher, targets[1:], **weights, method=method)
+    with pytest.raises(AssertionError, match="weight per target"):
+        chunked_distillation(
+            student, teacher, targets, **(weights | {"ce_weights_N": torch.ones(1)}), method=method
+        )
+    with pytest.raises(AssertionError, match="'kl' is none of"):
+        Distillation("kl")

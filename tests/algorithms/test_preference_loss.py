@@ -1,0 +1,268 @@
+"""Preference losses against numbers worked by hand and formulas written out plainly."""
+
+from __future__ import annotations
+
+from math import log
+
+import pytest
+import torch
+
+from openrlhf.algorithms.preference_loss import (
+    PREFERENCE_LOSSES,
+    KTOOptions,
+    PairLogps,
+    PreferenceOptions,
+    kto_kl_sum,
+    kto_losses,
+    kto_reference_point,
+    preference_loss,
+)
+
+# With beta 1/2, beta * r is log 3 where r is log 9: sigmoids of 3/4, 1/4 and 1/2.
+RATIOS = torch.tensor([[log(9), 0.0, log(9)], [0.0, log(9), log(9)]])
+REFERENCE = torch.tensor([[-3.0, -4.0, -5.0], [-6.0, -7.0, -8.0]])
+RIGHT, WRONG, EQUAL = log(4 / 3), log(4), log(2)  # -log of these sigmoids
+
+
+def make_pairs(sums, *, reference=REFERENCE, lengths=(2, 4)):
+    size = len(sums[0])
+    references = {} if reference is None else {"ref_chosen_B": reference[0]}
+    references |= {} if reference is None else {"ref_rejected_B": reference[1]}
+    return PairLogps(
+        sums[0],
+        sums[1],
+        torch.full((size,), lengths[0]),
+        torch.full((size,), lengths[1]),
+        **references,
+    )
+
+
+def losses_of(name, pairs, **options):
+    return preference_loss(name, PreferenceOptions(**options))(pairs).losses_B.tolist()
+
+
+BY_HAND = {
+    "sigmoid": ({}, [RIGHT, WRONG, EQUAL]),
+    "cdpo": (
+        {"name": "sigmoid", "label_smoothing": 0.1},
+        [0.9 * RIGHT + 0.1 * WRONG, 0.9 * WRONG + 0.1 * RIGHT, EQUAL],
+    ),
+    "ipo": ({}, [(log(9) - 1) ** 2, (log(9) + 1) ** 2, 1.0]),
+    "ipo per token": (
+        {"name": "ipo", "ipo_length_average": True},
+        [(log(3) - 1) ** 2, (log(9) / 4 + 1) ** 2, (log(9) / 4 - 1) ** 2],
+    ),
+    "hinge": ({}, [0.0, 1 + log(3), 1.0]),
+    "robust": (
+        {"label_smoothing": 0.25},
+        [1.5 * RIGHT - 0.5 * WRONG, 1.5 * WRONG - 0.5 * RIGHT, EQUAL],
+    ),
+    "exo_pair": (
+        {"label_smoothing": 0.2},
+        [
+            0.75 * log(0.75 / 0.8) + 0.25 * log(0.25 / 0.2),
+            0.25 * log(0.25 / 0.8) + 0.75 * log(0.75 / 0.2),
+            0.5 * log(0.5 / 0.8) + 0.5 * log(0.5 / 0.2),
+        ],
+    ),
+    "apo_zero": ({}, [0.25 + 0.5, 0.5 + 0.75, 0.25 + 0.75]),
+    "apo_down": ({}, [0.75 + 0.25, 0.5 + 0.75, 0.75 + 0.5]),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_losses_with_a_reference_by_hand(case):
+    options, expected = BY_HAND[case]
+    pairs = make_pairs(REFERENCE + RATIOS)
+    found = losses_of(**{"name": case, "pairs": pairs, "beta": 0.5, **options})
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, loss in PREFERENCE_LOSSES.items() if loss.needs_reference]
+)
+def test_rewards_with_a_reference_are_beta_times_the_ratio(name):
+    loss = preference_loss(name, PreferenceOptions(beta=0.5))
+    terms = loss(make_pairs(REFERENCE + RATIOS))
+    assert terms.chosen_reward_B.tolist() == pytest.approx([log(3), 0, log(3)], abs=1e-6)
+    assert terms.rejected_reward_B.tolist() == pytest.approx([0, log(3), log(3)], abs=1e-6)
+
+
+def test_simpo_compares_means_per_token_with_a_margin_by_hand():
+    # means -1 and -1 - log(3) / 2
+    pairs = make_pairs(torch.tensor([[-2.0], [-4 - 2 * log(3)]]), reference=None)
+    loss = preference_loss("simpo", PreferenceOptions(beta=2.0, simpo_gamma=log(9)))
+    found = [value.item() for value in loss(pairs)]
+    assert found == pytest.approx([WRONG, -2.0, -2 - log(3)])
+
+
+def test_cpo_adds_the_likelihood_of_the_chosen_response_by_hand():
+    pairs = make_pairs(torch.tensor([[-2.0], [-2 - log(9)]]), reference=None)
+    loss = preference_loss("cpo", PreferenceOptions(beta=0.5))
+    found = [value.item() for value in loss(pairs)]
+    assert found == pytest.approx([RIGHT + 1, -1.0, -1 - log(3)])
+
+
+def test_orpo_compares_odds_by_hand():
+    # probabilities per token 3/4 and 1/2: odds 3 and 1
+    pairs = make_pairs(torch.tensor([[2 * log(3 / 4)], [4 * log(1 / 2)]]), reference=None)
+    loss = preference_loss("orpo", PreferenceOptions(beta=0.5))
+    found = [value.item() for value in loss(pairs)]
+    assert found == pytest.approx([RIGHT + 0.5 * RIGHT, 0.5 * log(3), 0.0], abs=1e-6)
+
+
+def log_sigmoid(x):
+    return torch.sigmoid(x).log()
+
+
+def exo(h):
+    probabilities = torch.stack([h, torch.zeros_like(h)], -1).softmax(-1)
+    return (probabilities * (probabilities / torch.tensor([0.9, 0.1])).log()).sum(-1)
+
+
+def odds(logprobs):
+    return logprobs.exp() / (1 - logprobs.exp())
+
+
+PLAIN = {
+    "sigmoid": lambda c, r, rc, rr: -0.9 * log_sigmoid(rc - rr) - 0.1 * log_sigmoid(rr - rc),
+    "ipo": lambda c, r, rc, rr: (((rc - rr) / 0.3) - 1 / 0.6) ** 2,
+    "hinge": lambda c, r, rc, rr: (1 - rc + rr).clamp(min=0),
+    "robust": lambda c, r, rc, rr: (-0.9 * log_sigmoid(rc - rr) + 0.1 * log_sigmoid(rr - rc)) / 0.8,
+    "exo_pair": lambda c, r, rc, rr: exo(rc - rr),
+    "apo_zero": lambda c, r, rc, rr: 1 - torch.sigmoid(rc) + torch.sigmoid(rr),
+    "apo_down": lambda c, r, rc, rr: torch.sigmoid(rc) + 1 - torch.sigmoid(rc - rr),
+    "simpo": lambda c, r, rc, rr: -log_sigmoid(0.3 * c / 5 - 0.3 * r / 8 - 0.5),
+    "cpo": lambda c, r, rc, rr: -log_sigmoid(0.3 * (c - r)) - c / 5,
+    "orpo": lambda c, r, rc, rr: -c / 5 - 0.3 * log_sigmoid((odds(c / 5) / odds(r / 8)).log()),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_values_and_gradients_equal_the_plain_formulas_in_double_precision(name):
+    generator = torch.Generator().manual_seed(0)
+    sums = -6 * torch.rand(2, 9, generator=generator) - 0.5
+    reference = sums + 4 * torch.randn(2, 9, generator=generator)
+    exact = sums.double().requires_grad_()
+    ratios = 0.3 * (exact - reference.double())
+    plain = PLAIN[name](*exact, *ratios)
+    (plain_grad,) = torch.autograd.grad(plain.sum(), exact)
+
+    smoothing = 0.1 if PREFERENCE_LOSSES[name].takes_label_smoothing else 0.0
+    loss = preference_loss(name, PreferenceOptions(beta=0.3, label_smoothing=smoothing))
+    sums.requires_grad_()
+    losses = loss(make_pairs(sums, reference=reference, lengths=(5, 8))).losses_B
+    torch.testing.assert_close(losses, plain.float(), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(losses.sum(), sums)
+    torch.testing.assert_close(grad, plain_grad.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("flipped", [0.1, 0.4])
+def test_robust_is_the_dpo_loss_on_average_over_flipped_labels(flipped):
+    there, back = (
+        make_pairs(REFERENCE + RATIOS),
+        make_pairs((REFERENCE + RATIOS).flip(0), reference=REFERENCE.flip(0)),
+    )
+    right = losses_of("robust", there, label_smoothing=flipped)
+    wrong = losses_of("robust", back, label_smoothing=flipped)
+    mean = [(1 - flipped) * r + flipped * w for r, w in zip(right, wrong, strict=True)]
+    assert mean == pytest.approx(losses_of("sigmoid", there), abs=1e-5)
+
+
+def test_exo_without_smoothing_uses_the_smallest_allowed():
+    pairs = make_pairs(REFERENCE + RATIOS)
+    assert losses_of("exo_pair", pairs) == losses_of("exo_pair", pairs, label_smoothing=1e-3)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_extreme_log_probs_give_finite_losses_and_gradients(name):
+    sums = torch.tensor([[0.0, -1e4, 0.0], [-1e4, 0.0, 0.0]], requires_grad=True)
+    loss = preference_loss(name, PreferenceOptions())
+    terms = loss(make_pairs(sums, reference=torch.zeros(2, 3)))
+    terms.losses_B.sum().backward()
+    assert all(value.isfinite().all() for value in (*terms, sums.grad))
+    # An ordering that is wrong by that much costs more than the right one.
+    assert terms.losses_B[1] > terms.losses_B[0]
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_rewards_carry_no_gradient(name):
+    terms = preference_loss(name, PreferenceOptions())(
+        make_pairs((REFERENCE + RATIOS).requires_grad_())
+    )
+    flags = [value.requires_grad for value in terms]
+    assert flags == [True, False, False]
+
+
+def test_no_pairs_give_no_losses():
+    empty = torch.zeros(2, 0, requires_grad=True)
+    for name in PREFERENCE_LOSSES:
+        terms = preference_loss(name, PreferenceOptions())(make_pairs(empty, reference=empty))
+        terms.losses_B.sum().backward()
+        assert terms.losses_B.shape == (0,)
+
+
+def test_what_a_loss_cannot_do_is_refused():
+    with pytest.raises(AssertionError, match="reference"):
+        preference_loss("ipo", PreferenceOptions())(make_pairs(RATIOS, reference=None))
+    with pytest.raises(AssertionError, match="hinge has no label smoothing"):
+        preference_loss("hinge", PreferenceOptions(label_smoothing=0.1))
+    with pytest.raises(AssertionError, match="half a reference"):
+        PairLogps(*RATIOS, *RATIOS, ref_chosen_B=RATIOS[0])
+    with pytest.raises(AssertionError, match="one number per pair"):
+        PairLogps(*RATIOS, torch.tensor([1]), torch.tensor([1]))
+
+
+def test_only_losses_on_plain_probabilities_need_no_reference():
+    free = {name for name, loss in PREFERENCE_LOSSES.items() if not loss.needs_reference}
+    assert free == {"simpo", "cpo", "orpo"}
+
+
+def test_kto_by_hand():
+    # r is z + log 9, then z, then z - log 9; beta (r - z) is log 3, 0, -log 3
+    ratio = torch.tensor([1 + log(9), 1.0, 1 - log(9)])
+    ratio = torch.cat([ratio, ratio]).requires_grad_()
+    losses, rewards = kto_losses(
+        ratio - 7,
+        torch.full((6,), -7.0),
+        is_desirable_B=torch.tensor([1, 1, 1, 0, 0, 0]),
+        reference_point=torch.tensor(1.0),
+        options=KTOOptions(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0),
+    )
+    assert losses.tolist() == pytest.approx([0.5, 1.0, 1.5, 2.25, 1.5, 0.75], abs=1e-6)
+    assert rewards.tolist() == pytest.approx([0.5 * x for x in ratio.tolist()], abs=1e-6)
+    assert not rewards.requires_grad
+    losses.sum().backward()
+    # weight * beta * s (1 - s), down for desirable and up for undesirable
+    desirable = [-2 * 0.5 * 3 / 16, -2 * 0.5 / 4, -2 * 0.5 * 3 / 16]
+    assert ratio.grad.tolist() == pytest.approx(desirable + [-1.5 * x for x in desirable], abs=1e-6)
+
+
+def test_kto_reference_point_is_the_mean_over_all_micro_batches():
+    zeros = torch.zeros(1)
+    first = kto_kl_sum(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-2.0, -4.0, -2.0]))
+    second = kto_kl_sum(torch.tensor([-1.0]), torch.tensor([-7.0]))
+    assert first.item() == 2.0
+    assert kto_reference_point(first + second, 4).item() == 2.0
+    # clamped once, after the mean: a negative part counts
+    assert kto_reference_point(second + kto_kl_sum(zeros - 2, zeros), 2).item() == 2.0
+    assert kto_reference_point(kto_kl_sum(zeros - 2, zeros), 1).item() == 0.0
+
+
+def test_nothing_flows_through_the_reference_point():
+    policy = torch.tensor([2.0], requires_grad=True)
+    assert not kto_kl_sum(policy, torch.zeros(1)).requires_grad
+    assert not kto_reference_point(policy.sum(), 1).requires_grad
+
+
+def test_kto_losses_stay_finite_far_from_the_reference():
+    policy = torch.tensor([-1e6, 1e6], requires_grad=True)
+    losses, _ = kto_losses(
+        policy,
+        torch.zeros(2),
+        is_desirable_B=torch.tensor([True, True]),
+        reference_point=torch.tensor(0.0),
+        options=KTOOptions(beta=0.1),
+    )
+    losses.sum().backward()
+    assert losses.tolist() == [1.0, 0.0] and policy.grad.tolist() == [0.0, 0.0]
