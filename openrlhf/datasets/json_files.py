@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -177,5 +178,20 @@ def _to_array(path: Path, name: str, values: list[object], lines: list[int]) -> 
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        where = f"{path}:{lines[0]}-{lines[-1]}"
-        raise DataError(f"{where}: column '{name}' mixes types: {error}. Use one type.") from error
+        line = lines[_first_misfit(values)]
+        raise DataError(
+            f"{path}:{line}: column '{name}' mixes types: {error}. Use one type."
+        ) from error
+
+
+def _first_misfit(values: list[object]) -> int:
+    """Index of the first value that does not go with those before it."""
+
+    def num_misfits(length: int) -> int:
+        try:
+            pa.array(values[:length])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            return 1
+        return 0
+
+    return bisect_left(range(1, len(values)), 1, key=num_misfits)

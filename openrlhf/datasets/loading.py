@@ -18,6 +18,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict
 
 from openrlhf.datasets.json_files import join_tables, read_json_table
+from openrlhf.datasets.problems import files_of, remember_files
 from openrlhf.errors import ConfigError, DataError
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
@@ -66,7 +67,7 @@ def _load_one(name: str, split: str) -> Dataset:
     rows = _load_local(name, split) if _is_local(name) else _load_from_hub(name, split)
     if len(rows) == 0:
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
-    return rows
+    return rows if files_of(rows) else remember_files(rows, [(name, len(rows))])
 
 
 def _is_local(name: str) -> bool:
@@ -83,8 +84,9 @@ def _is_local(name: str) -> bool:
         )
     if path.exists():
         return True
-    looks_local = name.startswith(("/", ".", "~")) or name.endswith(SUFFIXES) or name.count("/") > 1
-    if looks_local:
+    repository = name.partition("@")[0]
+    looks_local = name.startswith(("/", ".", "~")) or name.endswith(SUFFIXES)
+    if looks_local or repository.count("/") > 1:
         raise ConfigError(
             f"data set {name} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder of "
             "them, or a hub name."
@@ -164,9 +166,13 @@ def _split_of(relative: Path) -> str | None:
 def _read_files(paths: list[Path]) -> Dataset:
     place = str(paths[0] if len(paths) == 1 else paths[0].parent)
     if all(path.suffix == ".arrow" for path in paths):
-        return datasets.concatenate_datasets([_read_arrow(path) for path in paths])
-    table = join_tables([_read_table(path) for path in paths], place)
-    return Dataset(table) if table.num_columns else Dataset.from_dict({})
+        parts = [_read_arrow(path) for path in paths]
+        rows, counts = datasets.concatenate_datasets(parts), list(map(len, parts))
+    else:
+        tables = [_read_table(path) for path in paths]
+        table, counts = join_tables(tables, place), [table.num_rows for table in tables]
+        rows = Dataset(table) if table.num_columns else Dataset.from_dict({})
+    return remember_files(rows, list(zip(map(str, paths), counts, strict=True)))
 
 
 def _read_arrow(path: Path) -> Dataset:
@@ -248,13 +254,25 @@ def _blend(
         return parts[0]
     try:
         if weights is None:
-            return datasets.concatenate_datasets(parts)
-        return datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
+            files = [item for part in parts for item in _files_within(part)]
+            return remember_files(datasets.concatenate_datasets(parts), files)
+        rows = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
+        return remember_files(rows, [])  # a blended row has no simple place
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(
             f"data sets {', '.join(names)} do not fit together: {_first_line(error)} "
             "Give their common columns the same types."
         ) from error
+
+
+def _files_within(rows: Dataset) -> list[tuple[str, int]]:
+    """The files of rows that may have been capped, with the rows that are left of each."""
+    left = len(rows)
+    files = []
+    for name, count in files_of(rows):
+        files.append((name, min(count, left)))
+        left -= files[-1][1]
+    return files
 
 
 def _capped(rows: Dataset, max_samples: int | None) -> Dataset:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+
+from datasets import Dataset
 
 from openrlhf.errors import DataError
 
@@ -39,3 +42,27 @@ def missing_column(needed: str, found: Sequence[str], *, flag: str) -> DataError
         f"column '{needed}' is not in the data set; columns found: {columns}. "
         f"Give the right one with {flag}."
     )
+
+
+def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
+    """Note where rows come from, one (file, number of rows) after the other, for `row_place`."""
+    rows.info.description = json.dumps(list(files))
+    return rows
+
+
+def files_of(rows: Dataset) -> list[tuple[str, int]]:
+    """What `remember_files` noted; empty for rows that come from elsewhere."""
+    try:
+        return [(str(name), int(count)) for name, count in json.loads(rows.info.description)]
+    except (ValueError, TypeError):  # a description that a person wrote
+        return []
+
+
+def row_place(rows: Dataset, index: int) -> str:
+    """`train.jsonl: row 17`, counted from 0 in its file; `row 17` where the file is not known."""
+    start = 0
+    for name, count in files_of(rows):
+        if index < start + count:
+            return f"{name}: row {index - start}"
+        start += count
+    return f"row {index}"

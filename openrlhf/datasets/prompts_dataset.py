@@ -7,7 +7,6 @@ PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from datasets import Dataset
@@ -16,18 +15,18 @@ from torch import Tensor
 from openrlhf.datasets.chat import (
     STANDARD_PROMPT_COLUMNS,
     RowError,
+    ends_with_answer,
     has_placeholder,
     pick_column,
     render_prompt,
 )
-from openrlhf.datasets.problems import Problems, missing_column
+from openrlhf.datasets.problems import Problems, missing_column, row_place
 from openrlhf.datasets.token_store import TokenStore
+from openrlhf.datasets.tokenized import CHUNK_ROWS, Progress
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
-CHUNK_ROWS = 1000
 OVERLONG_POLICIES = ("filter", "truncate_left", "error")
-Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class PromptDataset:
         self.notices: list[str] = []  # what a person should be told, one line each
         self.num_dropped = 0  # over-long prompts left out
         self.num_truncated = 0  # over-long prompts cut at their beginning
+        self.num_answered = 0  # dialogues whose last answer was left out
         self._rows = rows
         self._format = prompt_format
         self._encoder = TextEncoder(
@@ -160,17 +160,20 @@ class PromptDataset:
                 texts.append(self._render(row))
                 row_ids.append(start + offset)
             except RowError as error:
-                problems.add(f"row {start + offset}", str(error))
+                problems.add(row_place(self._rows, start + offset), str(error))
         return row_ids, texts
 
     def _render(self, row: dict[str, object]) -> str:
-        return render_prompt(
+        text = render_prompt(
             row,
             input_key=self._input_key,
             input_template=self._format.input_template,
             apply_chat_template=self._format.apply_chat_template,
             encoder=self._encoder,
         )
+        if self._format.apply_chat_template:
+            self.num_answered += ends_with_answer(row[self._input_key])
+        return text
 
     def _check_label(self, row: dict[str, object]) -> None:
         key = self._format.label_key
@@ -186,7 +189,8 @@ class PromptDataset:
         limit = self._format.max_len
         if limit is not None and len(ids) > limit:
             if self._format.overlong == "error":
-                problems.add(f"row {row_id}", f"{len(ids)} tokens, over the limit of {limit}")
+                what = f"{len(ids)} tokens, over the limit of {limit}"
+                problems.add(row_place(self._rows, row_id), what)
                 return
             if self._format.overlong == "filter":
                 self.num_dropped += 1
@@ -206,6 +210,11 @@ class PromptDataset:
 
     def _report(self) -> None:
         limit, num_rows = self._format.max_len, len(self._rows)
+        if self.num_answered:
+            self.notices.append(
+                f"{self.num_answered} of {num_rows} prompts end with the assistant's turn, which "
+                "was left out"
+            )
         if self.num_dropped:
             self.notices.append(
                 f"{self.num_dropped} of {num_rows} prompts are over {limit} tokens and were left "

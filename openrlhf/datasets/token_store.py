@@ -1,13 +1,22 @@
-"""Many token sequences in one growing buffer: 4 bytes a token instead of a Python object each."""
+"""Many token sequences in one growing buffer: 4 bytes a token instead of a Python object each.
+
+`TokenizedRows` is all that tokenising a data set leaves behind; it knows neither rows nor formats.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | None
 
 
 class TokenStore:
@@ -17,6 +26,20 @@ class TokenStore:
         self._ids = array("i")
         self._masks = bytearray()
         self._ends = array("q")
+
+    @classmethod
+    def from_buffers(cls, buffers: Sequence[bytes]) -> TokenStore:
+        """The store that `to_buffers` came from."""
+        store = cls()
+        ids, masks, ends = buffers
+        store._ids.frombytes(ids)
+        store._masks.extend(masks)
+        store._ends.frombytes(ends)
+        return store
+
+    def to_buffers(self) -> list[bytes]:
+        """Ids, masks and boundaries as raw bytes."""
+        return [self._ids.tobytes(), bytes(self._masks), self._ends.tobytes()]
 
     def append(self, token_ids: Sequence[int], mask: Sequence[bool] | None = None) -> None:
         """Add a sequence of T ids and its mask of T flags (all False when None)."""
@@ -55,3 +78,21 @@ class TokenStore:
         if not 0 <= index < len(self._ends):
             raise IndexError(f"index {index} of {len(self._ends)} sequences")
         return (self._ends[index - 1] if index else 0), self._ends[index]
+
+
+@dataclass
+class TokenizedRows:
+    """The examples of a data set, and what became of the rows that are none."""
+
+    stores: list[TokenStore]  # one for each sequence of an example: two for a pair
+    row_ids: list[int] = field(default_factory=list)  # row of each example in the data set
+    extras: list[Json] = field(default_factory=list)  # what an example holds besides its tokens
+    dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
+    num_truncated: int = 0
+
+    def fingerprint(self) -> str:
+        """A hash of all examples."""
+        digest = hashlib.sha256(json.dumps(self.extras).encode())
+        for store in self.stores:
+            digest.update(store.fingerprint().encode())
+        return digest.hexdigest()

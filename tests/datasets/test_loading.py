@@ -187,8 +187,9 @@ def test_the_first_twenty_problems_are_shown_and_all_are_counted(tmp_path):
 
 
 def test_mixed_types_in_a_column_are_refused(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"label": 1}, {"label": "x"}])
-    with pytest.raises(DataError, match=r"column 'label' mixes types"):
+    labels = [1, None, 2.5, 3, 4, "x", 5, "y", 6]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"label": label} for label in labels])
+    with pytest.raises(DataError, match=r"rows.jsonl:6: column 'label' mixes types"):
         load_rows(str(path))
     one = write_jsonl(tmp_path / "one.jsonl", [{"label": 1}])
     two = write_jsonl(tmp_path / "two.jsonl", [{"label": "x"}])
@@ -219,3 +220,21 @@ def test_many_chunks_keep_order_and_columns(tmp_path):
     loaded = load_rows(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
     assert loaded["i"] == list(range(10_501))
     assert loaded[10_500]["late"] == "x" and loaded[0]["late"] is None
+
+
+def test_a_hub_subset_is_a_configuration_or_else_a_folder(monkeypatch):
+    calls = []
+
+    def load_dataset(*names: str, **options: str) -> datasets.Dataset:
+        calls.append((names, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["main", "hard"])
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for spec in ("org/math", "org/math@hard", "org/math@data/en"):
+        assert load_rows(spec, split="test").to_list() == ROWS
+    assert calls == [
+        (("org/math", None), {"split": "test"}),
+        (("org/math", "hard"), {"split": "test"}),
+        (("org/math",), {"data_dir": "data/en", "split": "test"}),
+    ]

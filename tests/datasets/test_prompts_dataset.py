@@ -50,6 +50,15 @@ def test_text_and_message_lists_are_rendered_by_the_chat_template(tokenizer, val
     assert tokenizer.decode(dataset[0].prompt_token_ids) == text
 
 
+def test_an_answer_at_the_end_of_a_prompt_is_left_out_and_that_is_said(tokenizer):
+    question = {"role": "user", "content": "hi"}
+    answer = {"role": "assistant", "content": "yo"}
+    rows = [{"input": [question]}, {"input": [question, answer]}]
+    dataset = prompts(tokenizer, rows, apply_chat_template=True)
+    assert dataset.num_answered == 1
+    assert dataset.notices == ["1 of 2 prompts end with the assistant's turn, which was left out"]
+
+
 def test_an_input_template_wraps_the_text(tokenizer):
     dataset = prompts(tokenizer, [{"input": "{hi}"}], input_template="Q: {} {{}} A:")
     assert dataset[0].prompt_text == "Q: {hi} {} A:"

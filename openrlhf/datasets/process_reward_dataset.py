@@ -1,0 +1,189 @@
+"""Texts whose steps are judged one by one: a marker token ends each step, a label belongs to each.
+
+A label is a token (hard: text, or true/false for the first and second reward token) or the share of
+the first of two reward tokens (soft: a number from 0 to 1). Knows no loss; the marker's own
+position is where it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from openrlhf.datasets.chat import RowError, pick_column, plain_text
+from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.token_store import Json
+from openrlhf.datasets.tokenized import (
+    Draft,
+    Progress,
+    Row,
+    RowFormat,
+    Segment,
+    TokenizedDataset,
+    Tokens,
+)
+from openrlhf.errors import ConfigError
+from openrlhf.utils.tokenizer import Tokenizer, encode_text
+
+STEPWISE_COLUMNS = ("prompt", "completions", "labels")
+
+
+@dataclass(frozen=True)
+class ProcessFormat(RowFormat):
+    """How rows become judged steps."""
+
+    input_key: str = "input"
+    label_key: str = "label"
+    placeholder_token: str = ""  # the marker
+    reward_tokens: tuple[str, ...] = ()  # what a label may be, the positive one first; () for any
+
+
+@dataclass(frozen=True)
+class ProcessExample:
+    """A text and what its M markers are worth."""
+
+    token_ids: Tensor  # (T,) int64
+    marker_mask: Tensor  # (T,) bool, True at the M markers
+    labels: Tensor  # (M,) int64 token ids, or (M,) float32 shares of the first reward token
+    is_soft: bool
+
+
+class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
+    """Texts with a label for each step, in file order; raises DataError."""
+
+    flags = "--input_key, --label_key and --max_len"
+
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: Tokenizer,
+        row_format: ProcessFormat,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        self.marker_id = single_token_id(
+            tokenizer, row_format.placeholder_token, flag="--placeholder_token"
+        )
+        self.reward_token_ids = tuple(
+            single_token_id(tokenizer, text, flag="--reward_tokens")
+            for text in row_format.reward_tokens
+        )
+        self._hard_ids: dict[str, int] = dict(
+            zip(row_format.reward_tokens, self.reward_token_ids, strict=True)
+        )
+        super().__init__(rows, tokenizer, row_format, progress=progress)
+
+    def __getitem__(self, index: int) -> ProcessExample:
+        [tokens] = self._content.stores
+        marker_mask, values = tokens.mask(index), self._content.extras[index]
+        assert isinstance(values, list), "_draft"
+        is_soft = isinstance(values[0], float)
+        labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
+        return ProcessExample(tokens[index], marker_mask, labels[: int(marker_mask.sum())], is_soft)
+
+    def _check_columns(self) -> None:
+        form, columns = self._format, self._rows.column_names
+        self._is_stepwise = form.input_key not in columns and set(STEPWISE_COLUMNS) <= set(columns)
+        if self._is_stepwise:
+            self._label_key = "labels"
+            self.notices.append(
+                f"column '{form.input_key}' is not there; the standard columns "
+                f"{', '.join(STEPWISE_COLUMNS)} are used"
+            )
+            return
+        input_key, notice = pick_column(form.input_key, columns, ("text",))
+        if input_key is None:
+            raise missing_column(form.input_key, columns, flag="--input_key")
+        label_key, label_notice = pick_column(form.label_key, columns, ("labels",))
+        if label_key is None:
+            raise missing_column(form.label_key, columns, flag="--label_key")
+        self._input_key, self._label_key = input_key, label_key
+        self.notices += filter(None, (notice, label_notice))
+
+    def _draft(self, row: Row) -> Draft:
+        text = self._stepwise_text(row) if self._is_stepwise else row[self._input_key]
+        steps = plain_text(text, "prompt" if self._is_stepwise else self._input_key)
+        marker = self._format.placeholder_token
+        hidden = marker.join(map(self._encoder.hide, steps.split(marker)))
+        return Draft([[Segment(hidden, is_target=False)]], self._labels(row))
+
+    def _stepwise_text(self, row: Row) -> str:
+        """Prompt and steps on lines of their own, each step with the marker at its end."""
+        steps = row["completions"]
+        if not isinstance(steps, (list, tuple)) or not all(isinstance(s, str) for s in steps):
+            raise RowError("'completions' is not a list of texts")
+        marker = self._format.placeholder_token
+        if any(marker in step for step in steps):
+            raise RowError(f"'completions' holds the step marker {marker!r} itself")
+        return "\n".join([plain_text(row["prompt"], "prompt"), *(step + marker for step in steps)])
+
+    def _labels(self, row: Row) -> list[Json]:
+        values = row[self._label_key]
+        if not isinstance(values, (list, tuple)):
+            raise RowError(f"'{self._label_key}' is {type(values).__name__}, not a list of labels")
+        return [self._label(value) for value in values]
+
+    def _label(self, value: object) -> Json:
+        """A token id for a hard label, a float for a soft one."""
+        if isinstance(value, bool):
+            self._require_two(f"label {value}")
+            return self.reward_token_ids[0 if value else 1]
+        if isinstance(value, str):
+            return self._hard_id(value)
+        if not isinstance(value, (int, float)):
+            raise RowError(f"label {value!r} is neither a token nor a number from 0 to 1")
+        self._require_two(f"soft label {value}")
+        if not 0 <= value <= 1:  # NaN is refused here too
+            raise RowError(f"soft label {value} is not from 0 to 1")
+        return float(value)
+
+    def _require_two(self, what: str) -> None:
+        if len(self.reward_token_ids) != 2:
+            raise RowError(
+                f"{what} needs exactly two --reward_tokens, not {len(self.reward_token_ids)}"
+            )
+
+    def _hard_id(self, text: str) -> int:
+        if text in self._hard_ids:
+            return self._hard_ids[text]
+        if self._format.reward_tokens:
+            raise RowError(
+                f"unknown label {text!r}; --reward_tokens are "
+                f"{', '.join(self._format.reward_tokens)}"
+            )
+        ids = encode_text(self._encoder.tokenizer, text, allow_special_tokens=True)
+        if len(ids) != 1:
+            raise RowError(f"label {text!r} is {len(ids)} tokens, not one")
+        self._hard_ids[text] = ids[0]
+        return ids[0]
+
+    def _assemble(self, segments: list[Segment], ids: list[list[int]]) -> Tokens:
+        token_ids = self._encoder.with_leading_ids(ids[0])
+        return Tokens(token_ids, [token == self.marker_id for token in token_ids])
+
+    def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
+        num_markers, labels = sum(sequences[0].mask), draft.extra
+        assert isinstance(labels, list), "_draft"
+        if num_markers != len(labels):
+            raise RowError(
+                f"{num_markers} step markers {self._format.placeholder_token!r} "
+                f"but {len(labels)} labels"
+            )
+        if len({type(label) for label in labels}) > 1:
+            raise RowError("labels are partly tokens and partly numbers")
+        return sequences
+
+
+def single_token_id(tokenizer: Tokenizer, text: str, *, flag: str) -> int:
+    """The id of a text that must be one token; raises ConfigError with the flag it comes from."""
+    ids: Sequence[int] = encode_text(tokenizer, text, allow_special_tokens=True) if text else []
+    if len(ids) != 1:
+        raise ConfigError(
+            f"{flag} {text!r} is {len(ids)} tokens for {tokenizer.name_or_path}, not one. "
+            "Give a text that is a single token."
+        )
+    return int(ids[0])

@@ -1,0 +1,173 @@
+"""Preference pairs for reward models and direct preference optimisation: two answers to one prompt.
+
+A side is a whole dialogue, or the answer to the prompt column's prompt. Both sides are tokenised
+as supervised rows are; the targets are what follows the prompt. Knows no loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import Tensor
+
+from openrlhf.datasets.chat import (
+    Message,
+    RowError,
+    fill_template,
+    is_blank,
+    plain_text,
+    render_answer,
+    render_dialogue,
+    to_messages,
+)
+from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.tokenized import (
+    Draft,
+    LeftOutError,
+    Row,
+    RowFormat,
+    Segment,
+    TokenizedDataset,
+    Tokens,
+    cut_at_spans,
+    text_to_learn,
+)
+from openrlhf.errors import DataError
+
+
+@dataclass(frozen=True)
+class PreferenceFormat(RowFormat):
+    """How rows become preference pairs."""
+
+    prompt_key: str | None = None  # None: the column `prompt`, or else whole dialogues
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    with_margin: bool = False  # read how much better the chosen side is
+    margin_key: str = "margin"
+    max_len: int = 512
+    drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two sequences, the first preferred; the targets of each are its response and its end."""
+
+    chosen_ids: Tensor  # (T,) int64
+    chosen_mask: Tensor  # (T,) bool, False on the prompt
+    rejected_ids: Tensor  # (U,) int64
+    rejected_mask: Tensor  # (U,) bool
+    margin: float  # 0 without a margin column
+
+
+class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
+    """Pairs that differ and fit the length limit, in file order; raises DataError."""
+
+    num_sequences = 2
+    flags = "--prompt_key, --chosen_key, --rejected_key and --max_len"
+
+    def __getitem__(self, index: int) -> PreferencePair:
+        chosen, rejected = self._content.stores
+        margin = self._content.extras[index]
+        assert isinstance(margin, float), "_margin"
+        return PreferencePair(
+            chosen[index], chosen.mask(index), rejected[index], rejected.mask(index), margin
+        )
+
+    def _check_columns(self) -> None:
+        form, columns = self._format, self._rows.column_names
+        wanted = {"--chosen_key": form.chosen_key, "--rejected_key": form.rejected_key}
+        if form.prompt_key is not None:
+            wanted["--prompt_key"] = form.prompt_key
+        for flag, name in wanted.items():
+            if name not in columns:
+                raise missing_column(name, columns, flag=flag)
+        if form.with_margin and form.margin_key not in columns:
+            raise DataError(
+                f"column '{form.margin_key}' is not in the data set; columns found: "
+                f"{', '.join(columns)}. Add it, or leave --margin_loss out."
+            )
+        self._prompt_key = form.prompt_key or ("prompt" if "prompt" in columns else None)
+        if form.prompt_key is None and self._prompt_key is not None:
+            self.notices.append("no --prompt_key was given; the standard column 'prompt' is used")
+        if form.input_template and self._prompt_key is None and not form.apply_chat_template:
+            self.notices.append("--input_template is not used: there is no prompt column")
+
+    def _draft(self, row: Row) -> Draft:
+        form = self._format
+        margin = self._margin(row)
+        sides = [form.chosen_key, form.rejected_key]
+        if form.apply_chat_template:
+            return Draft(self._chat_sides(row, sides), margin)
+        texts = [self._side_text(row[name]) for name in sides]
+        if self._prompt_key is None:
+            return Draft([[Segment(text, is_target=True)] for text in texts], margin)
+        prompt = self._encoder.hide(plain_text(row[self._prompt_key], self._prompt_key))
+        start = Segment(fill_template(form.input_template, prompt), is_target=False)
+        return Draft([[start, Segment(text, is_target=True)] for text in texts], margin)
+
+    def _side_text(self, value: object) -> str:
+        return self._encoder.hide(text_to_learn(self._response_text(value)))
+
+    def _margin(self, row: Row) -> float:
+        if not self._format.with_margin:
+            return 0.0
+        value = row[self._format.margin_key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise RowError(f"'{self._format.margin_key}' is {value!r}, not a number")
+        if not math.isfinite(value):
+            raise RowError(f"'{self._format.margin_key}' is {value}")
+        return float(value)
+
+    def _chat_sides(self, row: Row, names: Sequence[str]) -> list[list[Segment]]:
+        prompt = None if self._prompt_key is None else to_messages(row[self._prompt_key])
+        dialogues = [self._dialogue(prompt, row[name], name) for name in names]
+        num_shared = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
+        return [self._side_segments(dialogue, num_shared, row) for dialogue in dialogues]
+
+    def _dialogue(self, prompt: list[Message] | None, value: object, name: str) -> list[Message]:
+        """All messages of a side; what begins with no answer holds its prompt itself."""
+        messages = to_messages(self._response_text(value), text_role="assistant")
+        if is_blank(messages[-1]):
+            raise LeftOutError("empty response")
+        if prompt is None:
+            return messages
+        if messages[0]["role"] == "assistant":
+            return prompt + messages
+        if self._format.prompt_key is not None and messages[: len(prompt)] != prompt:
+            raise RowError(f"'{name}' begins neither with an answer nor with the prompt's messages")
+        return messages
+
+    def _side_segments(self, messages: list[Message], num_shared: int, row: Row) -> list[Segment]:
+        """A side whose targets are the assistant's turns behind the messages both sides share."""
+        tools = row.get("tools")
+        if len(messages) == num_shared + 1:
+            rendered = render_answer(self._encoder, messages, tools=tools)
+            return cut_at_spans(rendered.text, rendered.assistant_spans)
+        rendered = render_dialogue(self._encoder, messages, tools=tools)
+        num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
+        return cut_at_spans(rendered.text, rendered.assistant_spans[num_known:])
+
+    def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
+        """Sides without a prompt of their own part where their tokens do."""
+        if any(len(segments) > 1 for segments in draft.sequences):
+            return sequences
+        num_shared = _num_shared(*(tokens.ids for tokens in sequences))
+        return [
+            Tokens(ids, [flag and i >= num_shared for i, flag in enumerate(mask)])
+            for ids, mask in sequences
+        ]
+
+    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str | None:
+        chosen, rejected = sequences
+        if chosen.ids == rejected.ids:
+            return "chosen and rejected are the same" if self._format.drop_identical else None
+        return super()._reason_to_leave_out(sequences)
+
+
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

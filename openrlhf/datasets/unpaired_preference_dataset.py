@@ -1,0 +1,74 @@
+"""Answers that are labelled desirable or not, one by one, as KTO learns from them.
+
+Rows are read as supervised rows with a label beside them. Prompt and response can be told apart,
+because the KL estimate of KTO puts a prompt before another row's response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from openrlhf.datasets.chat import RowError
+from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.sft_dataset import AnsweredFormat, AnsweredPrompts
+from openrlhf.datasets.tokenized import Draft, Row
+
+
+@dataclass(frozen=True)
+class UnpairedFormat(AnsweredFormat):
+    """How rows become labelled answers."""
+
+    label_key: str = "label"  # 1, 0, true or false
+
+
+@dataclass(frozen=True)
+class UnpairedExample:
+    """A prompt, its response, and whether that is wanted."""
+
+    token_ids: Tensor  # (T,) int64
+    loss_mask: Tensor  # (T,) bool, True on the response and its end
+    is_desirable: bool
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the response."""
+        return int(self.loss_mask.int().argmax())
+
+    @property
+    def prompt_ids(self) -> Tensor:
+        """The prompt, (prompt_length,) int64."""
+        return self.token_ids[: self.prompt_length]
+
+    @property
+    def response_ids(self) -> Tensor:
+        """The response and its end, (T - prompt_length,) int64."""
+        return self.token_ids[self.prompt_length :]
+
+
+class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
+    """Labelled answers, in file order; raises DataError."""
+
+    flags = "--input_key, --output_key, --label_key and --max_len"
+
+    def __getitem__(self, index: int) -> UnpairedExample:
+        [tokens] = self._content.stores
+        return UnpairedExample(tokens[index], tokens.mask(index), bool(self._content.extras[index]))
+
+    @property
+    def num_desirable(self) -> int:
+        """Examples whose label is 1."""
+        return sum(bool(extra) for extra in self._content.extras)
+
+    def _check_columns(self) -> None:
+        super()._check_columns()
+        label_key, columns = self._format.label_key, self._rows.column_names
+        if label_key not in columns:
+            raise missing_column(label_key, columns, flag="--label_key")
+
+    def _draft(self, row: Row) -> Draft:
+        label = row[self._format.label_key]
+        if not isinstance(label, (bool, int, float)) or label not in (0, 1):
+            raise RowError(f"'{self._format.label_key}' is {label!r}; labels are 1 and 0")
+        return Draft(super()._draft(row).sequences, bool(label))

@@ -1,0 +1,121 @@
+"""One message shows every bad row, with the file it stands in; every kind of data set does so."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import row_place
+from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.unpaired_preference_dataset import (
+    UnpairedFormat,
+    UnpairedPreferenceDataset,
+)
+from openrlhf.errors import DataError
+from tests.tiny import make_tokenizer, write_jsonl
+
+KINDS = {
+    "prompts": (PromptDataset, PromptFormat(), {"input": "q"}, {"input": " "}),
+    "sft": (
+        SFTDataset,
+        SFTFormat(output_key="output"),
+        {"input": "q", "output": "a"},
+        {"input": "", "output": "a"},
+    ),
+    "pairs": (
+        PreferenceDataset,
+        PreferenceFormat(with_margin=True),
+        {"chosen": "a", "rejected": "b", "margin": 1.0},
+        {"chosen": "a", "rejected": "b", "margin": None},
+    ),
+    "labelled": (
+        UnpairedPreferenceDataset,
+        UnpairedFormat(output_key="output"),
+        {"input": "q", "output": "a", "label": 1},
+        {"input": "q", "output": "a", "label": 7},
+    ),
+    "steps": (
+        ProcessRewardDataset,
+        ProcessFormat(placeholder_token="#", reward_tokens=("+", "-")),
+        {"input": "a#", "label": ["+"]},
+        {"input": "a##", "label": ["+"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_bad_row_is_listed_with_its_file_and_row(tmp_path, kind):
+    make, row_format, good, bad = KINDS[kind]
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    one = write_jsonl(tmp_path / "one.jsonl", [good, good, good, bad])
+    two = write_jsonl(tmp_path / "two.jsonl", [bad] * 30)
+    with pytest.raises(DataError) as caught:
+        make(load_rows(f"{one},{two}"), tokenizer, row_format)
+    problems = caught.value.problems
+    assert "31 bad rows" in problems[0] and problems[-1] == "... and 11 more"
+    assert problems[1].startswith(f"{one}: row 3: ")
+    assert problems[2].startswith(f"{two}: row 0: ")
+    assert len(problems) == 22
+
+
+@pytest.mark.parametrize("content", ['{"label": NaN}', '{"label": Infinity}', '{"label": "x"}'])
+def test_numbers_that_cannot_be_trained_on_are_found_when_the_file_is_read(tmp_path, content):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"label": 1}\n' + content + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:(2: -?(NaN|Infinity) is not|2: .* mixes)"):
+        load_rows(str(path))
+
+
+def test_a_nan_in_a_csv_or_parquet_file_is_found_by_its_reader(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (0.5, float("nan"))]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("chosen,rejected,margin\na,b,0.5\na,b,nan\n")
+    for name in ("rows.parquet", "rows.csv"):
+        with pytest.raises(DataError, match=f"{name}: row 1: 'margin' is (nan|None)"):
+            PreferenceDataset(
+                load_rows(str(tmp_path / name)), tokenizer, PreferenceFormat(with_margin=True)
+            )
+
+
+def test_the_place_of_a_row_counts_from_its_own_file(tmp_path):
+    one = write_jsonl(tmp_path / "train-1.jsonl", [{"a": 1}] * 3)
+    two = write_jsonl(tmp_path / "train-2.jsonl", [{"a": 2}] * 3)
+    folder = load_rows(str(tmp_path))
+    assert row_place(folder, 2) == f"{one}: row 2"
+    assert row_place(folder, 4) == f"{two}: row 1"
+    capped = load_rows(f"{one},{two}", max_samples=2)
+    assert row_place(capped, 1) == f"{one}: row 1"
+    both = load_rows(f"{tmp_path},{two}", max_samples=5)
+    assert [row["a"] for row in both] == [1, 1, 1, 2, 2]
+    assert row_place(both, 4) == f"{two}: row 1"
+
+
+def test_the_place_behind_a_capped_part_is_right(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", [{"a": 1}] * 9)
+    two = write_jsonl(tmp_path / "two.jsonl", [{"a": 2}])
+    rows = load_rows(f"{two},{one},{two}", max_samples=4)
+    assert [row_place(rows, i) for i in (0, 1, 3)] == [
+        f"{two}: row 0", f"{one}: row 0", f"{one}: row 2",
+    ]  # fmt: skip
+
+
+def test_rows_without_files_and_blended_rows_are_numbered(tmp_path):
+    assert row_place(Dataset.from_list([{"a": 1}]), 0) == "row 0"
+    rows = Dataset.from_list([{"a": 1}])
+    rows.info.description = "Questions about ducks."
+    assert row_place(rows, 0) == "row 0"
+    path = write_jsonl(tmp_path / "one.jsonl", [{"a": i} for i in range(9)])
+    blend = load_rows(f"{path},{path}", probs="0.5,0.5")
+    assert row_place(blend, 3) == "row 3"
+
+
+def test_a_saved_data_set_is_named_as_it_was_typed(tmp_path):
+    rows = Dataset.from_list([{"a": 1}, {"a": 2}])
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "saved")
+    assert row_place(load_rows(str(tmp_path / "saved")), 1) == f"{tmp_path / 'saved'}: row 1"

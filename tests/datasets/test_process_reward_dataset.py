@@ -1,0 +1,129 @@
+"""Judged steps: markers, their labels, and every way in which the two do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.errors import ConfigError, DataError
+from tests.tiny import make_tokenizer
+from tests.utils.test_tokenizer import BOS, bos_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path)
+
+
+def steps(tokenizer, rows: list[dict], **options) -> ProcessRewardDataset:
+    options = {"placeholder_token": "#", "reward_tokens": ("+", "-"), **options}
+    return ProcessRewardDataset(Dataset.from_list(rows), tokenizer, ProcessFormat(**options))
+
+
+def ids(tokenizer, text: str) -> list[int]:
+    return tokenizer(text).input_ids
+
+
+def test_hard_labels_are_tokens_at_the_markers(tokenizer):
+    dataset = steps(tokenizer, [{"input": "1+1 a# b#", "label": ["+", "-"]}])
+    example = dataset[0]
+    assert tokenizer.decode(example.token_ids) == "1+1 a# b#"
+    assert example.marker_mask.nonzero().flatten().tolist() == [5, 8]
+    assert example.labels.tolist() == [*ids(tokenizer, "+"), *ids(tokenizer, "-")]
+    assert example.labels.dtype == torch.int64 and not example.is_soft
+    assert dataset.reward_token_ids == tuple(example.labels.tolist())
+
+
+def test_soft_labels_are_shares_of_the_first_reward_token(tokenizer):
+    example = steps(tokenizer, [{"input": "a#b#c#", "label": [0.25, 1, 0]}])[0]
+    assert example.labels.tolist() == [0.25, 1.0, 0.0]
+    assert example.labels.dtype == torch.float32 and example.is_soft
+
+
+def test_true_and_false_are_the_first_and_the_second_reward_token(tokenizer):
+    example = steps(tokenizer, [{"input": "a#b#", "label": [False, True]}])[0]
+    assert example.labels.tolist() == [*ids(tokenizer, "-"), *ids(tokenizer, "+")]
+
+
+def test_without_reward_tokens_any_single_token_is_a_label(tokenizer):
+    row = {"input": "a#b#", "label": ["x", "y"]}
+    example = steps(tokenizer, [row], reward_tokens=())[0]
+    assert example.labels.tolist() == ids(tokenizer, "xy")
+    with pytest.raises(DataError, match=r"row 0: label 'xy' is 2 tokens, not one"):
+        steps(tokenizer, [{"input": "a#", "label": ["xy"]}], reward_tokens=())
+
+
+def test_a_special_token_may_be_the_marker_and_other_special_tokens_are_text(tokenizer):
+    row = {"input": "a<|tool|>b<|user|>c<|tool|>", "label": ["+", "-"]}
+    example = steps(tokenizer, [row], placeholder_token="<|tool|>")[0]
+    special = [i for i in example.token_ids.tolist() if i in tokenizer.all_special_ids]
+    assert tokenizer.convert_ids_to_tokens(special) == ["<|tool|>", "<|tool|>"]
+    assert int(example.marker_mask.sum()) == 2
+
+
+def test_a_text_begins_with_one_bos_and_gets_no_eos():
+    example = steps(bos_tokenizer(adds_bos=True), [{"input": "a#", "label": ["+"]}])[0]
+    assert example.token_ids.tolist()[0] == BOS and len(example.token_ids) == 3
+    assert example.marker_mask.tolist() == [False, False, True]
+
+
+def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
+    row = {"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}
+    dataset = steps(tokenizer, [row])
+    assert tokenizer.decode(dataset[0].token_ids) == "q\na#\nb#"
+    assert dataset[0].labels.tolist() == list(dataset.reward_token_ids)
+    assert "standard columns prompt, completions, labels are used" in dataset.notices[0]
+    with pytest.raises(DataError, match=r"row 0: 'completions' holds the step marker '#' itself"):
+        steps(tokenizer, [{"prompt": "q", "completions": ["a#"], "labels": [True]}])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["+"], "2 step markers '#' but 1 labels"),
+        (["+", "-", "+"], "2 step markers '#' but 3 labels"),
+        (["+", "?"], r"unknown label '\?'; --reward_tokens are \+, -"),
+        (["+", None], "label None is neither a token nor a number"),
+        ([0.5, 1.5], "soft label 1.5 is not from 0 to 1"),
+        ([-0.1, 0.5], "soft label -0.1 is not"),
+        ([0.5, float("nan")], "soft label nan is not"),
+        ([float("inf"), 0.5], "soft label inf is not"),
+        (None, "'label' is NoneType, not a list"),
+        ("+-", "'label' is str, not a list"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(tokenizer, labels, message):
+    with pytest.raises(DataError, match=f"row 0: {message}"):
+        steps(tokenizer, [{"input": "a#b#", "label": labels}])
+
+
+def test_soft_labels_need_exactly_two_reward_tokens(tokenizer):
+    for tokens in ((), ("+",), ("+", "-", "0")):
+        with pytest.raises(DataError, match=r"needs exactly two --reward_tokens, not \d"):
+            steps(tokenizer, [{"input": "a#", "label": [0.5]}], reward_tokens=tokens)
+
+
+def test_markers_and_reward_tokens_are_single_tokens(tokenizer):
+    row = {"input": "a#", "label": ["+"]}
+    with pytest.raises(ConfigError, match=r"--placeholder_token '##' is 2 tokens .* not one"):
+        steps(tokenizer, [row], placeholder_token="##")
+    with pytest.raises(ConfigError, match=r"--placeholder_token '' is 0 tokens"):
+        steps(tokenizer, [row], placeholder_token="")
+    with pytest.raises(ConfigError, match=r"--reward_tokens 'good' is 4 tokens"):
+        steps(tokenizer, [row], reward_tokens=("good", "-"))
+
+
+def test_a_cut_text_loses_the_labels_of_its_markers(tokenizer):
+    rows = [{"input": "a#b#", "label": ["+", "-"]}, {"input": "abcd#", "label": ["+"]}]
+    dataset = steps(tokenizer, rows, max_len=3, overlong="truncate")
+    assert dataset[0].labels.tolist() == ids(tokenizer, "+")
+    assert dict(dataset.dropped) == {"nothing to learn": 1}
+
+
+def test_missing_columns_name_their_flag(tokenizer):
+    with pytest.raises(DataError, match=r"'input' is not.*--input_key"):
+        steps(tokenizer, [{"question": "a#", "label": ["+"]}])
+    with pytest.raises(DataError, match=r"'label' is not.*--label_key"):
+        steps(tokenizer, [{"input": "a#"}])

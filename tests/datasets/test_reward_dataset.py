@@ -1,0 +1,231 @@
+"""Pairs: where the prompt ends, one EOS a side, and which rows are no pair."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
+from openrlhf.errors import ConfigError, DataError
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+from tests.utils.test_tokenizer import BOS, EOS, bos_tokenizer
+
+PLAIN_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path)
+
+
+def pairs(tokenizer, rows: list[dict], **options) -> PreferenceDataset:
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer, PreferenceFormat(**options))
+
+
+def shown(tokenizer, dataset: PreferenceDataset, index: int = 0) -> list[tuple[str, str]]:
+    """The whole text and the targets of the chosen and of the rejected side."""
+    pair = dataset[index]
+    sides = [(pair.chosen_ids, pair.chosen_mask), (pair.rejected_ids, pair.rejected_mask)]
+    return [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in sides]
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+CHAT_SIDES = [
+    ("<|user|>q<|end|><|assistant|>ab<|end|>", "ab<|end|>"),
+    ("<|user|>q<|end|><|assistant|>ac<|end|>", "ac<|end|>"),
+]
+
+
+def test_plain_answers_follow_the_prompt_inside_its_template(tokenizer):
+    rows = [{"prompt": "q", "chosen": "ab", "rejected": "ac<|end|>"}]
+    dataset = pairs(tokenizer, rows, prompt_key="prompt", input_template="Q: {} A: ")
+    assert shown(tokenizer, dataset) == [
+        ("Q: q A: ab<|end|>", "ab<|end|>"),
+        ("Q: q A: ac<|end|>", "ac<|end|>"),
+    ]
+    assert (dataset.lengths.tolist(), dataset[0].margin, dataset.notices) == ([22], 0.0, [])
+
+
+def test_plain_dialogues_part_where_their_tokens_do(tokenizer):
+    rows = [{"chosen": "Q: q A: ab", "rejected": "Q: q A: acd"}]
+    assert shown(tokenizer, pairs(tokenizer, rows)) == [
+        ("Q: q A: ab<|end|>", "b<|end|>"),
+        ("Q: q A: acd<|end|>", "cd<|end|>"),
+    ]
+
+
+def test_a_side_that_continues_the_other_parts_at_its_end(tokenizer):
+    dataset = pairs(tokenizer, [{"chosen": "ab", "rejected": "abc"}])
+    assert [targets for _, targets in shown(tokenizer, dataset)] == ["<|end|>", "c<|end|>"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "ab", "rejected": "ac"},
+        {"prompt": [user("q")], "chosen": [assistant("ab")], "rejected": [assistant("ac")]},
+        {"prompt": "q", "chosen": [assistant("ab")], "rejected": [assistant("ac")]},
+        {
+            "prompt": "q",
+            "chosen": [user("q"), assistant("ab")],
+            "rejected": [user("q"), assistant("ac")],
+        },
+        {"chosen": [user("q"), assistant("ab")], "rejected": [user("q"), assistant("ac")]},
+    ],
+)
+def test_every_usual_form_of_a_chat_pair_gives_the_same_sides(tokenizer, row, template):
+    tokenizer.chat_template = template
+    dataset = pairs(tokenizer, [row], apply_chat_template=True)
+    assert shown(tokenizer, dataset) == CHAT_SIDES
+    said = "no --prompt_key was given; the standard column 'prompt' is used"
+    assert dataset.notices == ([said] if "prompt" in row else [])
+
+
+def test_turns_that_both_dialogues_share_are_the_prompt(tokenizer):
+    shared = [user("q"), assistant("same"), user("r")]
+    row = {"chosen": [*shared, assistant("x")], "rejected": [*shared, assistant("y")]}
+    dataset = pairs(tokenizer, [row], apply_chat_template=True)
+    assert [targets for _, targets in shown(tokenizer, dataset)] == ["x<|end|>", "y<|end|>"]
+
+
+def test_of_dialogues_that_part_early_only_the_assistants_turns_are_targets(tokenizer):
+    row = {
+        "chosen": [user("q"), assistant("a"), user("r"), assistant("b")],
+        "rejected": [user("q"), assistant("c"), user("s"), assistant("d")],
+    }
+    dataset = pairs(tokenizer, [row], apply_chat_template=True)
+    assert [targets for _, targets in shown(tokenizer, dataset)] == [
+        "a<|end|>b<|end|>",
+        "c<|end|>d<|end|>",
+    ]
+
+
+def test_each_side_begins_with_one_bos_and_ends_with_one_eos():
+    rows = [{"prompt": "q", "chosen": "<s>ab</s>", "rejected": "c"}]
+    pair = pairs(bos_tokenizer(adds_bos=True), rows)[0]
+    for ids in (pair.chosen_ids.tolist(), pair.rejected_ids.tolist()):
+        assert (ids[0], ids[-1]) == (BOS, EOS)
+        assert (ids.count(BOS), ids.count(EOS)) == (1, 1)
+
+
+def test_margins_are_read_when_they_are_wanted(tokenizer):
+    rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (0.5, 2)]
+    assert [pairs(tokenizer, rows, with_margin=True)[i].margin for i in (0, 1)] == [0.5, 2.0]
+    assert pairs(tokenizer, rows)[0].margin == 0.0
+    one, other = (pairs(tokenizer, rows[i:], with_margin=True).fingerprint for i in (0, 1))
+    assert one != other
+
+
+@pytest.mark.parametrize("margin", [None, float("nan"), float("inf")])
+def test_margins_that_are_no_numbers_are_named(tokenizer, margin):
+    rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (1.0, margin)]
+    with pytest.raises(DataError, match=r"row 1: 'margin' is (None|nan|inf)"):
+        pairs(tokenizer, rows, with_margin=True)
+
+
+def test_missing_columns_name_their_flag(tokenizer):
+    row = {"chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match=r"'good' is not.*columns found: chosen.*--chosen_key"):
+        pairs(tokenizer, [row], chosen_key="good")
+    with pytest.raises(DataError, match=r"'bad' is not.*--rejected_key"):
+        pairs(tokenizer, [row], rejected_key="bad")
+    with pytest.raises(DataError, match=r"'question' is not.*--prompt_key"):
+        pairs(tokenizer, [row], prompt_key="question")
+    with pytest.raises(DataError, match=r"'margin' is not.*leave --margin_loss out"):
+        pairs(tokenizer, [row], with_margin=True)
+
+
+def test_pairs_that_are_the_same_are_dropped_and_counted(tokenizer):
+    rows = [{"chosen": "ab", "rejected": text} for text in ("ab", "ac", "ab<|end|>")]
+    dataset = pairs(tokenizer, rows)
+    assert (dataset.row_ids, dataset.notices) == (
+        [1],
+        ["2 of 3 rows were left out: chosen and rejected are the same"],
+    )
+    assert len(pairs(tokenizer, rows, drop_identical=False)) == 3
+
+
+def test_over_long_pairs_follow_the_policy(tokenizer):
+    sides = [("a", "b"), ("aaa", "b"), ("b", "aab"), ("aab", "aac")]
+    rows = [{"prompt": "q", "chosen": one, "rejected": two} for one, two in sides]
+    options = {"prompt_key": "prompt", "max_len": 3}
+    kept = pairs(tokenizer, rows, **options)
+    assert (kept.row_ids, dict(kept.dropped)) == ([0], {"over-long": 3})
+    cut = pairs(tokenizer, rows, overlong="truncate", **options)
+    assert (cut.row_ids, cut.num_truncated) == ([0, 1, 2], 3)
+    assert dict(cut.dropped) == {"chosen and rejected are the same": 1}
+    assert shown(tokenizer, cut, 1) == [("qaa", "aa"), ("qb<|end|>", "b<|end|>")]
+    with pytest.raises(DataError, match=r"row 1: 5 tokens, over the limit of 3"):
+        pairs(tokenizer, rows, overlong="error", **options)
+
+
+def test_pairs_whose_prompt_fills_the_limit_are_dropped(tokenizer):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "qqqq", "chosen": "a", "rejected": "b"},
+    ]
+    dataset = pairs(tokenizer, rows, max_len=3, overlong="truncate")
+    assert dataset.row_ids == [0]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
+    texts = ("b", "", None, " ")
+    rows = [{"prompt": "q", "chosen": "a", "rejected": text} for text in texts]
+    dataset = pairs(tokenizer, rows, apply_chat_template=is_chat)
+    assert dataset.notices[1:] == ["3 of 4 rows were left out: empty response"]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"chosen": [user("q")], "rejected": [user("r")]}, {}, "the last message is the user's"),
+        ({"chosen": "a", "rejected": "b"}, {}, "answers nothing"),
+        (
+            {
+                "prompt": [user("q")],
+                "chosen": [user("other"), assistant("a")],
+                "rejected": [user("q"), assistant("b")],
+            },
+            {"prompt_key": "prompt"},
+            "'chosen' begins neither with an answer nor with the prompt's messages",
+        ),
+        ({"chosen": [{"role": "boss", "content": "x"}], "rejected": [user("r")]}, {}, "'boss'"),
+    ],
+)
+def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, options, message):
+    with pytest.raises(DataError, match=f"row 0: .*{message}"):
+        pairs(tokenizer, [row], apply_chat_template=True, **options)
+
+
+def test_message_lists_need_the_chat_template(tokenizer):
+    rows = [{"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}]
+    with pytest.raises(DataError, match=r"row 0: .*--apply_chat_template"):
+        pairs(tokenizer, rows)
+
+
+def test_an_unknown_policy_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"--overlong_rows cut is unknown"):
+        pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], overlong="cut")
+
+
+def test_a_template_without_a_prompt_to_wrap_is_said(tokenizer):
+    dataset = pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], input_template="Q: {}")
+    assert dataset.notices == ["--input_template is not used: there is no prompt column"]
+
+
+def test_special_tokens_in_an_answer_are_text(tokenizer):
+    rows = [{"prompt": "q", "chosen": "a<|end|><|user|>b", "rejected": "c"}]
+    pair = pairs(tokenizer, rows, apply_chat_template=True)[0]
+    special = [i for i in pair.chosen_ids.tolist() if i in tokenizer.all_special_ids]
+    assert tokenizer.convert_ids_to_tokens(special) == [
+        "<|user|>", "<|end|>", "<|assistant|>", "<|end|>",
+    ]  # fmt: skip

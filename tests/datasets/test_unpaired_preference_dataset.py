@@ -1,0 +1,78 @@
+"""Labelled answers: labels that are labels, and prompts that can be joined with other responses."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.unpaired_preference_dataset import (
+    UnpairedFormat,
+    UnpairedPreferenceDataset,
+)
+from openrlhf.errors import DataError
+from tests.tiny import make_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path)
+
+
+def answers(tokenizer, rows: list[dict], **options) -> UnpairedPreferenceDataset:
+    rows_format = UnpairedFormat(**options)
+    return UnpairedPreferenceDataset(Dataset.from_list(rows), tokenizer, rows_format)
+
+
+@pytest.mark.parametrize("labels", [(1, 0), (True, False), (1.0, 0.0)])
+def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
+    rows = [{"input": "q", "output": "ab", "label": label} for label in labels]
+    dataset = answers(tokenizer, rows, output_key="output", input_template="Q: {} A: ")
+    example = dataset[0]
+    assert example.prompt_length == 8
+    assert tokenizer.decode(example.prompt_ids) == "Q: q A: "
+    assert tokenizer.decode(example.response_ids) == "ab<|end|>"
+    assert example.loss_mask.tolist() == [False] * 8 + [True] * 3
+    assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
+    assert dataset.num_desirable == 1
+
+
+def test_hugging_face_columns_need_no_flags(tokenizer):
+    row = {"prompt": [{"role": "user", "content": "q"}],
+           "completion": [{"role": "assistant", "content": "a"}], "label": True}  # fmt: skip
+    example = answers(tokenizer, [row], apply_chat_template=True)[0]
+    assert tokenizer.decode(example.prompt_ids) == "<|user|>q<|end|><|assistant|>"
+    assert tokenizer.decode(example.response_ids) == "a<|end|>"
+
+
+def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
+    row = {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    example = answers(tokenizer, [row | {"label": 0}], apply_chat_template=True)[0]
+    assert tokenizer.decode(example.response_ids) == "a<|end|>"
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5, float("nan"), None])
+def test_labels_other_than_1_and_0_are_named(tokenizer, label):
+    good = 1 if isinstance(label, int) else 1.0
+    rows = [{"input": "q", "output": "a", "label": value} for value in (good, label)]
+    with pytest.raises(DataError, match=r"row 1: 'label' is .*; labels are 1 and 0"):
+        answers(tokenizer, rows, output_key="output")
+
+
+def test_labels_spelled_as_text_are_named(tokenizer):
+    with pytest.raises(DataError, match=r"row 0: 'label' is 'yes'; labels are 1 and 0"):
+        answers(tokenizer, [{"input": "q", "output": "a", "label": "yes"}], output_key="output")
+
+
+def test_a_missing_label_column_lists_the_columns(tokenizer):
+    with pytest.raises(DataError, match=r"'label' is not.*found: input, output.*--label_key"):
+        answers(tokenizer, [{"input": "q", "output": "a"}], output_key="output")
+
+
+def test_labels_stay_with_their_rows_when_others_are_dropped(tokenizer):
+    texts, labels = ("x", "a", "b"), (0, 1, 0)
+    rows = [{"input": "q" * (9 if text == "x" else 1), "output": text, "label": label}
+            for text, label in zip(texts, labels, strict=True)]  # fmt: skip
+    dataset = answers(tokenizer, rows, output_key="output", input_template=None, max_len=5)
+    assert dataset.row_ids == [1, 2]
+    assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
+    assert dataset.notices == ["1 of 3 rows were left out: over-long"]
