@@ -10,8 +10,16 @@ from importlib import import_module
 # Sub-command -> module in openrlhf.cli, one line of help.
 COMMANDS = {
     "sft": ("train_sft", "supervised fine-tuning and continued pre-training"),
+    "rm": ("train_rm", "pairwise reward model"),
+    "dpo": ("train_dpo", "preference optimisation on pairs: DPO, IPO, SimPO, ORPO"),
+    "kto": ("train_kto", "preference optimisation on single good and bad answers"),
+    "prm": ("train_prm", "process reward model: a verdict on each step"),
+    "kd": ("train_kd", "knowledge distillation"),
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
+    "infer": ("batch_inference", "answer prompts or score answers in bulk"),
+    "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
+    "chat": ("interactive_chat", "talk to a model in the terminal"),
 }
 
 
@@ -33,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """The commands, one line each."""
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         ["usage: openrlhf COMMAND [FLAGS]", "", *lines, "", "openrlhf COMMAND --help: its flags"]
     )

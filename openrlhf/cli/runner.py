@@ -18,7 +18,6 @@ from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import print_help
 from openrlhf.config.unimplemented import refuse_unimplemented
 from openrlhf.errors import OpenRLHFError
-from openrlhf.utils.logging import quiet_frameworks
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
 
 def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     """A config that may run; its secrets are in the environment and no longer in the arguments."""
+    from openrlhf.utils.logging import quiet_frameworks  # noqa: PLC0415 - rich would slow --help
+
     parsed = parse_config(command.config_class, argv)
     refuse_unimplemented(parsed.config)
     quiet_frameworks()

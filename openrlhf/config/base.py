@@ -116,8 +116,27 @@ def is_given(config: BaseModel, path: str) -> bool:
     return head in config.model_fields_set and (not rest or is_given(getattr(config, head), rest))
 
 
+def is_changed(config: BaseModel, path: str) -> bool:
+    """Whether this leaf has another value than its default, whoever set it."""
+    *sections, leaf = path.split(".")
+    part: Any = config
+    for section in sections:
+        part = getattr(part, section)
+    return bool(getattr(part, leaf) != type(part).model_fields[leaf].get_default())
+
+
 def with_value(config: ModelT, path: str, value: object) -> ModelT:
     """The same tree with another value at this leaf, which must be of the leaf's type."""
     head, _, rest = path.partition(".")
     part = with_value(getattr(config, head), rest, value) if rest else value
     return config.model_copy(update={head: part})
+
+
+def with_default(config: ModelT, path: str, value: object) -> ModelT:
+    """As `with_value`, but the leaf does not count as given by it."""
+    head, _, rest = path.partition(".")
+    part = with_default(getattr(config, head), rest, value) if rest else value
+    changed = config.model_copy(update={head: part})
+    if head not in config.model_fields_set:
+        changed.model_fields_set.remove(head)
+    return changed

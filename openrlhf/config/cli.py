@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from openrlhf.config.base import Option, value_at, walk, with_value
 from openrlhf.config.flags import leaf_types, names_of
-from openrlhf.config.run import RunConfig
+from openrlhf.config.run import CommandConfig
 from openrlhf.config.sources import Given, read_all
 from openrlhf.errors import ConfigError
 
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
+ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
     return config, environment
 
 
-def save_resolved(config: RunConfig, path: Path) -> None:
+def save_resolved(config: CommandConfig, path: Path) -> None:
     """Write the whole tree as YAML; `--config` on it gives the same tree again.
 
     Leaves out secrets, and the local rank, which belongs to a process and not to a run.

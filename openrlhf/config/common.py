@@ -68,15 +68,36 @@ class LoraConfig(Base):
     dropout: float = option(0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1)
 
 
-class DeepSpeedConfig(Base):
-    """`ds.*`: how weights are loaded, held, sharded and computed with."""
+class PrecisionConfig(Base):
+    """`ds.*` of a command that only reads and writes weights."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
     param_dtype: DType = option(
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
         Alias("bf16", {"true": "bf16"}),
     )
+
+
+class LoadConfig(PrecisionConfig):
+    """`ds.*` of a command that computes with one model: how its weights are loaded."""
+
+    attn_implementation: str = option(
+        "flash_attention_2",
+        "Attention; without CUDA or the flash-attn package SDPA is used. "
+        "`--flash_attn` means flash_attention_2.",
+        "attn_implementation",
+        Alias("flash_attn", {"true": "flash_attention_2"}),
+    )
+    load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", "load_in_4bit")
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
+        option(None, "Kernels of mixture-of-experts layers.")
+    )
+
+
+class DeepSpeedConfig(LoadConfig):
+    """`ds.*`: how weights are loaded, held, sharded and computed with."""
+
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
     zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
     adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
     overlap_comm: bool = switch(
@@ -88,13 +109,6 @@ class DeepSpeedConfig(Base):
     deepcompile: bool = switch("DeepSpeed DeepCompile.", "deepcompile")
     tensor_parallel_size: int = option(
         1, "DeepSpeed AutoTP degree.", "ds_tensor_parallel_size", ge=1
-    )
-    attn_implementation: str = option(
-        "flash_attention_2",
-        "Attention; without CUDA or the flash-attn package SDPA is used. "
-        "`--flash_attn` means flash_attention_2.",
-        "attn_implementation",
-        Alias("flash_attn", {"true": "flash_attention_2"}),
     )
     use_liger_kernel: bool = switch("Liger kernels.", "use_liger_kernel")
     packing_samples: bool = switch(
@@ -115,13 +129,9 @@ class DeepSpeedConfig(Base):
         "value_head_prefix",
         "value_prefix_head",
     )
-    load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", "load_in_4bit")
     lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = switch(
         "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
-    )
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
-        option(None, "Kernels of mixture-of-experts layers.")
     )
     config: str | None = option(
         None, "A DeepSpeed JSON file; its `auto` values are filled in.", "deepspeed_config"
@@ -202,4 +212,15 @@ class TrainConfig(Base):
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
     seed: int = option(42, "Seed of everything random.", "seed")
+    dynamic_batch_enable: bool = switch(
+        "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
+    )
+    max_tokens_per_gpu: int = option(
+        16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
+    )
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
+
+    @property
+    def token_budget(self) -> int | None:
+        """Tokens of a training micro-batch; None: micro-batches are counted in samples."""
+        return self.max_tokens_per_gpu if self.dynamic_batch_enable else None

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from openrlhf.config.base import Option, walk
-from openrlhf.config.run import RunConfig
+from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 TRUE_WORDS = ("true", "1", "yes", "on")
@@ -29,7 +29,7 @@ class Target:
 
 
 @cache
-def flag_table(config_class: type[RunConfig]) -> Mapping[str, tuple[Target, ...]]:
+def flag_table(config_class: type[CommandConfig]) -> Mapping[str, tuple[Target, ...]]:
     """Every name of this config class, with `_` for `-`."""
     table: dict[str, tuple[Target, ...]] = {}
     for option in walk(config_class):
@@ -45,7 +45,7 @@ def flag_table(config_class: type[RunConfig]) -> Mapping[str, tuple[Target, ...]
     return table
 
 
-def names_of(config_class: type[RunConfig], path: str) -> Iterator[str]:
+def names_of(config_class: type[CommandConfig], path: str) -> Iterator[str]:
     """Every name that sets this leaf."""
     for name, targets in flag_table(config_class).items():
         if any(target.option.path == path for target in targets):
@@ -58,7 +58,7 @@ def plain_flag(option: Option) -> str:
     return f"--{next(flat, option.path)}"
 
 
-def nearest_name(name: str, config_class: type[RunConfig]) -> str:
+def nearest_name(name: str, config_class: type[CommandConfig]) -> str:
     """The known name that ends in this one, else the one that looks most like it."""
     known = [*flag_table(config_class), *config_class.dead_flags, "config", "debug", "help"]
     leaves = [path for path in known if path.endswith(f".{name}")]

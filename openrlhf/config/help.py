@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tyro
 
-from openrlhf.config.run import RunConfig
+from openrlhf.config.run import CommandConfig
 
 NOTES = """
 Every flag has a dotted name and, after "Also", the names of older commands and of Hugging Face.
@@ -15,7 +15,7 @@ Every flag has a dotted name and, after "Also", the names of older commands and 
 """
 
 
-def print_help(config_class: type[RunConfig], name: str) -> None:
+def print_help(config_class: type[CommandConfig], name: str) -> None:
     """Print the help text of a command."""
     try:
         tyro.cli(

@@ -242,7 +242,7 @@ class PPOConfig(RunConfig):
     def note_group_size(self) -> Iterator[str]:
         """The default number of samples depends on the estimator."""
         estimator, group = self.algo.advantage.estimator, self.rollout.n_samples_per_prompt
-        if self.has_group_estimator:
+        if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             yield f"--advantage_estimator {estimator}: {group} samples of each prompt."
 
     def note_kl_estimator(self) -> Iterator[str]:

@@ -152,12 +152,6 @@ class PPOTrainConfig(TrainConfig):
     num_episodes: int = option(
         1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
     )
-    dynamic_batch_enable: bool = switch(
-        "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
-    )
-    max_tokens_per_gpu: int = option(
-        16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
-    )
     colocate_all: bool = switch("All models and engines share the GPUs.", "colocate_all_models")
     colocate_actor_ref: bool = switch("Actor and reference share GPUs.", "colocate_actor_ref")
     colocate_critic_reward: bool = switch(

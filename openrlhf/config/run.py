@@ -1,4 +1,4 @@
-"""What the config of every training command has at its top, and how its rules are collected.
+"""What the config of every command has at its top, and how its rules are collected.
 
 A rule is a method `check_...` that yields one line for each problem; `note_...` yields lines that
 do not stop a run.
@@ -12,39 +12,29 @@ from typing import ClassVar
 from pydantic import model_validator
 from typing_extensions import Self
 
-from openrlhf.config.base import Base, is_given, option, switch, with_value
+from openrlhf.config.base import Base, is_given, option, switch, with_default
 from openrlhf.config.common import CheckpointConfig, EvalConfig, LoggerConfig, TrainConfig
 
 
-class RunConfig(Base):
-    """Top of every training command's tree."""
+class CommandConfig(Base):
+    """Top of every command's tree."""
 
     # Flags that old commands have and nothing reads: accepted with a notice.
     dead_flags: ClassVar[tuple[str, ...]] = ()
 
-    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
-    ckpt: CheckpointConfig = CheckpointConfig()
-    logger: LoggerConfig = LoggerConfig()
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Leaves whose default follows from the rest; each pair is applied before the next."""
-        if self.logger.tensorboard_dir == "true":
-            yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
-        if self.train.micro_batch_size > self.train.batch_size and not is_given(
-            self, "train.micro_batch_size"
-        ):
-            yield "train.micro_batch_size", self.train.batch_size
+        yield from ()
 
     @model_validator(mode="after")
     def fill_derived(self) -> Self:
         """Put derived defaults in while the tree is being built; it is complete from then on."""
         for path, value in self.derived():
             section, _, rest = path.partition(".")
-            part = with_value(getattr(self, section), rest, value)
+            part = with_default(getattr(self, section), rest, value)
             object.__setattr__(self, section, part)
         return self
 
@@ -62,13 +52,33 @@ class RunConfig(Base):
             if name.startswith(prefix):
                 yield from getattr(self, name)()
 
+    def note_remote_code(self) -> Iterator[str]:
+        """Code from a hub is said loudly."""
+        if self.trust_remote_code:
+            yield "WARNING: --trust_remote_code: Python files that come with the models are run."
+
+
+class RunConfig(CommandConfig):
+    """Top of every training command's tree."""
+
+    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    logger: LoggerConfig = LoggerConfig()
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: the folder of TensorBoard, and micro-batches within batches."""
+        yield from super().derived()
+        if self.logger.tensorboard_dir == "true":
+            yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
+        if self.train.micro_batch_size > self.train.batch_size and not is_given(
+            self, "train.micro_batch_size"
+        ):
+            yield "train.micro_batch_size", self.train.batch_size
+
     def check_step_intervals(self) -> Iterator[str]:
         """-1 is off; there is no every-zeroth step."""
         for name, steps in (("eval_steps", self.eval.steps), ("save_steps", self.ckpt.save_steps)):
             if steps == 0 or steps < -1:
                 yield f"--{name} must be -1 or above 0: {steps}. Type --{name} -1 to switch it off."
-
-    def note_remote_code(self) -> Iterator[str]:
-        """Code from a hub is said loudly."""
-        if self.trust_remote_code:
-            yield "WARNING: --trust_remote_code: Python files that come with the models are run."

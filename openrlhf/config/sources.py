@@ -15,7 +15,7 @@ import yaml
 
 from openrlhf.config.base import walk
 from openrlhf.config.flags import flag_table, nearest_name, raw_values, yaml_words
-from openrlhf.config.run import RunConfig
+from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Given:
 class Reading:
     """Everything read so far, by leaf path; filled by the `read_...` functions in turn."""
 
-    config_class: type[RunConfig]
+    config_class: type[CommandConfig]
     values: dict[str, Given] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Reading:
             self.problems.append(f"{source} is not a known name. Did you mean --{near}?")
 
 
-def read_all(config_class: type[RunConfig], argv: Sequence[str]) -> Reading:
+def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:
     """Environment, then each `--config` file, then flags."""
     reading = Reading(config_class)
     read_environment(reading)

@@ -1,4 +1,4 @@
-"""Config of supervised commands: `SFTConfig` for train_sft, and parts for its relatives.
+"""Config of train_sft, and the parts of the tree that all supervised commands share.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
 users type.
@@ -49,16 +49,16 @@ class SFTModelConfig(ModelConfig):
     )
 
 
-class SupervisedDataConfig(Base):
-    """`data.*`: where rows come from."""
+class DatasetConfig(Base):
+    """`data.*`: where rows come from, and how their text becomes tokens."""
 
     dataset: str | None = option(
-        None, "Training data: hub ids or paths, with commas between.", "dataset", "dataset_name"
+        None, "Rows: hub ids or paths, with commas between.", "dataset", "dataset_name"
     )
     dataset_probs: str | None = option(
         None, "Mixing probabilities, with commas; unset: one after the other.", "dataset_probs"
     )
-    dataset_split: str = option("train", "Split of the training data.", "dataset_split")
+    dataset_split: str = option("train", "Split of the rows.", "dataset_split")
     max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
     max_samples: int = option(1_000_000, "Most rows of a dataset.", "max_samples", gt=0)
     apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
@@ -69,9 +69,20 @@ class SupervisedDataConfig(Base):
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
     )
     disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+
+
+class SupervisedDataConfig(DatasetConfig):
+    """`data.*` of commands that train on rows."""
+
     dataloader_num_workers: int = option(
         0, "Processes that prepare batches.", "dataloader_num_workers", ge=0
     )
+
+
+class EvalOnTestConfig(EvalConfig):
+    """`eval.*` of commands whose evaluation data is the split `test`."""
+
+    split: str = option("test", "Split of the evaluation data.", "eval_split")
 
 
 class SFTDataConfig(SupervisedDataConfig):
@@ -87,7 +98,13 @@ class SFTDataConfig(SupervisedDataConfig):
     multiturn: bool = switch("Learn every assistant turn.", "multiturn")
 
 
-class SFTTrainConfig(TrainConfig):
+class SupervisedTrainConfig(TrainConfig):
+    """`train.*` of supervised commands."""
+
+    max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
+
+
+class SFTTrainConfig(SupervisedTrainConfig):
     """`train.*` of train_sft."""
 
     max_epochs: int = option(2, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
@@ -112,18 +129,13 @@ class SFTLoggerConfig(LoggerConfig):
     wandb: SFTWandbConfig = SFTWandbConfig()
 
 
-class SFTConfig(RunConfig, OptimizerConfig):
-    """Supervised fine-tuning and continued pre-training (train_sft)."""
+class SupervisedConfig(RunConfig, OptimizerConfig):
+    """What the config of every supervised trainer has; each has its own defaults."""
 
-    dead_flags: ClassVar[tuple[str, ...]] = ("train_split",)
-
-    model: SFTModelConfig = SFTModelConfig()
-    data: SFTDataConfig = SFTDataConfig()
-    train: SFTTrainConfig = SFTTrainConfig()
-    eval: EvalConfig = EvalConfig()
+    model: ModelConfig = ModelConfig()
+    data: SupervisedDataConfig = SupervisedDataConfig()
+    train: SupervisedTrainConfig = SupervisedTrainConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
-    ckpt: SFTCheckpointConfig = SFTCheckpointConfig()
-    logger: SFTLoggerConfig = SFTLoggerConfig()
 
     def check_model_is_named(self) -> Iterator[str]:
         """There is no default model."""
@@ -139,6 +151,22 @@ class SFTConfig(RunConfig, OptimizerConfig):
         """A micro-batch is a part of a batch."""
         yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
 
+    def check_learning_rate_schedule(self) -> Iterator[str]:
+        """The schedule has a name that exists."""
+        yield from schedule_problems(self.lr_scheduler)
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning and continued pre-training (train_sft)."""
+
+    dead_flags: ClassVar[tuple[str, ...]] = ("train_split",)
+
+    model: SFTModelConfig = SFTModelConfig()
+    data: SFTDataConfig = SFTDataConfig()
+    train: SFTTrainConfig = SFTTrainConfig()
+    ckpt: SFTCheckpointConfig = SFTCheckpointConfig()
+    logger: SFTLoggerConfig = SFTLoggerConfig()
+
     def check_multiturn_has_a_template(self) -> Iterator[str]:
         """Turns are found from the chat template."""
         if self.data.multiturn and not self.data.apply_chat_template:
@@ -149,7 +177,3 @@ class SFTConfig(RunConfig, OptimizerConfig):
         for name in ("multiturn", "apply_chat_template"):
             if self.model.pretrain_mode_enable and getattr(self.data, name):
                 yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
-
-    def check_learning_rate_schedule(self) -> Iterator[str]:
-        """The schedule has a name that exists."""
-        yield from schedule_problems(self.lr_scheduler)

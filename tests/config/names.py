@@ -1,4 +1,4 @@
-"""Flat flag, dotted flags and a sample value: every row of the table of names for PPO and SFT."""
+"""Flat flag, dotted flags and a sample value: every row of the table of names, by command."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ PPO_NAMES = (
     ("dynamic_filtering", "algo.dynamic_filtering_enable", ""),
     ("dynamic_filtering_reward_range", "algo.dynamic_filtering_range", "0.2 0.8"),
 )
-SFT_NAMES = (
+SUPERVISED_NAMES = (
     ("eval_steps", "eval.steps", "7"),
     ("save_steps", "ckpt.save_steps", "7"),
     ("logging_steps", "logger.logging_steps", "7"),
@@ -168,6 +168,8 @@ SFT_NAMES = (
     ("lora_dropout", "ds.lora.dropout", "0.25"),
     ("gradient_checkpointing", "model.gradient_checkpointing_enable", ""),
     ("gradient_checkpointing_use_reentrant", "model.gradient_checkpointing_reentrant", ""),
+    ("use_dynamic_batch", "train.dynamic_batch_enable", ""),
+    ("train_max_tokens_per_gpu", "train.max_tokens_per_gpu", "7"),
     ("micro_train_batch_size", "train.micro_batch_size", "7"),
     ("train_batch_size", "train.batch_size", "7"),
     ("max_epochs", "train.max_epochs", "7"),
@@ -186,21 +188,135 @@ SFT_NAMES = (
     ("pretrain", "model.model_name_or_path", "some/name"),
     ("eval_dataset", "eval.dataset", "some/name"),
     ("eval_split", "eval.split", "some/name"),
-    ("input_key", "data.input_key", "some/name"),
-    ("output_key", "data.output_key", "some/name"),
-    ("input_template", "data.input_template", "some/name"),
     ("apply_chat_template", "data.apply_chat_template", ""),
     ("tokenizer_chat_template", "data.tokenizer_chat_template", "some/name"),
-    ("multiturn", "data.multiturn", ""),
     ("dataset", "data.dataset", "some/name"),
     ("dataset_probs", "data.dataset_probs", "some/name"),
     ("dataset_split", "data.dataset_split", "some/name"),
     ("disable_fast_tokenizer", "data.disable_fast_tokenizer", ""),
-    ("pretrain_mode", "model.pretrain_mode_enable", ""),
     ("use_wandb", "logger.wandb.key", "true"),
     ("wandb_org", "logger.wandb.org", "some/name"),
     ("wandb_group", "logger.wandb.group", "some/name"),
     ("wandb_project", "logger.wandb.project", "some/name"),
     ("wandb_run_name", "logger.wandb.run_name", "some/name"),
     ("use_tensorboard", "logger.tensorboard_dir", "some/name"),
+)
+PROMPT_AND_ANSWER = (
+    ("input_key", "data.input_key", "some/name"),
+    ("output_key", "data.output_key", "some/name"),
+    ("input_template", "data.input_template", "some/name"),
+)
+PAIRS = (
+    ("prompt_key", "data.prompt_key", "some/name"),
+    ("chosen_key", "data.chosen_key", "some/name"),
+    ("rejected_key", "data.rejected_key", "some/name"),
+    ("input_template", "data.input_template", "some/name"),
+)
+SFT_NAMES = (
+    *SUPERVISED_NAMES,
+    *PROMPT_AND_ANSWER,
+    ("multiturn", "data.multiturn", ""),
+    ("pretrain_mode", "model.pretrain_mode_enable", ""),
+)
+RM_NAMES = (
+    *SUPERVISED_NAMES,
+    *PAIRS,
+    ("value_head_prefix", "ds.value_head_prefix", "some/name"),
+    ("loss", "model.loss_type", "logexp"),
+    ("margin_loss", "model.margin_loss_enable", ""),
+    ("compute_fp32_loss", "model.compute_fp32_loss_enable", ""),
+)
+DPO_NAMES = (
+    *SUPERVISED_NAMES,
+    *PAIRS,
+    ("ref_pretrain", "ref.model_name_or_path", "some/name"),
+    ("ref_offload", "ref.offload", ""),
+    ("precompute_ref_log_probs", "ref.precompute_log_probs", ""),
+    ("loss_type", "model.loss_type", "hinge"),
+    ("beta", "model.beta", "0.25"),
+    ("ipo", "model.ipo_enable", ""),
+    ("ipo_length_average", "model.ipo_length_average", ""),
+    ("label_smoothing", "model.label_smoothing", "0.25"),
+    ("simpo_gamma", "model.simpo_gamma", "0.25"),
+    ("nll_loss_coef", "model.nll_loss_coef", "0.25"),
+)
+KTO_NAMES = (
+    *SUPERVISED_NAMES,
+    *PROMPT_AND_ANSWER,
+    ("label_key", "data.label_key", "some/name"),
+    ("ref_offload", "ref.offload", ""),
+    ("beta", "model.beta", "0.25"),
+    ("desirable_loss_weight", "model.desirable_loss_weight", "0.25"),
+    ("undesirable_loss_weight", "model.undesirable_loss_weight", "0.25"),
+)
+PRM_NAMES = (
+    *SUPERVISED_NAMES,
+    ("input_key", "data.input_key", "some/name"),
+    ("label_key", "data.label_key", "some/name"),
+    ("placeholder_token", "model.placeholder_token", "some/name"),
+    ("reward_tokens", "model.reward_tokens", "+ -"),
+)
+KD_NAMES = (
+    *SUPERVISED_NAMES,
+    *PROMPT_AND_ANSWER,
+    ("pretrain_mode", "model.pretrain_mode_enable", ""),
+    ("teacher_model", "teacher.model_name_or_path", "some/name"),
+    ("teacher_offload", "teacher.offload", ""),
+    ("kd_coef", "kd.coef", "0.25"),
+    ("kd_divergence", "kd.divergence", "jsd"),
+    ("kd_on_policy", "kd.on_policy_enable", ""),
+    ("kd_max_new_tokens", "kd.max_new_tokens", "7"),
+    ("temperature", "kd.temperature", "0.25"),
+)
+SAMPLING = (
+    ("greedy_sampling", "rollout.greedy_sampling", ""),
+    ("top_p", "rollout.top_p", "0.25"),
+    ("temperature", "rollout.temperature", "0.25"),
+    ("repetition_penalty", "rollout.repetition_penalty", "0.25"),
+    ("enable_csft", "csft.enable", ""),
+    ("csft_prompt", "csft.prompt", "some/name"),
+)
+SERVED_MODEL = (
+    ("bf16", "ds.param_dtype", ""),
+    ("flash_attn", "ds.attn_implementation", ""),
+    ("attn_implementation", "ds.attn_implementation", "some/name"),
+    ("load_in_4bit", "ds.load_in_4bit", ""),
+    ("pretrain", "model.model_name_or_path", "some/name"),
+    ("max_len", "data.max_len", "7"),
+    ("input_template", "data.input_template", "some/name"),
+    ("apply_chat_template", "data.apply_chat_template", ""),
+    ("tokenizer_chat_template", "data.tokenizer_chat_template", "some/name"),
+    ("disable_fast_tokenizer", "data.disable_fast_tokenizer", ""),
+)
+BATCH_INFERENCE_NAMES = (
+    *SERVED_MODEL,
+    *SAMPLING,
+    ("zero_stage", "ds.zero_stage", "3"),
+    ("value_head_prefix", "ds.value_head_prefix", "some/name"),
+    ("dataset", "data.dataset", "some/name"),
+    ("dataset_probs", "data.dataset_probs", "some/name"),
+    ("dataset_split", "data.dataset_split", "some/name"),
+    ("input_key", "data.input_key", "some/name"),
+    ("output_key", "data.output_key", "some/name"),
+    ("max_samples", "data.max_samples", "7"),
+    ("prompt_max_len", "data.prompt_max_len", "7"),
+    ("overlong_prompts", "data.overlong_prompts", "error"),
+    ("overlong_rows", "data.overlong_rows", "error"),
+    ("max_new_tokens", "rollout.max_new_tokens", "7"),
+    ("best_of_n", "rollout.best_of_n", "7"),
+    ("iter", "rollout.iter", "7"),
+    ("rollout_batch_size", "rollout.batch_size", "7"),
+    ("tp_size", "vllm.tensor_parallel_size", "7"),
+    ("max_num_seqs", "vllm.max_num_seqs", "7"),
+    ("enable_prefix_caching", "vllm.enable_prefix_caching", ""),
+    ("vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", "0.25"),
+    ("post_processor", "reward.post_processor", "iter_dpo"),
+    ("normalize_reward", "reward.normalize_enable", ""),
+    ("reward_template", "reward.template", "some/name"),
+)
+LORA_COMBINER_NAMES = (("bf16", "ds.param_dtype", ""),)
+CHAT_NAMES = (
+    *SERVED_MODEL,
+    *SAMPLING,
+    ("ta_prompt", "data.ta_prompt", "some/name"),
 )

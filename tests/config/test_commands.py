@@ -8,6 +8,8 @@ import pytest
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, RMConfig
+from openrlhf.config.serving import BatchInferenceConfig, LoraCombinerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import unimplemented_problems
 from openrlhf.errors import ConfigError
@@ -132,6 +134,49 @@ Assistant: ' \
    --use_wandb {wandb_token}
 """
 
+RM = r"""
+   --save_path ./checkpoint/llama3-8b-rm \
+   --save_steps -1 \
+   --logging_steps 1 \
+   --eval_steps -1 \
+   --train_batch_size 256 \
+   --micro_train_batch_size 1 \
+   --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+   --bf16 \
+   --max_epochs 1 \
+   --max_len 8192 \
+   --zero_stage 3 \
+   --learning_rate 9e-6 \
+   --dataset OpenRLHF/preference_dataset_mixture2_and_safe_pku \
+   --apply_chat_template \
+   --chosen_key chosen \
+   --rejected_key rejected \
+   --flash_attn \
+   --packing_samples \
+   --gradient_checkpointing \
+   --use_wandb {wandb_token}
+"""
+
+DPO = r"""
+  --save_path ./output/llama3-8b-dpo \
+  --save_steps -1 --logging_steps 1 \
+  --eval_steps -1 --train_batch_size 256 \
+  --micro_train_batch_size 2 --pretrain meta-llama/Meta-Llama-3-8B \
+  --bf16 --max_epochs 1 --max_len 8192 \
+  --zero_stage 3 --learning_rate 5e-7 --beta 0.1 \
+  --dataset OpenRLHF/preference_dataset_mixture2_and_safe_pku \
+  --apply_chat_template --chosen_key chosen \
+  --rejected_key rejected --flash_attn --gradient_checkpointing
+"""
+
+LORA_COMBINER = r"""
+    --model_path meta-llama/Meta-Llama-3-8B \
+    --lora_path ./checkpoint/llama3-8b-rm \
+    --output_path ./checkpoint/llama-3-8b-rm-combined \
+    --is_rm \
+    --bf16
+"""
+
 REWARD_FUNCTION = "--remote_rm_url /path/to/reward_func.py --label_key answer"
 PROMPTS = " --prompt_data your/prompts"
 
@@ -237,3 +282,50 @@ def test_the_sft_command():
 
 def test_the_sft_command_from_the_deepspeed_launcher():
     assert parse(SFTConfig, "--local_rank=1 " + SFT).local_rank == 1
+
+
+def test_the_reward_model_command():
+    config = parse(RMConfig, RM + " --value_prefix_head score")
+    assert config.model.model_name_or_path == "OpenRLHF/Llama-3-8b-sft-mixture"
+    assert (config.train.batch_size, config.train.micro_batch_size) == (256, 1)
+    assert (config.data.chosen_key, config.data.rejected_key) == ("chosen", "rejected")
+    assert (config.data.max_len, config.data.prompt_key) == (8192, None)
+    assert (config.adam.lr, config.ds.zero_stage) == (9e-6, 3)
+    assert (config.ds.value_head_prefix, config.ds.param_dtype) == ("score", "bf16")
+    assert (config.model.loss_type, config.logger.wandb.project) == ("sigmoid", "openrlhf_train_rm")
+
+
+def test_the_dpo_command():
+    config = parse(DPOConfig, DPO)
+    assert (config.model.beta, config.model.loss_type) == (0.1, "sigmoid")
+    assert (config.adam.lr, config.train.micro_batch_size) == (5e-7, 2)
+    assert config.data.apply_chat_template
+    assert config.ref.model_name_or_path is None
+    assert config.ckpt.output_dir == "./output/llama3-8b-dpo"
+
+
+def test_the_lora_combiner_command():
+    config = parse(LoraCombinerConfig, LORA_COMBINER)
+    assert config.model_path == "meta-llama/Meta-Llama-3-8B"
+    assert config.lora_path == "./checkpoint/llama3-8b-rm"
+    assert config.output_path == "./checkpoint/llama-3-8b-rm-combined"
+    assert (config.is_rm, config.ds.param_dtype) == (True, "bf16")
+
+
+def test_the_commands_of_a_round_of_rejection_sampling():
+    generate = parse(
+        BatchInferenceConfig,
+        "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 2048 --prompt_max_len 2048 "
+        "--dataset p --dataset_probs 1.0 --input_key prompt --temperature 0.9 --zero_stage 0 "
+        "--best_of_n 4 --enable_prefix_caching --tp_size 2 --max_num_seqs 64 --iter 0 "
+        "--rollout_batch_size 2048 --output_path ./g.jsonl",
+    )
+    assert (generate.rollout.iter, generate.rollout.best_of_n) == (0, 4)
+    assert list(generate.notices()) == []
+    score = parse(
+        BatchInferenceConfig,
+        "--eval_task rm --pretrain r --bf16 --max_len 4096 --dataset ./g.jsonl --dataset_probs 1.0 "
+        "--zero_stage 0 --post_processor rs --micro_batch_size 4 --output_path ./r.jsonl",
+    )
+    assert (score.reward.post_processor, score.micro_batch_size) == ("rs", 4)
+    assert list(score.notices()) == []

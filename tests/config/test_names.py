@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import get_args
 
 import pytest
 
-from openrlhf.config.base import value_at, walk
+from openrlhf.config.base import is_given, value_at, walk
 from openrlhf.config.cli import build, parse_config
+from openrlhf.config.distillation import KDConfig
 from openrlhf.config.flags import flag_table
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import (
+    SMOOTHED_LOSSES,
+    DPOConfig,
+    KTOConfig,
+    PreferenceLossName,
+    RMConfig,
+)
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.sources import read_all
 from openrlhf.config.supervised import SFTConfig
-from tests.config.names import PPO_NAMES, SFT_NAMES
+from tests.config import names
 
-ROWS = [(PPOConfig, *row) for row in PPO_NAMES] + [(SFTConfig, *row) for row in SFT_NAMES]
+NAMES = {
+    PPOConfig: names.PPO_NAMES,
+    SFTConfig: names.SFT_NAMES,
+    RMConfig: names.RM_NAMES,
+    DPOConfig: names.DPO_NAMES,
+    KTOConfig: names.KTO_NAMES,
+    PRMConfig: names.PRM_NAMES,
+    KDConfig: names.KD_NAMES,
+    BatchInferenceConfig: names.BATCH_INFERENCE_NAMES,
+    LoraCombinerConfig: names.LORA_COMBINER_NAMES,
+    ChatConfig: names.CHAT_NAMES,
+}
+ROWS = [(config_class, *row) for config_class, rows in NAMES.items() for row in rows]
 PPO_NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
 
 
@@ -68,6 +91,19 @@ def test_the_flat_name_sets_what_the_dotted_names_set(config_class, flat, dotted
         (PPOConfig, "loss_aggregation", "algo.loss_aggregation", "seq_mean"),
         (PPOConfig, "prompt_max_len", "data.prompt_max_len", 11),
         (SFTConfig, "overlong_rows", "data.overlong_rows", "truncate"),
+        (RMConfig, "num_train_epochs", "train.max_epochs", 5),
+        (RMConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
+        (RMConfig, "max_length", "data.max_len", 7),
+        (RMConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
+        (RMConfig, "overlong_rows", "data.overlong_rows", "error"),
+        (KTOConfig, "model_name_or_path", "model.model_name_or_path", "m"),
+        (KTOConfig, "desirable_weight", "model.desirable_loss_weight", 2.0),
+        (KTOConfig, "undesirable_weight", "model.undesirable_loss_weight", 2.0),
+        (PRMConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
+        (KDConfig, "teacher_model_name_or_path", "teacher.model_name_or_path", "t"),
+        (BatchInferenceConfig, "dataset_name", "data.dataset", "d"),
+        (BatchInferenceConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
+        (ChatConfig, "model_name_or_path", "model.model_name_or_path", "m"),
     ],
 )
 def test_hugging_face_and_new_names_set_the_field(config_class, name, path, value):
@@ -97,13 +133,14 @@ def test_names_that_set_several_fields_are_these_and_no_others():
         "ref_reward_offload": {"ref.offload", "reward.offload"},
         "report_to": {"logger.wandb.key", "logger.tensorboard_dir"},
     }
-    assert [name for name, targets in flag_table(SFTConfig).items() if len(targets) > 1] == [
-        "report_to"
-    ]
+    for config_class in set(NAMES) - {PPOConfig}:
+        table = flag_table(config_class)
+        expected = ["report_to"] if "report_to" in table else []
+        assert [name for name, targets in table.items() if len(targets) > 1] == expected
 
 
 def test_no_flat_name_stands_for_two_kinds_of_field():
-    for config_class in (PPOConfig, SFTConfig):
+    for config_class in NAMES:
         for name, targets in flag_table(config_class).items():
             kinds = defaultdict(set)
             for target in targets:
@@ -112,7 +149,7 @@ def test_no_flat_name_stands_for_two_kinds_of_field():
 
 
 def test_every_field_has_help_text():
-    for config_class in (PPOConfig, SFTConfig):
+    for config_class in NAMES:
         for option in walk(config_class):
             assert option.field.description, option.path
 
@@ -192,6 +229,68 @@ def test_dead_flags_are_accepted_with_a_notice():
     ]
     sft = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d", "--train_split", "train"])
     assert sft.notices == ("--train_split has no effect; it is accepted for old commands.",)
+
+
+def test_a_default_that_follows_does_not_count_as_given():
+    config = tree(PPOConfig, ["--rollout_batch_size", "16", "--advantage_estimator", "rloo"])
+    assert config.rollout.n_samples_per_prompt == 8
+    assert is_given(config, "rollout.batch_size")
+    assert not is_given(config, "rollout.n_samples_per_prompt")
+
+
+def test_unset_fields_of_preference_and_distillation_follow_the_rest():
+    assert tree(DPOConfig, ["--ipo"]).model.loss_type == "ipo"
+    assert tree(DPOConfig, ["--loss_type", "exo_pair"]).model.label_smoothing == 1e-3
+    given = tree(DPOConfig, ["--loss_type", "exo_pair", "--label_smoothing", "0.1"])
+    assert given.model.label_smoothing == 0.1
+    assert tree(KDConfig, ["--kd_on_policy"]).kd.coef == 1
+    assert tree(KDConfig, ["--kd_on_policy", "--kd_coef", "0.5"]).kd.coef == 0.5
+    assert tree(KDConfig, ["--kd_on_policy", "--max_len", "300"]).kd.max_new_tokens == 150
+    assert tree(KDConfig, []).kd.max_new_tokens == 512
+
+
+def test_losses_without_a_reference_are_known():
+    free = {
+        loss
+        for loss in get_args(PreferenceLossName)
+        if not tree(DPOConfig, ["--loss_type", loss]).has_reference
+    }
+    assert free == {"simpo", "orpo", "cpo"}
+
+
+def test_the_losses_are_those_of_the_formulas():
+    from openrlhf.algorithms.distillation import DIVERGENCES
+    from openrlhf.algorithms.preference_loss import PREFERENCE_LOSSES
+    from openrlhf.algorithms.reward_loss import PAIRWISE_LOSSES
+
+    assert set(get_args(PreferenceLossName)) == PREFERENCE_LOSSES.keys()
+    smoothed = {name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing}
+    assert smoothed == set(SMOOTHED_LOSSES)
+
+    def choices(config_class, flag):
+        return set(get_args(flag_table(config_class)[flag][0].option.field.annotation))
+
+    assert choices(RMConfig, "loss") == PAIRWISE_LOSSES.keys()
+    assert choices(KDConfig, "kd_divergence") == DIVERGENCES.keys()
+
+
+def test_a_token_budget_is_asked_for():
+    for config_class in (SFTConfig, KDConfig, PPOConfig):
+        assert tree(config_class, []).train.token_budget is None
+        assert tree(config_class, ["--use_dynamic_batch"]).train.token_budget == 16192
+        line = ["--use_dynamic_batch", "--train_max_tokens_per_gpu", "64"]
+        assert tree(config_class, line).train.token_budget == 64
+
+
+def test_no_temperature_is_greedy():
+    assert tree(ChatConfig, ["--temperature", "0"]).rollout.is_greedy
+    assert tree(ChatConfig, ["--greedy_sampling"]).rollout.is_greedy
+    assert not tree(ChatConfig, []).rollout.is_greedy
+
+
+def test_inference_weights_are_a_part_of_the_settings_of_training():
+    ds = tree(BatchInferenceConfig, ["--zero_stage", "3", "--bf16"]).ds.as_deepspeed()
+    assert (ds.zero_stage, ds.param_dtype, ds.value_head_prefix) == (3, "bf16", "score")
 
 
 def test_unset_fields_follow_the_rest():

@@ -226,4 +226,8 @@ def test_notices():
     assert notices("--advantage_estimator group_norm") == [
         "--advantage_estimator group_norm: 8 samples of each prompt."
     ]
+    assert notices("--advantage_estimator rloo --rollout_batch_size 64") == [
+        "--advantage_estimator rloo: 8 samples of each prompt."
+    ]
+    assert notices("--advantage_estimator rloo --n_samples_per_prompt 8") == []
     assert notices("--trust_remote_code")[0].startswith("WARNING: --trust_remote_code")

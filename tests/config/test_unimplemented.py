@@ -7,6 +7,7 @@ import pytest
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.run import CommandConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import (
     UNIMPLEMENTED,
@@ -65,6 +66,19 @@ def test_the_list_is_this():
 def test_every_path_of_the_list_is_a_field():
     known = {option.path for tree in (PPOConfig, SFTConfig) for option in walk(tree)}
     assert {later.path for later in UNIMPLEMENTED} <= known
+
+
+def test_checkpoints_are_missing_in_reinforcement_learning_alone():
+    scopes = {later.path: later.scope for later in UNIMPLEMENTED}
+    assert {path for path, scope in scopes.items() if scope == PPOConfig.__name__} == {
+        "ckpt.load_enable",
+        "ckpt.save_steps",
+    }
+    assert set(scopes.values()) == {PPOConfig.__name__, CommandConfig.__name__}
+    line = "--save_steps 5 --load_checkpoint"
+    assert len(refused(line)) == 2
+    assert refused(line, SFTConfig, SFT_NEEDS) == []
+    assert len(refused("--lora_rank 8", SFTConfig, SFT_NEEDS)) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ import pytest
 import yaml
 
 from openrlhf.config.cli import parse_config, save_resolved
+from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 
@@ -97,14 +101,21 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, start):
             "--overlong_buffer_len 64 --gradient_checkpointing --use_wandb secret",
         ),
         (SFTConfig, "--pretrain m --dataset d --input_template none --no_such"),
+        (DPOConfig, "--pretrain m --dataset d --ipo --use_dynamic_batch"),
+        (DPOConfig, "--pretrain m --dataset d --loss_type exo_pair"),
+        (PRMConfig, "--pretrain m --dataset d --placeholder_token <s> --reward_tokens + -"),
+        (KDConfig, "--pretrain m --dataset d --teacher_model t --kd_on_policy --max_len 64"),
+        (ChatConfig, "--pretrain m --temperature 0"),
+        (BatchInferenceConfig, "--pretrain m --dataset d --output_path o --eval_task rm"),
     ],
 )
 def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, line):
     config = parse_config(config_class, line.replace("--no_such", "").split()).config
     save_resolved(config, tmp_path / "run" / "config.yaml")
-    again = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")]).config
-    assert again == config
-    assert again.model_dump() == config.model_dump()
+    parsed = parse_config(config_class, ["--config", str(tmp_path / "run" / "config.yaml")])
+    assert parsed.config == config
+    assert parsed.config.model_dump() == config.model_dump()
+    assert parsed.notices == ()
 
 
 def test_a_template_with_line_ends_survives_the_file(tmp_path):

@@ -1,0 +1,25 @@
+"""`openrlhf infer`: answer prompts or score answers in bulk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.config.cli import Parsed
+from openrlhf.config.serving import BatchInferenceConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and do the task."""
+    run_command(Command("openrlhf infer", BatchInferenceConfig, _run), argv)
+
+
+def _run(parsed: Parsed[BatchInferenceConfig]) -> None:
+    from openrlhf.trainer.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
+
+    print_notices(parsed.notices)
+    run_batch_inference(parsed.config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""`openrlhf dpo`: preference optimisation on pairs, DPO and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.config.cli import Parsed
+from openrlhf.config.preference import DPOConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and train."""
+    run_command(Command("openrlhf dpo", DPOConfig, _run), argv)
+
+
+def _run(parsed: Parsed[DPOConfig]) -> None:
+    from openrlhf.trainer.dpo_trainer import run_dpo  # noqa: PLC0415 - --help must not import torch
+
+    print_notices(parsed.notices)
+    run_dpo(parsed.config)
+
+
+if __name__ == "__main__":
+    main()

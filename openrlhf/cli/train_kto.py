@@ -1,0 +1,25 @@
+"""`openrlhf kto`: preference optimisation on single good and bad answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.config.cli import Parsed
+from openrlhf.config.preference import KTOConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and train."""
+    run_command(Command("openrlhf kto", KTOConfig, _run), argv)
+
+
+def _run(parsed: Parsed[KTOConfig]) -> None:
+    from openrlhf.trainer.kto_trainer import run_kto  # noqa: PLC0415 - --help must not import torch
+
+    print_notices(parsed.notices)
+    run_kto(parsed.config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""`openrlhf prm`: process reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.config.cli import Parsed
+from openrlhf.config.process import PRMConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and train."""
+    run_command(Command("openrlhf prm", PRMConfig, _run), argv)
+
+
+def _run(parsed: Parsed[PRMConfig]) -> None:
+    from openrlhf.trainer.prm_trainer import run_prm  # noqa: PLC0415 - --help must not import torch
+
+    print_notices(parsed.notices)
+    run_prm(parsed.config)
+
+
+if __name__ == "__main__":
+    main()

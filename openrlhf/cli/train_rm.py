@@ -1,0 +1,25 @@
+"""`openrlhf rm`: pairwise reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.config.cli import Parsed
+from openrlhf.config.preference import RMConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line and train."""
+    run_command(Command("openrlhf rm", RMConfig, _run), argv)
+
+
+def _run(parsed: Parsed[RMConfig]) -> None:
+    from openrlhf.trainer.rm_trainer import run_rm  # noqa: PLC0415 - --help must not import torch
+
+    print_notices(parsed.notices)
+    run_rm(parsed.config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Config of train_kd: a student learns the distributions of a teacher.
+
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
+users type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from openrlhf.config.base import Base, is_changed, is_given, option, switch
+from openrlhf.config.checks import is_blank
+from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.supervised import (
+    EvalOnTestConfig,
+    SFTLoggerConfig,
+    SFTModelConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+)
+
+
+class TeacherConfig(Base):
+    """`teacher.*`: the model that is learnt from; it has the student's vocabulary."""
+
+    model_name_or_path: str | None = option(
+        None, "Teacher model: hub id or path.", "teacher_model", "teacher_model_name_or_path"
+    )
+    offload: bool = switch("Keep its weights in CPU memory.", "teacher_offload")
+
+
+class KDLossConfig(Base):
+    """`kd.*`: what is learnt from the teacher, and on whose answers."""
+
+    coef: float = option(
+        0.4,
+        "Weight of distillation; the rest is the language-model loss. Unset with --kd_on_policy: "
+        "1.",
+        "kd_coef",
+        ge=0,
+        le=1,
+    )
+    divergence: Literal["forward", "reverse", "jsd"] = option(
+        "forward",
+        "KL(teacher, student), KL(student, teacher), or Jensen-Shannon.",
+        "kd_divergence",
+    )
+    on_policy_enable: bool = switch(
+        "The student answers the prompts, and the teacher scores its answers.", "kd_on_policy"
+    )
+    max_new_tokens: int = option(
+        512,
+        "Most tokens in an answer of the student; unset: at most half of --max_len.",
+        "kd_max_new_tokens",
+        gt=0,
+    )
+    temperature: float = option(
+        1.0, "Temperature at which the student answers.", "temperature", gt=0
+    )
+
+
+class KDDataConfig(SupervisedDataConfig):
+    """`data.*` of train_kd."""
+
+    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
+    output_key: str | None = option(
+        "output", "Column of the answer; none: the last message of a chat.", "output_key"
+    )
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+    )
+
+
+class KDCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of train_kd."""
+
+    path: str = option("./ckpt/checkpoints_kd", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class KDConfig(SupervisedConfig):
+    """Knowledge distillation (train_kd)."""
+
+    model: SFTModelConfig = SFTModelConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    kd: KDLossConfig = KDLossConfig()
+    data: KDDataConfig = KDDataConfig()
+    eval: EvalOnTestConfig = EvalOnTestConfig()
+    ckpt: KDCheckpointConfig = KDCheckpointConfig()
+    logger: SFTLoggerConfig = SFTLoggerConfig()
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: no language-model loss on own answers, room for the prompt."""
+        yield from super().derived()
+        if not self.kd.on_policy_enable:
+            return
+        if not is_given(self, "kd.coef"):
+            yield "kd.coef", 1.0
+        if not is_given(self, "kd.max_new_tokens"):
+            room = max(1, self.data.max_len // 2)
+            yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
+
+    def check_teacher_is_named(self) -> Iterator[str]:
+        """There is no default teacher."""
+        if is_blank(self.teacher.model_name_or_path):
+            yield "No teacher is named. Type --teacher_model with a hub id or a path."
+
+    def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
+        """Text as it is has no conversations, and no prompts to answer."""
+        unfit = {
+            "apply_chat_template": self.data.apply_chat_template,
+            "kd_on_policy": self.kd.on_policy_enable,
+        }
+        for name, is_set in unfit.items():
+            if self.model.pretrain_mode_enable and is_set:
+                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
+    def check_answers_leave_room_for_prompts(self) -> Iterator[str]:
+        """Prompt and answer share the row."""
+        answer, total = self.kd.max_new_tokens, self.data.max_len
+        if self.kd.on_policy_enable and answer >= total:
+            yield (
+                f"--kd_max_new_tokens {answer} leaves no room for a prompt in --max_len {total}. "
+                f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
+            )
+
+    def note_settings_of_on_policy_distillation(self) -> Iterator[str]:
+        """Without it nothing is sampled; with it the answers are not the data's."""
+        for name in ("max_new_tokens", "temperature"):
+            if is_changed(self, f"kd.{name}") and not self.kd.on_policy_enable:
+                flag = "temperature" if name == "temperature" else f"kd_{name}"
+                yield f"--{flag} has no effect without --kd_on_policy."
+        if self.kd.on_policy_enable and self.kd.coef < 1:
+            yield (
+                f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "
+                "student's own answers. Type --kd_coef 1."
+            )

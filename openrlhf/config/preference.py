@@ -1,0 +1,343 @@
+"""Config of the commands that learn from preferences: train_rm, train_dpo and train_kto.
+
+Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
+users type. A rule is a method `check_...` (refused) or `note_...` (said, then on we go).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from openrlhf.config.base import Base, is_changed, is_given, option, switch
+from openrlhf.config.checks import is_blank
+from openrlhf.config.common import (
+    AdamConfig,
+    CheckpointConfig,
+    LoggerConfig,
+    WandbConfig,
+    timed_name,
+)
+from openrlhf.config.supervised import (
+    EvalOnTestConfig,
+    ModelConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+    SupervisedTrainConfig,
+)
+
+PreferenceLossName = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "simpo",
+    "orpo",
+    "cpo",
+    "apo_zero",
+    "apo_down",
+    "exo_pair",
+]
+REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
+EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
+
+
+class PairDataConfig(SupervisedDataConfig):
+    """`data.*` of commands that learn from a better and a worse answer."""
+
+    prompt_key: str | None = option(
+        None, "Column of the prompt; unset: both answers are whole dialogues.", "prompt_key"
+    )
+    chosen_key: str = option("chosen", "Column of the better answer.", "chosen_key")
+    rejected_key: str = option("rejected", "Column of the worse answer.", "rejected_key")
+    input_template: str | None = option(
+        None, "Text around a plain prompt, with {} for it.", "input_template"
+    )
+    max_len: int = option(512, "Most tokens in a row.", "max_len", "max_length", gt=0)
+
+
+class RMModelConfig(ModelConfig):
+    """`model.*` of train_rm."""
+
+    loss_type: Literal["sigmoid", "logexp"] = option(
+        "sigmoid", "-log sigmoid(difference), or log(1 + exp(-difference)).", "loss"
+    )
+    margin_loss_enable: bool = switch(
+        "Subtract the column `margin` from the difference.", "margin_loss"
+    )
+    compute_fp32_loss_enable: bool = switch("Compute the loss in fp32.", "compute_fp32_loss")
+
+
+class RMTrainConfig(SupervisedTrainConfig):
+    """`train.*` of train_rm."""
+
+    micro_batch_size: int = option(
+        1,
+        "Pairs in a micro-batch of one device.",
+        "micro_train_batch_size",
+        "per_device_train_batch_size",
+        gt=0,
+    )
+
+
+class RMAdamConfig(AdamConfig):
+    """`adam.*` of train_rm."""
+
+    lr: float = option(9e-6, "Peak learning rate.", "learning_rate", ge=0)
+
+
+class RMCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of train_rm."""
+
+    path: str = option("./ckpt/checkpoints_rm", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class RMWandbConfig(WandbConfig):
+    """`logger.wandb.*` of train_rm."""
+
+    project: str = option("openrlhf_train_rm", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("rm"), "Name of the run.", "wandb_run_name")
+
+
+class RMLoggerConfig(LoggerConfig):
+    """`logger.*` of train_rm."""
+
+    wandb: RMWandbConfig = RMWandbConfig()
+
+
+class RMConfig(SupervisedConfig):
+    """Pairwise reward model (train_rm)."""
+
+    adam: RMAdamConfig = RMAdamConfig()
+    model: RMModelConfig = RMModelConfig()
+    data: PairDataConfig = PairDataConfig()
+    train: RMTrainConfig = RMTrainConfig()
+    ckpt: RMCheckpointConfig = RMCheckpointConfig()
+    logger: RMLoggerConfig = RMLoggerConfig()
+
+
+class DPOModelConfig(ModelConfig):
+    """`model.*` of train_dpo."""
+
+    loss_type: PreferenceLossName = option("sigmoid", "Preference loss.", "loss_type")
+    ipo_enable: bool = switch("The same as --loss_type ipo.", "ipo")
+    beta: float = option(0.1, "Strength of the preference.", "beta", gt=0)
+    label_smoothing: float = option(
+        0.0,
+        f"Part of the labels taken as wrong (cDPO); unset with exo_pair: {EXO_LABEL_SMOOTHING}.",
+        "label_smoothing",
+        ge=0,
+        lt=0.5,
+    )
+    ipo_length_average: bool = switch(
+        "IPO on the mean log-probability of a token, not on sums.", "ipo_length_average"
+    )
+    simpo_gamma: float = option(
+        0.5,
+        "Margin of SimPO, subtracted from beta times the difference.",
+        "simpo_gamma",
+        ge=0,
+    )
+    nll_loss_coef: float = option(
+        0.0, "Weight of the language-model loss on better answers.", "nll_loss_coef", ge=0
+    )
+
+
+class RefConfig(Base):
+    """`ref.*`: the frozen model that log-probabilities are compared with."""
+
+    offload: bool = switch("Keep its weights in CPU memory.", "ref_offload")
+
+
+class DPORefConfig(RefConfig):
+    """`ref.*` of train_dpo."""
+
+    model_name_or_path: str | None = option(
+        None, "Reference model; unset: the same as --pretrain.", "ref_pretrain"
+    )
+    precompute_log_probs: bool = switch(
+        "Compute its log-probabilities once, before training.", "precompute_ref_log_probs"
+    )
+
+
+class DPOAdamConfig(AdamConfig):
+    """`adam.*` of train_dpo and train_kto."""
+
+    lr: float = option(1e-5, "Peak learning rate.", "learning_rate", ge=0)
+
+
+class DPOCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of train_dpo."""
+
+    path: str = option("./ckpt/checkpoints_dpo", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class DPOWandbConfig(WandbConfig):
+    """`logger.wandb.*` of train_dpo."""
+
+    project: str = option("openrlhf_train_dpo", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("exp"), "Name of the run.", "wandb_run_name")
+
+
+class DPOLoggerConfig(LoggerConfig):
+    """`logger.*` of train_dpo."""
+
+    wandb: DPOWandbConfig = DPOWandbConfig()
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimisation and its relatives (train_dpo)."""
+
+    adam: DPOAdamConfig = DPOAdamConfig()
+    model: DPOModelConfig = DPOModelConfig()
+    ref: DPORefConfig = DPORefConfig()
+    data: PairDataConfig = PairDataConfig()
+    eval: EvalOnTestConfig = EvalOnTestConfig()
+    ckpt: DPOCheckpointConfig = DPOCheckpointConfig()
+    logger: DPOLoggerConfig = DPOLoggerConfig()
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: the loss of --ipo, and label smoothing where a loss needs some."""
+        yield from super().derived()
+        if self.model.ipo_enable and not is_given(self, "model.loss_type"):
+            yield "model.loss_type", "ipo"
+        is_smoothed = is_given(self, "model.label_smoothing")
+        if self.model.loss_type == "exo_pair" and not is_smoothed:
+            yield "model.label_smoothing", EXO_LABEL_SMOOTHING
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.model.loss_type not in REFERENCE_FREE_LOSSES
+
+    def check_ipo_is_the_loss(self) -> Iterator[str]:
+        """--ipo and --loss_type name one loss."""
+        loss_type = self.model.loss_type
+        if self.model.ipo_enable and loss_type != "ipo":
+            yield f"--ipo is set with --loss_type {loss_type}. Leave one of them out."
+
+    def check_label_smoothing_has_a_loss_that_takes_it(self) -> Iterator[str]:
+        """Other losses have no formula for labels that may be wrong."""
+        value, loss_type = self.model.label_smoothing, self.model.loss_type
+        if value and loss_type not in SMOOTHED_LOSSES:
+            yield (
+                f"--label_smoothing {value} is set with --loss_type {loss_type}, which takes "
+                f"none. Leave it out or type one of {', '.join(SMOOTHED_LOSSES)}."
+            )
+
+    def check_exo_smooths_its_labels(self) -> Iterator[str]:
+        """The logarithm of the label smoothing is a part of the loss."""
+        if self.model.loss_type == "exo_pair" and self.model.label_smoothing == 0:
+            yield (
+                "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type "
+                f"--label_smoothing {EXO_LABEL_SMOOTHING}."
+            )
+
+    def note_settings_of_other_losses(self) -> Iterator[str]:
+        """A setting that the formula of the loss does not have."""
+        model = self.model
+        unused = {
+            "ipo_length_average": model.ipo_length_average and model.loss_type != "ipo",
+            "simpo_gamma": is_changed(self, "model.simpo_gamma") and model.loss_type != "simpo",
+        }
+        for name, is_unused in unused.items():
+            if is_unused:
+                yield f"--{name} has no effect with --loss_type {model.loss_type}."
+
+    def note_loss_without_a_reference(self) -> Iterator[str]:
+        """Some losses look at the policy alone."""
+        unused = {
+            "ref_pretrain": not is_blank(self.ref.model_name_or_path),
+            "ref_offload": self.ref.offload,
+            "precompute_ref_log_probs": self.ref.precompute_log_probs,
+        }
+        for name, is_set in unused.items():
+            if is_set and not self.has_reference:
+                yield (
+                    f"--{name} has no effect with --loss_type {self.model.loss_type}, which has "
+                    "no reference model."
+                )
+
+
+class KTOModelConfig(ModelConfig):
+    """`model.*` of train_kto."""
+
+    model_name_or_path: str | None = option(
+        "bigscience/bloomz-1b7",
+        "Model to start from: hub id or path.",
+        "pretrain",
+        "model_name_or_path",
+    )
+    beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
+    desirable_loss_weight: float = option(
+        1.0, "Weight of good answers.", "desirable_loss_weight", "desirable_weight", ge=0
+    )
+    undesirable_loss_weight: float = option(
+        1.0, "Weight of bad answers.", "undesirable_loss_weight", "undesirable_weight", ge=0
+    )
+
+
+class KTODataConfig(SupervisedDataConfig):
+    """`data.*` of train_kto."""
+
+    input_key: str = option("input", "Column of the prompt or messages.", "input_key")
+    output_key: str | None = option(
+        None, "Column of the answer; unset: the last message of a chat.", "output_key"
+    )
+    label_key: str = option("label", "Column of the label: 1 good, 0 bad.", "label_key")
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+    )
+
+
+class KTOCheckpointConfig(CheckpointConfig):
+    """`ckpt.*` of train_kto."""
+
+    path: str = option("./ckpt/checkpoints_kto", "Root of resumable checkpoints.", "ckpt_path")
+
+
+class KTOWandbConfig(WandbConfig):
+    """`logger.wandb.*` of train_kto."""
+
+    project: str = option("openrlhf_train_dpo", "W&B project.", "wandb_project")
+    run_name: str = option(lambda: timed_name("rm"), "Name of the run.", "wandb_run_name")
+
+
+class KTOLoggerConfig(LoggerConfig):
+    """`logger.*` of train_kto."""
+
+    wandb: KTOWandbConfig = KTOWandbConfig()
+
+
+class KTOConfig(SupervisedConfig):
+    """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
+
+    adam: DPOAdamConfig = DPOAdamConfig()
+    model: KTOModelConfig = KTOModelConfig()
+    ref: RefConfig = RefConfig()
+    data: KTODataConfig = KTODataConfig()
+    eval: EvalOnTestConfig = EvalOnTestConfig()
+    ckpt: KTOCheckpointConfig = KTOCheckpointConfig()
+    logger: KTOLoggerConfig = KTOLoggerConfig()
+
+    def check_some_answers_count(self) -> Iterator[str]:
+        """With two weights of zero nothing is learnt."""
+        if self.model.desirable_loss_weight == self.model.undesirable_loss_weight == 0:
+            yield (
+                "--desirable_loss_weight and --undesirable_loss_weight are both 0. Type "
+                "--desirable_loss_weight 1."
+            )
+
+    def check_batch_has_mismatched_pairs(self) -> Iterator[str]:
+        """The reference point pairs a prompt with the answer to another of its batch."""
+        if self.train.batch_size < 2:
+            yield (
+                f"--train_batch_size must be at least 2: {self.train.batch_size}. Type "
+                "--train_batch_size 2."
+            )
+
+    def note_default_model(self) -> Iterator[str]:
+        """A model that nobody typed is named."""
+        if not is_given(self, "model.model_name_or_path"):
+            yield f"--pretrain is not set: starting from {self.model.model_name_or_path}."

@@ -1,0 +1,255 @@
+"""Contradictions in the settings of supervised and serving commands, and what is merely said."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
+from openrlhf.errors import ConfigError
+
+ROWS = "--pretrain m --dataset d "
+NEEDS = {
+    RMConfig: ROWS,
+    DPOConfig: ROWS,
+    KTOConfig: ROWS,
+    PRMConfig: ROWS + "--placeholder_token <step> ",
+    KDConfig: ROWS + "--teacher_model t ",
+    BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
+    LoraCombinerConfig: "--model_path m --lora_path l ",
+    ChatConfig: "--pretrain m ",
+}
+
+
+def problems(config_class, line):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config_class, line.split())
+    return caught.value.problems
+
+
+def notices(config_class, line):
+    return list(parse_config(config_class, (NEEDS[config_class] + line).split()).notices)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line", "expected"),
+    [
+        (RMConfig, "--loss other", "--loss must be one of sigmoid, logexp: other. Type logexp."),
+        (
+            RMConfig,
+            "--micro_train_batch_size 4 --train_batch_size 2",
+            "--micro_train_batch_size 4 is more than --train_batch_size 2. Type "
+            "--micro_train_batch_size 2 or --train_batch_size 4.",
+        ),
+        (
+            DPOConfig,
+            "--ipo --loss_type hinge",
+            "--ipo is set with --loss_type hinge. Leave one of them out.",
+        ),
+        (
+            DPOConfig,
+            "--loss_type exo_pair --label_smoothing 0",
+            "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type --label_smoothing "
+            "0.001.",
+        ),
+        (
+            DPOConfig,
+            "--ipo --label_smoothing 0.1",
+            "--label_smoothing 0.1 is set with --loss_type ipo, which takes none. Leave it out or "
+            "type one of sigmoid, robust, exo_pair.",
+        ),
+        (
+            DPOConfig,
+            "--label_smoothing 0.5",
+            "--label_smoothing must be below 0.5: 0.5. Type a value below 0.5.",
+        ),
+        (
+            DPOConfig,
+            "--label_smoothing -0.1",
+            "--label_smoothing must be at least 0.0: -0.1. Type a value at least 0.0.",
+        ),
+        (DPOConfig, "--beta 0", "--beta must be above 0.0: 0. Type a value above 0.0."),
+        (
+            DPOConfig,
+            "--nll_loss_coef -1",
+            "--nll_loss_coef must be at least 0.0: -1. Type a value at least 0.0.",
+        ),
+        (
+            DPOConfig,
+            "--train_max_tokens_per_gpu 0",
+            "--train_max_tokens_per_gpu must be above 0: 0. Type a value above 0.",
+        ),
+        (DPOConfig, "--save_steps 0", "--save_steps must be -1 or above 0: 0. Type --save_steps -1 "
+         "to switch it off."),
+        (KTOConfig, "--beta -1", "--beta must be above 0.0: -1. Type a value above 0.0."),
+        (
+            KTOConfig,
+            "--desirable_loss_weight 0 --undesirable_loss_weight 0",
+            "--desirable_loss_weight and --undesirable_loss_weight are both 0. Type "
+            "--desirable_loss_weight 1.",
+        ),
+        (
+            KTOConfig,
+            "--train_batch_size 1",
+            "--train_batch_size must be at least 2: 1. Type --train_batch_size 2.",
+        ),
+        (
+            PRMConfig,
+            "--reward_tokens +",
+            "--reward_tokens needs at least two tokens: +. Type two, the good one first, or leave "
+            "it out.",
+        ),
+        (
+            PRMConfig,
+            "--reward_tokens + - +",
+            "--reward_tokens has + 2 times. Type each token once.",
+        ),
+        (
+            PRMConfig,
+            "--apply_chat_template",
+            "--apply_chat_template is set, and train_prm takes --input_key as it is. Leave it out "
+            "and write the template into the data.",
+        ),
+        (
+            KDConfig,
+            "--kd_coef 1.5",
+            "--kd_coef must be at most 1.0: 1.5. Type a value at most 1.0.",
+        ),
+        (
+            KDConfig,
+            "--pretrain_mode --kd_on_policy",
+            "--pretrain_mode is set together with --kd_on_policy. Leave one of them out.",
+        ),
+        (
+            KDConfig,
+            "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
+            "--kd_max_new_tokens 64 leaves no room for a prompt in --max_len 64. Type "
+            "--kd_max_new_tokens 32 or --max_len 128.",
+        ),
+        (
+            BatchInferenceConfig,
+            "generate --post_processor rs",
+            "--post_processor rs needs rewards, and --eval_task generate makes none. Leave it "
+            "out, and type it with --eval_task rm on the output.",
+        ),
+        (
+            BatchInferenceConfig,
+            "generate --best_of_n 4 --temperature 0",
+            "--best_of_n 4 with --temperature 0 gives one answer 4 times. Leave one out.",
+        ),
+        (
+            BatchInferenceConfig,
+            "generate_vllm --best_of_n 4 --greedy_sampling",
+            "--best_of_n 4 with --greedy_sampling gives one answer 4 times. Leave one out.",
+        ),
+        (
+            BatchInferenceConfig,
+            "generate_vllm --iter -1",
+            "--iter must be at least 0: -1. Type a value at least 0.",
+        ),
+        (
+            BatchInferenceConfig,
+            "rm --post_processor csft --reward_template {input}",
+            "--reward_template has no {reward}: {input}. Write {reward} into it.",
+        ),
+        (
+            LoraCombinerConfig,
+            "--output_path l/",
+            "--output_path is --lora_path: l. Type another folder.",
+        ),
+    ],
+)  # fmt: skip
+def test_one_problem_is_one_line_with_flag_value_and_remedy(config_class, line, expected):
+    assert problems(config_class, NEEDS[config_class] + line) == [expected]
+
+
+def test_what_is_missing_is_named():
+    model = "No model is named. Type --pretrain with a hub id or a path."
+    rows = "No training data is named. Type --dataset with a hub id or a path."
+    assert problems(RMConfig, "") == [model, rows]
+    assert problems(DPOConfig, "") == [model, rows]
+    assert problems(KTOConfig, "") == [rows]
+    assert problems(PRMConfig, "") == [
+        model,
+        rows,
+        "No step end is named. Type --placeholder_token with a token of the tokenizer.",
+    ]
+    assert problems(KDConfig, "") == [
+        model,
+        rows,
+        "No teacher is named. Type --teacher_model with a hub id or a path.",
+    ]
+    assert problems(ChatConfig, "") == [model]
+    assert problems(BatchInferenceConfig, "") == [
+        "No task is named. Type --eval_task generate_vllm, generate or rm.",
+        model,
+        "No data is named. Type --dataset with a hub id or a path.",
+        "No output is named. Type --output_path with the .jsonl file to write.",
+    ]
+    assert problems(LoraCombinerConfig, "") == [
+        "No base model is named. Type --model_path with a hub id or a path.",
+        "No adapter is named. Type --lora_path with its folder.",
+        "No output is named. Type --output_path with the folder to write.",
+    ]
+
+
+def test_a_training_flag_is_unknown_to_a_command_that_only_uses_a_model():
+    assert problems(ChatConfig, "--pretrain m --lora_rank 4")[0].startswith(
+        "--lora_rank is not a known name."
+    )
+
+
+def test_notices_of_dpo():
+    assert notices(DPOConfig, "--ipo --ref_pretrain r --ref_offload") == []
+    assert notices(DPOConfig, "--loss_type robust --label_smoothing 0.1") == []
+    assert notices(DPOConfig, "--loss_type exo_pair") == []
+    assert notices(DPOConfig, "--loss_type simpo --simpo_gamma 1") == []
+    assert notices(DPOConfig, "--ipo --simpo_gamma 1") == [
+        "--simpo_gamma has no effect with --loss_type ipo.",
+    ]
+    assert notices(DPOConfig, "--ipo_length_average") == [
+        "--ipo_length_average has no effect with --loss_type sigmoid."
+    ]
+    line = "--loss_type orpo --ref_pretrain r --ref_offload --precompute_ref_log_probs"
+    assert notices(DPOConfig, line) == [
+        f"--{flag} has no effect with --loss_type orpo, which has no reference model."
+        for flag in ("ref_pretrain", "ref_offload", "precompute_ref_log_probs")
+    ]
+
+
+def test_notices_of_kto_and_distillation():
+    assert notices(KTOConfig, "") == []
+    assert list(parse_config(KTOConfig, ["--dataset", "d"]).notices) == [
+        "--pretrain is not set: starting from bigscience/bloomz-1b7."
+    ]
+    assert notices(KDConfig, "--max_len 64") == []
+    assert notices(KDConfig, "--kd_on_policy --temperature 0.7 --kd_max_new_tokens 8") == []
+    assert notices(KDConfig, "--temperature 0.7 --kd_max_new_tokens 8") == [
+        "--kd_max_new_tokens has no effect without --kd_on_policy.",
+        "--temperature has no effect without --kd_on_policy.",
+    ]
+    assert notices(KDConfig, "--kd_on_policy --kd_coef 0.5") == [
+        "--kd_coef 0.5 with --kd_on_policy: the rest of the loss learns the student's own "
+        "answers. Type --kd_coef 1."
+    ]
+
+
+def test_notices_of_batch_inference():
+    assert notices(BatchInferenceConfig, "rm --post_processor csft --normalize_reward") == []
+    assert notices(BatchInferenceConfig, "rm --post_processor null") == []
+    assert notices(BatchInferenceConfig, "rm --normalize_reward") == [
+        "--normalize_reward has no effect without --post_processor csft."
+    ]
+    assert notices(BatchInferenceConfig, "rm --best_of_n 4 --tp_size 2") == [
+        "--best_of_n has no effect with --eval_task rm.",
+        "--tp_size has no effect with --eval_task rm.",
+    ]
+    assert notices(BatchInferenceConfig, "generate --max_num_seqs 4") == [
+        "--max_num_seqs has no effect with --eval_task generate."
+    ]
+    assert notices(BatchInferenceConfig, "generate_vllm --normalize_reward") == [
+        "--normalize_reward has no effect with --eval_task generate_vllm."
+    ]
