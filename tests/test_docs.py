@@ -191,11 +191,11 @@ def test_rows_shown_are_rows_the_command_can_use(
 
 def examples_of(config: PPOConfig | SFTConfig) -> Sized:
     """The data set a command trains on."""
-    from openrlhf.trainer import ppo_setup, sft_trainer
+    from openrlhf.trainer import ppo_setup, sft_trainer, supervised_run
 
     if isinstance(config, PPOConfig):
         return ppo_setup.prepare_inputs(config).prompts
-    return sft_trainer.prepare_inputs(config).samples
+    return supervised_run.prepare_inputs(sft_trainer.SFTRecipe(), config).samples
 
 
 @pytest.mark.parametrize("block", cases("yaml"))

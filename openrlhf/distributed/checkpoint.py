@@ -1,97 +1,167 @@
-"""Resumable checkpoints: DeepSpeed writes its files, one rename makes them real.
+"""The checkpoints of one run under one root: `global_step<N>` and, beside it, `global_step<N>_hf`.
 
-Everything goes to `tmp-<tag>`; when all ranks are done the main rank writes a manifest of names and
-sizes and renames the folder. A folder without a manifest that agrees with its files is not a
-checkpoint.
+One process acts for all (the main rank, or a controller): it stages a step, others fill the staged
+folders, it commits them. The latest is computed from what verifies, never pointed to. What is in
+the folders, when one is due and who fills them is not known here.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
+import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch.distributed as dist
-
-from openrlhf.distributed import collectives
+from openrlhf.distributed import manifest
+from openrlhf.distributed.export import library_versions
+from openrlhf.distributed.rotation import Entry, superfluous
 from openrlhf.errors import CheckpointError
+from openrlhf.utils.logging import warn
 
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
-MANIFEST = "manifest.json"
-STATES = "states"
-
-
-def save(
-    engine: DeepSpeedEngine, directory: str | Path, tag: str, *, state: dict[str, object]
-) -> Path:
-    """Write the engine and `state` as `directory/tag`; all ranks must call. A checkpoint of that
-    tag is replaced.
-    """
-    final, temporary = Path(directory) / tag, Path(directory) / f"tmp-{tag}"
-    if _rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    collectives.barrier()
-    engine.save_checkpoint(str(temporary), tag=STATES, client_state=state, save_latest=False)
-    collectives.barrier()
-    if _rank() == 0:
-        commit(temporary, final)
-    collectives.barrier()
-    return final
+STATE = "state.json"
+SPACE_FACTOR = 1.2  # room to have before a save, in sizes of the last one
+GIB = 1024**3
+_NAME = re.compile(r"global_step(\d+)(_hf)?")
 
 
-def load(engine: DeepSpeedEngine, directory: str | Path, tag: str) -> dict[str, object]:
-    """Restore the engine from `directory/tag`; answers the `state` saved with it."""
-    path = Path(directory) / tag
-    verify(path)
-    loaded, state = engine.load_checkpoint(str(path), tag=STATES)
-    if loaded is None:
-        raise CheckpointError(f"{path} could not be loaded.")
-    return state
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was verified to the byte."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]  # what the run noted of itself, as JSON
 
 
-def commit(temporary: Path, final: Path) -> None:
-    """Seal a folder with a manifest, flush it, and give it its name."""
-    sizes = _sizes(temporary)
-    for name in sizes:
-        _flush(temporary / name)
-    (temporary / MANIFEST).write_text(json.dumps({"files": sizes}, indent=1))
-    _flush(temporary / MANIFEST)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    _flush(final.parent)
+@dataclass(frozen=True)
+class Staged:
+    """Folders to fill; nothing in them counts before the commit."""
+
+    step: int
+    states: Path  # what a resumed run needs; becomes global_step<N>
+    export: Path  # a Hugging Face model; becomes global_step<N>_hf
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError unless the manifest is there and every file has the size it names."""
-    try:
-        expected = json.loads((path / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: no {MANIFEST}.") from None
-    found = _sizes(path)
-    for name, size in expected.items():
-        if found.get(name) != size:
+class CheckpointStore:
+    """Stages, commits, finds and rotates; every method is for one process alone."""
+
+    def __init__(self, root: Path, *, max_num: int, max_gib: float) -> None:
+        self.root = root
+        self.max_num = max_num
+        self.max_gib = max_gib
+
+    def remove_torn(self) -> None:
+        """Remove what a run that died left half written."""
+        for path in self.root.glob(f"{manifest.TEMPORARY}global_step*"):
+            shutil.rmtree(path)
+        for path in self.root.glob(f"{manifest.TEMPORARY}replaced-*"):
+            shutil.rmtree(path)
+
+    def latest(self) -> Saved | None:
+        """The checkpoint of the highest step that verifies; damaged ones are named and passed."""
+        for entry in reversed(self.entries()):
+            if entry.states is None:
+                continue
+            try:
+                return self._read(entry.states, entry.step)
+            except CheckpointError as error:
+                warn(f"{error} Checkpoint {entry.states.name} is damaged and passed over.")
+        return None
+
+    def set_aside(self, *, after_step: int) -> Path | None:
+        """Move checkpoints of later steps to a folder of their own, where no rotation looks.
+
+        They are of another run, or of a way this run does not take again; names and rotation go
+        by step, so they must not stand among its own.
+        """
+        later = [entry for entry in self.entries() if entry.step > after_step]
+        if not later:
+            return None
+        number = next(n for n in itertools.count(1) if not (self.root / f"aside-{n}").exists())
+        folder = self.root / f"aside-{number}"
+        folder.mkdir()
+        for path in (path for entry in later for path in entry.paths):
+            path.rename(folder / path.name)
+        return folder
+
+    def stage(self, step: int) -> Staged:
+        """Empty folders for the checkpoint of a step; raises where the disk has no room for one."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        entries = self.entries()
+        needed = int(SPACE_FACTOR * entries[-1].num_bytes) if entries else 0
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
             raise CheckpointError(
-                f"{path / name}: {found.get(name)} bytes, the manifest says {size}."
+                f"{self.root} has {free / GIB:.2f} GB free, a checkpoint needs "
+                f"{needed / GIB:.2f} GB. Make room, or lower --max_ckpt_num."
             )
+        self.discard(step)
+        states, export = (self.root / f"{manifest.TEMPORARY}{name}" for name in _names(step))
+        states.mkdir()
+        return Staged(step, states, export)
+
+    def commit(self, staged: Staged, state: Mapping[str, object] | None) -> None:
+        """Make the staged folders count; `state` is what a resumed run reads, None where it could
+        not resume and only the export is kept.
+
+        The export goes first: a run that dies between the two makes it again.
+        """
+        states, export = (self.root / name for name in _names(staged.step))
+        facts = {"step": staged.step, "libraries": library_versions()}
+        if staged.export.exists():
+            manifest.seal(staged.export, export, facts)
+        if state is None:
+            shutil.rmtree(staged.states)
+            manifest.verify(export, contents=False)
+            return
+        manifest.write_json(staged.states / STATE, state)
+        manifest.seal(staged.states, states, facts)
+        manifest.verify(states, contents=False)
+
+    def discard(self, step: int) -> None:
+        """Remove what was staged for a step."""
+        for name in _names(step):
+            shutil.rmtree(self.root / f"{manifest.TEMPORARY}{name}", ignore_errors=True)
+
+    def rotate(self) -> None:
+        """Remove the oldest checkpoints beyond the budget; the newest stays whatever its size."""
+        max_bytes = self.max_gib * GIB
+        for entry in superfluous(self.entries(), max_num=self.max_num, max_bytes=max_bytes):
+            for path in entry.paths:
+                # A folder that loses its files one by one must not look like a checkpoint.
+                doomed = path.rename(path.with_name(f"{manifest.TEMPORARY}{path.name}"))
+                shutil.rmtree(doomed)
+
+    def entries(self) -> list[Entry]:
+        """What stands under the root, by step."""
+        found: dict[int, dict[bool, Path]] = {}
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if path.is_dir() and (match := _NAME.fullmatch(path.name)):
+                found.setdefault(int(match[1]), {})[match[2] is not None] = path
+        return [
+            Entry(
+                step,
+                paths.get(False),
+                paths.get(True),
+                sum(map(manifest.num_bytes, paths.values())),
+            )
+            for step, paths in sorted(found.items())
+        ]
+
+    def _read(self, path: Path, step: int) -> Saved:
+        facts = manifest.verify(path)
+        if facts.get("step") != step:
+            raise CheckpointError(f"{path} holds step {facts.get('step')}.")
+        try:
+            state = json.loads((path / STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / STATE} cannot be read ({error}).") from None
+        return Saved(path, step, state)
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]
-    return {str(file.relative_to(path)): file.stat().st_size for file in files}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _names(step: int) -> tuple[str, str]:
+    return f"global_step{step}", f"global_step{step}_hf"

@@ -6,11 +6,14 @@ Numbers travel as float64, in the order of their sorted names: every rank must b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from openrlhf.errors import CheckpointError
 
 Thing = TypeVar("Thing")
 
@@ -18,6 +21,11 @@ Thing = TypeVar("Thing")
 def world_size(group: dist.ProcessGroup | None = None) -> int:
     """Ranks in the group; 1 when no group was started."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process is the first rank, the one that writes what is written once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def all_reduce_sum(
@@ -51,6 +59,24 @@ def broadcast_object(thing: Thing, *, source: int = 0) -> Thing:
     box = [thing]
     dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+@contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """A block of work on files whose failure is noted, so that the ranks can agree on what to do.
+
+    torch reports a full disk as RuntimeError.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointError) as error:
+        problems.append(str(error) or type(error).__name__)
+
+
+def gather_problems(problems: Sequence[str]) -> list[str]:
+    """What went wrong on any rank, each once: every rank answers the same, so all go on or none."""
+    gathered = all_gather_object(list(problems))
+    return list(dict.fromkeys(problem for part in gathered for problem in part))
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
@@ -53,9 +54,13 @@ def export_hf(
     is_adapter = hasattr(hf_model, "peft_config")
     tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
     state = to_cpu(tensors, is_main=is_main)
-    if is_main:
-        write_folder(hf_model, state, tokenizer, Path(path), command=command)
-    collectives.barrier()
+    try:
+        if is_main:
+            write_folder(hf_model, state, tokenizer, Path(path), command=command)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(str(error)) from None
+    finally:  # a full disk here must not leave the other ranks waiting
+        collectives.barrier()
 
 
 def write_folder(
@@ -109,10 +114,7 @@ def model_card(hf_model: nn.Module, command: str | None) -> str:
     if command:
         lines += ["", "```", command, "```"]
     lines += ["", "| library | version |", "|---|---|"]
-    for name in LIBRARIES:
-        version = _version(name)
-        if version:
-            lines.append(f"| {name} | {version} |")
+    lines += [f"| {name} | {version} |" for name, version in library_versions().items()]
     return "\n".join(lines) + "\n"
 
 
@@ -121,11 +123,15 @@ def own_command() -> str | None:
     return None if "default_worker" in sys.argv[0] else " ".join(sys.argv)
 
 
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
+def library_versions() -> dict[str, str]:
+    """Version of every library a result depends on, as far as it is installed."""
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _move_in(temporary: Path, path: Path) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf.distributed import checkpoint, collectives, offload
+from openrlhf.distributed import collectives, engine_state, offload
 from openrlhf.distributed.export_names import as_stored
 from openrlhf.distributed.schedule import LearningRate
 from openrlhf.distributed.weights import base_model_of, full_parameters, hf_model_of
@@ -123,18 +124,21 @@ class TrainEngine:
         """Bring them back before the next update."""
         offload.reload_states(self.engine)
 
-    def save_checkpoint(self, directory: str, tag: str, client_state: dict[str, object]) -> None:
-        """Write everything a resumed run needs under `directory/tag`, committed as one."""
-        state = {"client_state": client_state, "schedule": self.schedule.state_dict()}
-        checkpoint.save(self.engine, directory, tag, state=state)
-
-    def load_checkpoint(self, directory: str, tag: str) -> dict[str, object]:
-        """Restore weights, optimizer and schedule; answers the client state that was saved with
-        them.
+    def save_states(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into `folder`; all ranks call, all or none raise
+        CheckpointError.
         """
-        state = checkpoint.load(self.engine, directory, tag)
-        self.schedule.load_state_dict(state["schedule"])
-        return state["client_state"]
+        facts = {
+            "schedule": self.schedule.state_dict(),
+            "num_skipped_steps": self.num_skipped_steps,
+        }
+        engine_state.save(self.engine, folder, facts)
+
+    def load_states(self, folder: Path) -> None:
+        """Take up weights, optimizer and schedule from `folder`; as `save_states`."""
+        facts = engine_state.load(self.engine, folder)
+        self.schedule.load_state_dict(facts["schedule"])
+        self.num_skipped_steps = facts["num_skipped_steps"]
 
     def _take_loss(self) -> float | None:
         if not self.schedule.needs_loss:

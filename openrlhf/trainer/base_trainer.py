@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired
 
 from openrlhf.algorithms.balancing import (
     balanced_partitions,
@@ -40,6 +41,10 @@ SampleT_co = TypeVar("SampleT_co", covariant=True)
 class Batch(Protocol):
     """What a model takes: a packed row, perhaps with columns beside it."""
 
+    @property
+    def token_ids(self) -> Tensor:
+        """Every token of the batch, (T,) int64."""
+
     def to(self, device: torch.device | str) -> Batch:
         """The same on another device."""
 
@@ -57,6 +62,22 @@ class SampleSet(Protocol[SampleT_co]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> SampleT_co: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come; what comes next follows from it, whatever the number of ranks."""
+
+    global_step: int = 0
+    epoch: int = 0
+    num_samples: int = 0  # of this epoch, already used
+
+    def after(self, num_samples: int, *, of: int) -> Position:
+        """The position one batch later, in a set of `of` samples."""
+        step, num_used = self.global_step + 1, self.num_samples + num_samples
+        if num_used >= of:
+            return Position(step, self.epoch + 1, 0)
+        return Position(step, self.epoch, num_used)
 
 
 @dataclass(frozen=True)
@@ -81,17 +102,34 @@ class LoopSettings:
             seed=config.train.seed,
             logging_steps=config.logger.logging_steps,
             eval_steps=config.eval.steps,
+            max_tokens=config.train.token_budget,
         )
 
     def num_updates(self, num_samples: int) -> int:
         """Optimizer steps of a run; the last batch of an epoch may be smaller."""
-        return self.max_epochs * -(-num_samples // self.batch_size)
+        return self.num_updates_from(Position(), num_samples)
+
+    def num_updates_from(self, position: Position, num_samples: int) -> int:
+        """Optimizer steps that are left."""
+        per_epoch = -(-num_samples // self.batch_size)
+        num_done_now = num_samples - position.num_samples
+        left_now = -(-num_done_now // self.batch_size)
+        return max(0, (self.max_epochs - position.epoch - 1) * per_epoch + left_now)
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
         """Micro-batches of a rank's samples, as indices into them."""
         if self.max_tokens is None:
             return fixed_batches(len(lengths), self.micro_batch_size)
         return token_budget_batches(lengths, self.max_tokens)
+
+
+class LoopParts(TypedDict):
+    """What the loop of every trainer is given, whatever its loss."""
+
+    samples: SampleSet[Any]
+    settings: LoopSettings
+    tracker: Tracker
+    eval_samples: NotRequired[SampleSet[Any] | None]
 
 
 @dataclass(frozen=True)
@@ -123,7 +161,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.settings = settings
         self.tracker = tracker
         self.num_updates = settings.num_updates(len(samples))
-        self.global_step = 0
+        self.position = Position()
+        self.pending = Metrics()  # of the steps since the last line that was logged
         self._num_bad_steps = 0
         self._lengths = samples.lengths.tolist()
 
@@ -148,32 +187,61 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         `denominators` are the counts of the step over all micro-batches and ranks.
         """
 
+    def prepare(self, rows: Sequence[int], samples: SampleSet[SampleT]) -> dict[str, float]:
+        """Numbers that need a whole batch before its loss; they join the denominators. All ranks
+        call, with the same rows.
+        """
+        return {}
+
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
         """Numbers to report beside the reduced metrics of an evaluation."""
         return {}
 
-    def fit(self) -> None:
-        """Train all epochs."""
-        pending = Metrics()
-        for epoch in range(self.settings.max_epochs):
-            for rows in self.batches(epoch):
-                pending.merge(self.train_step(rows))
-                self.global_step += 1
-                if self._is_due(self.settings.logging_steps):
-                    self._log(pending)
-                    pending = Metrics()
-                if self.settings.eval_steps > 0 and self._is_due(self.settings.eval_steps):
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.position.global_step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every epoch is done."""
+        return self.position.epoch >= self.settings.max_epochs
+
+    def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
+        """Train from where the run stands to its end; `after_step` is called when all of a step is
+        done, its log line and evaluation too.
+        """
+        for epoch in range(self.position.epoch, self.settings.max_epochs):
+            for rows in self.batches(epoch, start=self.position.num_samples):
+                self.pending.merge(self.train_step(rows))
+                self.position = self.position.after(len(rows), of=len(self.samples))
+                if self.is_due(self.settings.logging_steps):
+                    self._log()
+                if self._is_evaluation_due():
                     self._evaluate_and_log()
-            if self.settings.eval_steps == -1:
-                self._evaluate_and_log()
+                if after_step is not None:
+                    after_step()
         self.tracker.close()
 
-    def batches(self, epoch: int) -> Iterator[list[int]]:
-        """Rows of every global batch of an epoch, the same on every rank."""
+    def batches(self, epoch: int, *, start: int = 0) -> Iterator[list[int]]:
+        """Rows of every global batch of an epoch, from its `start`th sample on; the same on every
+        rank.
+        """
         sampler = EpochSampler(len(self.samples), self.settings.seed)
-        order = sampler.order(epoch).tolist()
+        order = sampler.order(epoch).tolist()[start:]
         for batch in fixed_batches(len(order), self.settings.batch_size):
-            yield [order[position] for position in batch]
+            yield [order[place] for place in batch]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, as JSON; the same on every rank."""
+        return {"position": asdict(self.position), "num_bad_steps": self._num_bad_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.position = Position(**state["position"])
+        self._num_bad_steps = state["num_bad_steps"]
+        left = self.settings.num_updates_from(self.position, len(self.samples))
+        self.num_updates = self.global_step + left
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """One optimizer step over a global batch; answers this rank's metrics."""
@@ -181,7 +249,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.engine.train()
         share = self.share_of(rows, self._lengths)
         micro_batches = [[self.samples[row] for row in part] for part in share.micro_batches]
-        denominators = self._denominators(micro_batches)
+        denominators = self._denominators(micro_batches) | self.prepare(rows, self.samples)
         metrics = Metrics()
         for index in range(share.num_micro_batches):
             own = micro_batches[index] if index < len(micro_batches) else []
@@ -200,12 +268,14 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.eval()
-        share = self.share_of(range(len(self.eval_samples)), self.eval_samples.lengths.tolist())
-        metrics = Metrics()
-        for index in range(share.num_micro_batches):
-            part = share.micro_batches[index] if index < len(share.micro_batches) else []
-            samples = [self.eval_samples[row] for row in part]
-            self._micro_loss(samples, self.counts(samples), metrics)
+        lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
+        for rows in fixed_batches(len(lengths), self.settings.batch_size):
+            share = self.share_of(rows, lengths)
+            numbers = self.prepare(rows, self.eval_samples)
+            for index in range(share.num_micro_batches):
+                part = share.micro_batches[index] if index < len(share.micro_batches) else []
+                samples = [self.eval_samples[row] for row in part]
+                self._micro_loss(samples, self.counts(samples) | numbers, metrics)
         values = self._reduced(metrics)
         return {f"eval/{name}": v for name, v in {**values, **self.summarise(values)}.items()}
 
@@ -257,8 +327,14 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         metrics.add("lr", self.engine.lr, reduction="max")
         return True
 
-    def _is_due(self, interval: int) -> bool:
+    def is_due(self, interval: int) -> bool:
+        """Whether what is done every `interval` steps, and after the last, is to be done now."""
         return self.global_step % interval == 0 or self.global_step == self.num_updates
+
+    def _is_evaluation_due(self) -> bool:
+        if self.settings.eval_steps == -1:
+            return self.position.num_samples == 0  # an epoch has just ended
+        return self.is_due(self.settings.eval_steps)
 
     def _evaluate_and_log(self) -> None:
         if self.eval_samples is None:
@@ -268,8 +344,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             notice(eval_line(self.global_step, values))
             self.tracker.log(self.global_step, values)
 
-    def _log(self, metrics: Metrics) -> None:
-        values = self._reduced(metrics)
+    def _log(self) -> None:
+        values = self._reduced(self.pending)
+        self.pending = Metrics()
         if self.strategy.is_main and values:
             notice(step_line(self.global_step, self.num_updates, values))
             self.tracker.log(self.global_step, values)

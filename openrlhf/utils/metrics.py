@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -65,6 +65,15 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """The reduced number of every metric."""
         return {name: cell.value for name, cell in self.cells.items()}
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Everything as plain lists, for JSON."""
+        return {n: [c.total, c.weight, c.reduction] for n, c in self.cells.items()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, list[Any]]) -> Metrics:
+        """What `state_dict` was taken of."""
+        return cls({name: _Cell(*values) for name, values in state.items()})
 
     def __getitem__(self, name: str) -> float:
         return self.cells[name].value

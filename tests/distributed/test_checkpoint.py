@@ -1,48 +1,277 @@
-"""A folder counts as a checkpoint only when its manifest agrees with its files."""
+"""A folder counts as a checkpoint only when it is whole; the newest that is whole is never lost."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from openrlhf.distributed.checkpoint import commit, verify
+from openrlhf.distributed import checkpoint, manifest
+from openrlhf.distributed.checkpoint import CheckpointStore
+from openrlhf.distributed.engine_state import refuse_code
+from openrlhf.distributed.manifest import seal, verify
+from openrlhf.distributed.random_state import random_state, set_random_state
+from openrlhf.distributed.rotation import Entry, superfluous
 from openrlhf.errors import CheckpointError
 
+GIB = 1024**3
 
-def write(folder: Path) -> Path:
-    (folder / "states").mkdir(parents=True)
-    (folder / "states" / "model.pt").write_text("weights")
-    (folder / "loop.json").write_text("{}")
+
+def fill(folder: Path, text: str = "weights") -> Path:
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "shard.pt").write_text(text)
+    (folder / "empty").write_text("")
     return folder
 
 
-def test_a_committed_folder_has_its_name_and_verifies(tmp_path: Path) -> None:
-    commit(write(tmp_path / "tmp-step3"), tmp_path / "step3")
-    verify(tmp_path / "step3")
-    assert [path.name for path in tmp_path.iterdir()] == ["step3"]
+def make_store(root: Path, max_num: int = 3, max_gib: float = 1.0) -> CheckpointStore:
+    return CheckpointStore(root, max_num=max_num, max_gib=max_gib)
 
 
-def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path) -> None:
-    commit(write(tmp_path / "tmp-step3"), tmp_path / "step3")
-    (write(tmp_path / "tmp-step3") / "more").write_text("new")
-    commit(tmp_path / "tmp-step3", tmp_path / "step3")
-    verify(tmp_path / "step3")
-    assert (tmp_path / "step3" / "more").read_text() == "new"
+def save(store: CheckpointStore, step: int, *, has_export: bool = False) -> None:
+    staged = store.stage(step)
+    (staged.states / "shard.pt").write_text(f"weights of {step}")
+    if has_export:
+        staged.export.mkdir()
+        (staged.export / "config.json").write_text("{}")
+    store.commit(staged, {"cursor": step})
 
 
-def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        verify(write(tmp_path / "step3"))
+def latest_step(store: CheckpointStore) -> int | None:
+    saved = store.latest()
+    return None if saved is None else saved.step
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    commit(write(tmp_path / "tmp-step3"), tmp_path / "step3")
-    file = tmp_path / "step3" / "states" / "model.pt"
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_text("wei")
-    with pytest.raises(CheckpointError, match=r"states/model\.pt"):
-        verify(tmp_path / "step3")
+def test_a_sealed_folder_has_its_name_and_verifies(tmp_path: Path) -> None:
+    seal(fill(tmp_path / "tmp-a"), tmp_path / "a", {"step": 3})
+    sums = verify(tmp_path / "a")
+    assert sums["step"] == 3
+    assert sums["files"]["model/shard.pt"] == {
+        "size": 7,  # printf weights | sha256sum
+        "sha256": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    seal(fill(tmp_path / "tmp-a"), tmp_path / "a", {})
+    seal(fill(tmp_path / "tmp-a", "new"), tmp_path / "a", {})
+    verify(tmp_path / "a")
+    assert (tmp_path / "a" / "model" / "shard.pt").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: (path / "model" / "shard.pt").write_text("wei"),
+    "flipped": lambda path: (path / "model" / "shard.pt").write_text("weighty"),
+    "zero-length": lambda path: (path / "model" / "shard.pt").write_text(""),
+    "missing": lambda path: (path / "model" / "shard.pt").unlink(),
+    "foreign file": lambda path: (path / "model" / "more.pt").write_text("x"),
+    "link": lambda path: (path / "model" / "link.pt").symlink_to("/etc/passwd"),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "torn manifest": lambda path: (path / "manifest.json").write_text('{"step": 2, "fil'),
+    "no files": lambda path: (path / "manifest.json").write_text("[]"),
+    "outside": lambda path: (path / "manifest.json").write_text(
+        json.dumps({"files": {"../../x": {"size": 1, "sha256": ""}}})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture, damage: str
+) -> None:
+    store = make_store(tmp_path)
+    for step in (1, 2):
+        staged = store.stage(step)
+        fill(staged.states)
+        store.commit(staged, {"cursor": step})
+    DAMAGES[damage](tmp_path / "global_step2")
+    with pytest.raises(CheckpointError, match="global_step2"):
+        verify(tmp_path / "global_step2")
+    saved = store.latest()
+    assert saved is not None and (saved.step, saved.state) == (1, {"cursor": 1})
+    assert "global_step2 is damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    save(store, 1)
+    shutil.copytree(tmp_path / "global_step1", tmp_path / "global_step9")
+    assert latest_step(store) == 1
+
+
+def test_latest_is_the_highest_number_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (9, 10):
+        save(store, step)
+    assert latest_step(store) == 10
+    assert latest_step(make_store(tmp_path / "nowhere")) is None
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(moment: str, root: Path) -> None:
+    """Save step 2 with an export and be killed at a moment of it."""
+    store, rename = make_store(root), os.rename
+    if moment == "between files":
+        staged = store.stage(2)
+        (staged.states / "shard.pt").write_text("half of")
+        die()
+    if moment == "before the rename":
+        os.rename = die  # type: ignore[assignment]
+    if moment == "between export and states":
+        os.rename = lambda a, b: die() if not str(b).endswith("_hf") else rename(a, b)
+    save(store, 2, has_export=True)
+
+
+@pytest.mark.parametrize(
+    "moment", ["between files", "before the rename", "between export and states"]
+)
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, moment: str) -> None:
+    store = make_store(tmp_path)
+    save(store, 1, has_export=True)
+    process = multiprocessing.get_context("fork").Process(target=die_at, args=(moment, tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert any(path.name.startswith("tmp-") for path in tmp_path.iterdir())
+    assert latest_step(store) == 1
+    store.remove_torn()
+    assert not any(path.name.startswith("tmp-") for path in tmp_path.iterdir())
+    store.set_aside(after_step=1)
+    assert [entry.step for entry in store.entries()] == [1]
+    save(store, 2, has_export=True)
+    assert latest_step(store) == 2
+
+
+def entries(*sizes: int) -> list[Entry]:
+    return [Entry(step, Path(str(step)), None, size) for step, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_num", "max_bytes", "gone"),
+    [
+        ([5, 5, 5], 3, 100, []),
+        ([5, 5, 5, 5], 3, 100, [0]),
+        ([5, 5, 5], 1, 100, [0, 1]),
+        ([5, 5, 5], 3, 12, [0]),
+        ([1, 50, 5], 3, 12, [0, 1]),  # an old one is not kept for being small
+        ([5, 500], 3, 12, [0]),  # the newest stays, whatever its size
+        ([], 1, 1, []),
+    ],
+)
+def test_the_oldest_beyond_the_budget_go(
+    sizes: list[int], max_num: int, max_bytes: int, gone: list[int]
+) -> None:
+    found = superfluous(entries(*sizes), max_num=max_num, max_bytes=max_bytes)
+    assert [entry.step for entry in found] == gone
+
+
+def test_states_and_exports_rotate_together(tmp_path: Path) -> None:
+    store = make_store(tmp_path, max_num=2)
+    for step in (1, 2, 3):
+        save(store, step, has_export=True)
+        store.rotate()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["global_step2", "global_step2_hf", "global_step3", "global_step3_hf"]
+
+
+def test_exports_count_towards_the_size_budget(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (1, 2):
+        save(store, step, has_export=True)
+    one = manifest.num_bytes(tmp_path / "global_step2")
+    make_store(tmp_path, max_gib=(2 * one + 100) / GIB).rotate()
+    assert [entry.step for entry in store.entries()] == [2]
+
+
+def test_an_export_alone_is_kept_but_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    staged = store.stage(4)
+    staged.export.mkdir()
+    (staged.export / "config.json").write_text("{}")
+    store.commit(staged, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step4_hf"]
+    assert store.latest() is None
+    assert verify(tmp_path / "global_step4_hf")["step"] == 4
+
+
+def test_a_save_needs_room_for_more_than_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path)
+    store.stage(1)  # the first has nothing to be measured by
+    store.discard(1)
+    save(store, 1)
+    size = manifest.num_bytes(tmp_path / "global_step1")
+    room = {"free": int(size * 1.3)}
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room["free"])
+    )
+    store.stage(2)
+    room["free"] = int(size * 1.1)
+    with pytest.raises(CheckpointError, match="a checkpoint needs"):
+        store.stage(2)
+
+
+def test_checkpoints_of_another_way_are_moved_not_deleted(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert store.set_aside(after_step=1) == tmp_path / "aside-1"
+    assert store.set_aside(after_step=1) is None
+    assert [entry.step for entry in store.entries()] == [1]
+    verify(tmp_path / "aside-1" / "global_step3")
+    assert store.set_aside(after_step=-1) == tmp_path / "aside-2"
+
+
+class Payload:
+    """What an attacker puts into a pickle."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_file_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    marker, file = tmp_path / "marker", tmp_path / "shard.pt"
+    torch.save({"module": torch.ones(2), "x": Payload(marker)}, file)
+    with pytest.raises(CheckpointError, match=r"would run code: it names (posix|os)\.system"):
+        refuse_code(file)
+    assert not marker.exists()
+    torch.load(file, weights_only=False)
+    assert marker.exists()  # the payload is a real one
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"cos\nsystem\n(S'true'\ntR."])
+def test_a_file_torch_did_not_write_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "shard.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="no file that torch wrote"):
+        refuse_code(tmp_path / "shard.pt")
+
+
+def test_random_numbers_go_on_through_json() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple:
+        return random.gauss(0, 1), np.random.standard_normal(), torch.randn(3).tolist()
+
+    draw()
+    state = json.loads(json.dumps(random_state()))
+    expected = [draw(), draw()]
+    set_random_state(state)
+    assert [draw(), draw()] == expected

@@ -21,7 +21,8 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import LoopSettings
-from openrlhf.trainer.sft_trainer import SFTTrainer, prepare_inputs, run_sft
+from openrlhf.trainer.sft_trainer import SFTRecipe, SFTTrainer, run_sft
+from openrlhf.trainer.supervised_run import prepare_inputs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
@@ -209,7 +210,7 @@ def test_the_export_loads_and_has_the_loss_that_was_logged(
     )
     assert not any(info.values())
     total, count = 0.0, 0
-    for sample in prepare_inputs(run_config(folder, world_size)).eval_samples:
+    for sample in prepare_inputs(SFTRecipe(), run_config(folder, world_size)).eval_samples:
         logprobs = model(sample.token_ids[None]).logits[0, :-1].log_softmax(-1)
         picked = logprobs.gather(-1, sample.token_ids[1:, None])[:, 0][sample.loss_mask[1:]]
         total, count = total - picked.sum().item(), count + len(picked)

@@ -1,0 +1,145 @@
+"""What DeepSpeed keeps of one engine, in a folder: written by all ranks, read without running code.
+
+DeepSpeed's files are pickles. They are read by torch's restricted reader, which knows tensors,
+plain containers and the few DeepSpeed classes named here, and calls nothing else; anything else in
+a file is refused by name before a byte of it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from openrlhf.distributed import collectives
+from openrlhf.distributed.collectives import noting
+from openrlhf.distributed.manifest import write_json
+from openrlhf.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+ENGINE = "engine.json"
+
+
+def save(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> None:
+    """Write weights and optimizer into `folder`, `facts` (JSON) beside them; all ranks call.
+
+    If one rank fails, all raise CheckpointError.
+    """
+    problems: list[str] = []
+    with _replaced(engine, problems):
+        engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+    if collectives.is_main():
+        content = {
+            "zero_stage": engine.zero_optimization_stage(),
+            "world_size": collectives.world_size(),
+            **facts,
+        }
+        with noting(problems):
+            write_json(folder / ENGINE, content)
+    _raise_together(problems)
+
+
+def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
+    """Restore weights and optimizer from `folder`; answers the facts saved with them.
+
+    All ranks call; if one finds a reason to refuse, all raise CheckpointError and nothing is
+    loaded.
+    """
+    problems: list[str] = []
+    facts: dict[str, Any] = {}
+    with noting(problems):
+        facts = _read_facts(engine, folder)
+        if collectives.is_main():
+            for path in sorted(folder.rglob("*.pt")):
+                refuse_code(path)
+    _raise_together(problems)
+    with _replaced(engine, problems):
+        loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+    if loaded is None:
+        problems.append(f"{folder} holds no weights for this engine.")
+    _raise_together(problems)
+    return facts
+
+
+def refuse_code(path: Path) -> None:
+    """Raise CheckpointError if a file names anything but tensors and DeepSpeed's known classes."""
+    try:
+        with safe_globals(known_classes()):
+            unknown = get_unsafe_globals_in_checkpoint(path)
+    except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is no file that torch wrote ({error}).") from None
+    if unknown:
+        raise CheckpointError(
+            f"{path} would run code: it names {', '.join(sorted(unknown))}. "
+            "Do not load checkpoints from a source you do not trust."
+        )
+
+
+def known_classes() -> list[Callable[..., object]]:
+    """The classes beside tensors that DeepSpeed's own files hold; none does anything when made."""
+    from deepspeed.runtime.fp16.loss_scaler import (  # noqa: PLC0415 - after DS_ACCELERATOR is set
+        DynamicLossScaler,
+        LossScaler,
+    )
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415 - as above
+    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415 - as above
+
+    return [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+
+
+@contextmanager
+def _replaced(engine: DeepSpeedEngine, problems: list[str]) -> Iterator[None]:
+    """A block in which DeepSpeed reads and writes files our way.
+
+    A rank whose write fails goes on to DeepSpeed's barriers, where the others wait for it.
+    """
+
+    def write(state_dict: dict, path: str) -> None:
+        with noting(problems), open(path, "wb") as file:
+            torch.save(state_dict, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(path: str, map_location: object = None) -> dict:
+        with safe_globals(known_classes()):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+    files = engine.checkpoint_engine
+    files.save, files.load = write, read
+    engine._copy_recovery_script = lambda path: None  # a script has no place among data
+    try:
+        yield
+    finally:
+        del files.save, files.load, engine._copy_recovery_script
+
+
+def _raise_together(problems: list[str]) -> None:
+    everyones = collectives.gather_problems(problems)
+    if everyones:
+        raise CheckpointError(" ".join(everyones))
+
+
+def _read_facts(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
+    """The facts of a checkpoint whose shards fit this engine."""
+    try:
+        facts = json.loads((folder / ENGINE).read_text())
+        stage, world_size = facts["zero_stage"], facts["world_size"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / ENGINE} cannot be read ({error!r}).") from None
+    own_stage, own_size = engine.zero_optimization_stage(), collectives.world_size()
+    if stage != own_stage or (stage > 0 and world_size != own_size):
+        raise CheckpointError(
+            f"{folder} was written by {world_size} ranks with ZeRO-{stage}, this run has "
+            f"{own_size} with ZeRO-{int(own_stage)}. Start {world_size} ranks with "
+            f"--zero_stage {stage}, or leave --load_checkpoint out and start from an export."
+        )
+    return facts

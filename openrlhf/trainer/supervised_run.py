@@ -1,0 +1,280 @@
+"""What every supervised command does around its loop: read, check, load, train, export.
+
+A recipe says how rows become samples, which model is trained and which trainer trains it; the order
+of the steps is the same for all. Everything a user can get wrong in data is raised before a model
+is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from openrlhf.config.cli import save_resolved
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.datasets.loading import load_rows
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.topology import Topology
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import LoadOptions, load_config
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
+from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, Opened, open_checkpoints
+from openrlhf.utils.logging import (
+    counter,
+    format_count,
+    notice,
+    print_banner,
+    redirect_framework_logs,
+    warn,
+)
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+Progress = Callable[[int, int], None]  # rows done, rows in all
+NUM_CHECKED_SAMPLES = 100
+
+
+class RowSamples(SampleSet[Any], Protocol):
+    """Samples made from the rows of a data set."""
+
+    notices: list[str]  # what a person should be told about left-out rows, one line each
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tokens and labels, to notice on resume that the data changed."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is read and checked before a model is loaded."""
+
+    run_dir: Path
+    model_path: str
+    tokenizer: Tokenizer
+    samples: RowSamples
+    eval_samples: RowSamples | None
+
+
+@dataclass(frozen=True)
+class SupervisedRun(Generic[ConfigT]):
+    """What a trainer is made of, once its model is ready to train."""
+
+    config: ConfigT
+    inputs: Inputs
+    strategy: DeepSpeedStrategy
+    model: nn.Module  # the module that `engine` wraps
+    engine: TrainEngine
+    settings: LoopSettings
+    tracker: Tracker
+
+    @property
+    def loop(self) -> LoopParts:
+        """What the loop of every trainer takes."""
+        return LoopParts(
+            samples=self.inputs.samples,
+            eval_samples=self.inputs.eval_samples,
+            settings=self.settings,
+            tracker=self.tracker,
+        )
+
+
+class Recipe(ABC, Generic[ConfigT]):
+    """What one command adds to a supervised run."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def make_samples(
+        self, config: ConfigT, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
+    ) -> RowSamples:
+        """Rows as samples; raises DataError that lists the bad ones."""
+
+    @abstractmethod
+    def load_model(self, config: ConfigT, model_path: str) -> nn.Module:
+        """The module to train, from its checkpoint."""
+
+    @abstractmethod
+    def make_trainer(self, run: SupervisedRun[ConfigT]) -> BaseTrainer[Any, Any]:
+        """The loop with this command's loss."""
+
+    def check(self, config: ConfigT, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError for what only the tokenizer and the files can tell."""
+
+    def banner(self, config: ConfigT) -> Mapping[str, object]:
+        """Facts to print under `training` at the start."""
+        return {}
+
+    def export(self, run: SupervisedRun[ConfigT], path: Path) -> None:
+        """Write the trained model at `path` in Hugging Face format; all ranks call."""
+        export_hf(run.engine, hf_part(run.model), run.inputs.tokenizer, path)
+
+
+def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
+    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
+    topology = Topology.from_env(local_rank=config.local_rank)
+    run_dir = Path(config.ckpt.output_dir)
+    redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
+    inputs = prepare_inputs(recipe, config)
+    strategy = DeepSpeedStrategy(
+        config.ds,
+        seed=config.train.seed,
+        full_determinism=config.train.full_determinism_enable,
+        local_rank=config.local_rank,
+    )
+    if strategy.is_main:
+        save_resolved(config, run_dir / "config.yaml")
+        for line in inputs.samples.notices:
+            warn(line)
+    strategy.setup()
+    facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
+    opened = open_checkpoints(config.ckpt, facts)
+    run = prepare_run(recipe, config, inputs, strategy, opened)
+    trainer = recipe.make_trainer(run)
+    check_vocabulary(trainer, run)
+    checkpointer = Checkpointer(
+        trainer, opened, config.ckpt, export=lambda path: recipe.export(run, path)
+    )
+    checkpointer.resume()
+    if strategy.is_main:
+        say_start(recipe, run, trainer)
+    trainer.fit(after_step=checkpointer.save_if_due)
+    recipe.export(run, run_dir)
+    if strategy.is_main:
+        notice(f"model saved to {run_dir}")
+    strategy.shut_down()
+
+
+def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT) -> Inputs:
+    """Tokenizer and data; everything a user can get wrong in them is raised here."""
+    model_path = config.model.model_name_or_path
+    assert model_path is not None, "SupervisedConfig.check_model_is_named"
+    load_config(model_path, trust_remote_code=config.trust_remote_code)
+    data = config.data
+    tokenizer = load_tokenizer(
+        model_path,
+        chat_template=data.tokenizer_chat_template,
+        use_fast=not data.disable_fast_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+    )
+    recipe.check(config, tokenizer)
+    rows = load_rows(
+        data.dataset or "",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+    )
+    with counter("tokenising rows") as show:
+        samples = recipe.make_samples(config, rows, tokenizer, show)
+    eval_samples = None
+    if config.eval.dataset:
+        eval_rows = load_rows(
+            config.eval.dataset, split=config.eval.split, max_samples=data.max_samples
+        )
+        eval_samples = recipe.make_samples(config, eval_rows, tokenizer, None)
+    return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+
+
+def prepare_run(
+    recipe: Recipe[ConfigT],
+    config: ConfigT,
+    inputs: Inputs,
+    strategy: DeepSpeedStrategy,
+    opened: Opened,
+) -> SupervisedRun[ConfigT]:
+    """Load the model, wrap it for training, open the sinks."""
+    settings = LoopSettings.of(config)
+    model = recipe.load_model(config, inputs.model_path)
+    engine = strategy.prepare_train(
+        model, config, num_updates=settings.num_updates(len(inputs.samples))
+    )
+    tracker: Tracker = NullTracker()
+    if strategy.is_main:
+        tracker = make_tracker(
+            config.logger,
+            inputs.run_dir,
+            config.model_dump(mode="json"),
+            resume_step=opened.resume_step,
+        )
+    return SupervisedRun(config, inputs, strategy, model, engine, settings, tracker)
+
+
+def load_options(config: SupervisedConfig) -> LoadOptions:
+    """How a supervised command loads its models."""
+    ds = config.ds
+    return LoadOptions(
+        attn_implementation=ds.attn_implementation,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+    )
+
+
+def hf_part(module: nn.Module) -> nn.Module:
+    """The Hugging Face model inside an actor or a value-head model."""
+    model = getattr(module, "model", None)
+    assert isinstance(model, nn.Module), f"{type(module).__name__} holds no model"
+    return model
+
+
+def check_vocabulary(trainer: BaseTrainer[Any, Any], run: SupervisedRun[Any]) -> None:
+    """Token ids beyond the embeddings would read other memory or fail deep in a kernel."""
+    samples = run.inputs.samples
+    first = [samples[index] for index in range(min(NUM_CHECKED_SAMPLES, len(samples)))]
+    largest = int(trainer.collate(first).token_ids.max())
+    num_embeddings = hf_part(run.model).get_input_embeddings().num_embeddings
+    if largest >= num_embeddings:
+        raise ConfigError(
+            f"The tokenizer gives id {largest}, but the model has {num_embeddings} embeddings. "
+            "Use the model's own tokenizer."
+        )
+
+
+def say_start(
+    recipe: Recipe[ConfigT], run: SupervisedRun[ConfigT], trainer: BaseTrainer[Any, Any]
+) -> None:
+    """The banner: model, data, batch arithmetic, run folder."""
+    parameters = list(run.engine.module.parameters())
+    num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
+    inputs, train, topology = run.inputs, run.config.train, run.strategy.topology
+    trained = "" if num_trained == num_parameters else f", {format_count(num_trained)} trained"
+    print_banner(
+        {
+            "model": {
+                "base": inputs.model_path,
+                "parameters": format_count(num_parameters) + trained,
+                "type": str(parameters[0].dtype).removeprefix("torch."),
+            },
+            "machine": {
+                "ranks": f"{topology.world_size} on {run.strategy.device.type}",
+                "ZeRO stage": run.config.ds.zero_stage,
+                "threads": os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()),
+            },
+            "data": {
+                "rows": len(inputs.samples),
+                "tokens": format_count(int(inputs.samples.lengths.sum())),
+                "evaluation": len(inputs.eval_samples) if inputs.eval_samples else "none",
+            },
+            "training": {
+                "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_size}",
+                "updates": f"{trainer.num_updates} in {train.max_epochs} epochs",
+                **recipe.banner(run.config),
+                "run folder": inputs.run_dir,
+            },
+        }
+    )

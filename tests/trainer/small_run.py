@@ -1,0 +1,139 @@
+"""A supervised run in small: a net of two layers on random vectors, started as a command starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.config.common import AdamConfig, CheckpointConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
+from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, open_checkpoints
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.tracking import JsonlTracker, NullTracker
+
+# 21 samples are batches of 8, 8, 5: step 2 is inside the first epoch, step 3 is its end. Steps are
+# logged in pairs: what is logged at step 4 began before a checkpoint of step 3.
+SETTINGS = LoopSettings(batch_size=8, micro_batch_size=2, max_epochs=2, seed=5, logging_steps=2)
+NUM_SAMPLES, NUM_STEPS = 21, 6
+FACTS = DataFacts("tokens", NUM_SAMPLES, seed=5)
+
+
+class Vectors:
+    """Random vectors, each 3 'tokens' long."""
+
+    lengths = torch.full((NUM_SAMPLES,), 3)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+@dataclass
+class Rows:
+    """A batch."""
+
+    token_ids: Tensor
+
+    def to(self, device: torch.device | str) -> Rows:
+        return Rows(self.token_ids.to(device))
+
+
+class VectorTrainer(BaseTrainer[Tensor, Rows]):
+    """The mean square of what a small net makes of vectors; its dropout draws random numbers."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.seen: list[list[int]] = []
+
+    def train_step(self, rows: Sequence[int]) -> Metrics:
+        self.seen.append(list(rows))
+        return super().train_step(rows)
+
+    def counts(self, samples: Sequence[Tensor]) -> dict[str, float]:
+        return {"num_samples": float(len(samples))}
+
+    def collate(self, samples: Sequence[Tensor]) -> Rows:
+        return Rows(torch.stack(list(samples)))
+
+    def empty_sample(self) -> Tensor:
+        return torch.zeros(6)
+
+    def compute_loss(
+        self, batch: Rows, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        squares = self.engine(batch.token_ids).pow(2).sum(-1)
+        metrics = Metrics()
+        metrics.add("loss", squares.mean().item(), weight=len(squares))
+        return squares.sum() / denominators["num_samples"], metrics
+
+
+def make_trainer(options: dict, run_dir: Path, resume_step: int | None, seed: int) -> VectorTrainer:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(**options), seed=seed)
+    strategy.setup()
+    model = nn.Sequential(nn.Linear(6, 17), nn.LayerNorm(17), nn.Dropout(0.3), nn.Linear(17, 4))
+    optim = OptimizerConfig(
+        adam=AdamConfig(lr=1e-2, weight_decay=0.1), max_norm=0.5, lr_scheduler="cosine"
+    )
+    tracker = JsonlTracker(run_dir, resume_step=resume_step) if strategy.is_main else NullTracker()
+    return VectorTrainer(
+        strategy,
+        strategy.prepare_train(model, optim, num_updates=NUM_STEPS),
+        samples=Vectors(),
+        eval_samples=Vectors(),
+        settings=SETTINGS,
+        tracker=tracker,
+    )
+
+
+def config_of(root: Path, **changes: object) -> CheckpointConfig:
+    return CheckpointConfig(path=str(root)).model_copy(update=changes)
+
+
+def write_export(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+
+
+def weights_of(trainer: VectorTrainer) -> list[Tensor]:
+    return [tensor.clone() for _, tensor in trainer.engine.gather_full_parameters()]
+
+
+class Stop(Exception):
+    """Ends a run after the step that was asked for."""
+
+
+def run(
+    options: dict, root: Path, config: CheckpointConfig, *, seed: int = 1, stop: int | None = None
+) -> dict:
+    """One start of a command: resumes if told to, trains, says what it did."""
+    opened = open_checkpoints(config, FACTS)
+    trainer = make_trainer(options, root / "run", opened.resume_step, seed)
+    checkpointer = Checkpointer(trainer, opened, config, export=write_export)
+    checkpointer.resume()
+    lrs = []
+
+    def after_step() -> None:
+        checkpointer.save_if_due()
+        lrs.append(trainer.engine.lr)
+        if trainer.global_step == stop:
+            raise Stop
+
+    with suppress(Stop):
+        trainer.fit(after_step=after_step)
+    return {
+        "resume_step": opened.resume_step,
+        "seen": trainer.seen,
+        "lrs": lrs,
+        "weights": weights_of(trainer),
+        "num_updates": trainer.num_updates,
+        "steps": [entry.step for entry in checkpointer.store.entries()],
+        "random": torch.rand(2).tolist(),
+    }

@@ -1,0 +1,327 @@
+"""A run that is stopped and resumed is the run that was not: weights, samples, rates and log lines,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
+from openrlhf.distributed.collectives import all_gather_object
+from openrlhf.distributed.manifest import read_manifest, seal, verify
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.errors import CheckpointError, ConfigError, DataError
+from openrlhf.trainer.base_trainer import Position
+from openrlhf.trainer.checkpointing import Checkpointer, open_checkpoints
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_checkpoint import Payload
+from tests.trainer.small_run import (
+    FACTS,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    SETTINGS,
+    config_of,
+    make_trainer,
+    run,
+    write_export,
+)
+
+CASES = {
+    "zero0": {"zero_stage": 0},
+    "zero2": {"zero_stage": 2, "adam_offload": True},  # without it one rank would run stage 0
+    "zero3": {"zero_stage": 3},
+}
+STOPS = (2, 3)
+
+
+def run_and_resume(options: dict, root: Path, stop: int) -> tuple[dict, dict]:
+    """The start that is stopped, and the next, whose model and random numbers begin elsewhere."""
+    config = config_of(root / "ckpt", save_steps=stop, load_enable=True, save_hf=True)
+    return (
+        run(options, root, config, stop=stop),
+        run(options, root, config, seed=99),
+    )
+
+
+def fail_to_save(options: dict, root: Path) -> dict:
+    """The last rank cannot write more than a few bytes, three times."""
+    opened = open_checkpoints(config_of(root), FACTS)
+    trainer = make_trainer(options, root / "run", None, 1)
+    checkpointer = Checkpointer(trainer, opened, config_of(root, save_steps=1), export=write_export)
+    answers: list[object] = [checkpointer.save()]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_states = trainer.engine.save_states
+
+    def save_to_full_disk(folder: Path) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            save_states(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    if trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1:
+        trainer.engine.save_states = save_to_full_disk  # type: ignore[method-assign]
+    trainer.position = Position(1, 0, 8)
+    for _ in range(3):
+        try:
+            answers.append(checkpointer.save())
+        except CheckpointError as error:
+            answers.append(str(error))
+    latest = checkpointer.store.latest()
+    names = sorted(path.name for path in root.iterdir() if path.name != "run")
+    return {"answers": answers, "latest": latest and latest.step, "names": names}
+
+
+def refusal(options: dict, root: Path) -> str:
+    """What the resume of another world's checkpoint says; empty where it works."""
+    config = config_of(root / "ckpt", load_enable=True)
+    opened = open_checkpoints(config, FACTS)
+    trainer = make_trainer(options, root / "other-world", None, 1)
+    try:
+        Checkpointer(trainer, opened, config, export=write_export).resume()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def poison(folder: Path, shard: str, marker: Path) -> None:
+    """Put a payload into a file of a checkpoint, and a manifest that fits."""
+    path = folder / "model" / shard
+    content = torch.load(path, weights_only=False)
+    content["more"] = Payload(marker)
+    torch.save(content, path)
+    facts = {name: fact for name, fact in read_manifest(folder).items() if name != "files"}
+    (folder / "manifest.json").unlink()
+    seal(folder.rename(folder.with_name("tmp-poisoned")), folder, facts)
+
+
+def load_poisoned(options: dict, root: Path, *, is_main: bool) -> str:
+    """What a resume says whose checkpoint would run code."""
+    folder = root / "ckpt" / "global_step6"
+    if is_main:
+        shard = sorted(path.name for path in (folder / "model").glob("*.pt"))[-1]
+        poison(folder, shard, root / "marker")
+    all_gather_object(0)
+    return refusal(options, root)
+
+
+def unknown_globals(root: Path) -> set[str]:
+    """What DeepSpeed's files name beyond what torch takes for harmless."""
+    found: set[str] = set()
+    for path in root.rglob("global_step*/model/*.pt"):
+        found.update(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    return found
+
+
+def run_everything(folder: Path) -> dict:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig())
+    strategy.setup()
+    size, results = strategy.topology.world_size, {}
+    for case, options in CASES.items():
+        root = folder / f"world{size}" / case
+        results[case, "straight"] = run(options, root / "straight", config_of(root / "none"))
+        for stop in STOPS:
+            results[case, stop] = run_and_resume(options, root / str(stop), stop)
+        config = config_of(root / "3" / "ckpt", load_enable=True, save_steps=1)
+        results[case, "finished"] = run(options, root / "3", config)
+        if size == 1:
+            other = folder / "world2" / case / "2"
+            results[case, "refusal"] = refusal(options, other)
+    results["globals"] = unknown_globals(folder / f"world{size}")
+    results["full disk"] = fail_to_save(CASES["zero2"], folder / f"world{size}" / "full")
+    poisoned = folder / f"world{size}" / "zero3" / "3"
+    results["poison"] = load_poisoned(CASES["zero3"], poisoned, is_main=strategy.is_main)
+    strategy.shut_down()
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def worlds(folder: Path) -> dict[int, list[dict]]:
+    """Two ranks first: one rank then tries to go on from their checkpoints."""
+    return {size: run_ranks(run_everything, size, folder) for size in (2, 1)}
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The log without what a clock decides."""
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    return [
+        {k: v for k, v in r.items() if k not in ("time", "timing/step_total", "tokens_per_s")}
+        for r in records
+    ]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(
+    worlds: dict, folder: Path, size: int, case: str, stop: int
+) -> None:
+    for results in worlds[size]:
+        straight, (first, second) = results[case, "straight"], results[case, stop]
+        assert (first["resume_step"], second["resume_step"]) == (None, stop)
+        assert first["seen"] + second["seen"] == straight["seen"]
+        assert first["lrs"] + second["lrs"] == straight["lrs"]
+        assert all(map(torch.equal, second["weights"], straight["weights"]))
+        assert second["random"] == straight["random"]
+        assert second["num_updates"] == NUM_STEPS
+    root = folder / f"world{size}" / case
+    assert metrics_of(root / str(stop)) == metrics_of(root / "straight")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_moved_the_weights_and_saw_every_sample_each_epoch(
+    worlds: dict, size: int, case: str
+) -> None:
+    seen = [row for rows in worlds[size][0][case, "straight"]["seen"] for row in rows]
+    assert sorted(seen[:21]) == sorted(seen[21:]) == list(range(21))
+    before, after = worlds[size][0][case, 2]
+    assert not any(map(torch.equal, before["weights"], after["weights"]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_had_finished_does_nothing(worlds: dict, size: int) -> None:
+    for results in worlds[size]:
+        again = results["zero3", "finished"]
+        assert (again["resume_step"], again["seen"], again["steps"]) == (6, [], [3, 6])
+        assert all(map(torch.equal, again["weights"], results["zero3", "straight"]["weights"]))
+
+
+def test_checkpoints_are_of_every_interval_and_the_end(worlds: dict, folder: Path) -> None:
+    assert worlds[1][0]["zero0", 2][1]["steps"] == [2, 4, 6]
+    verify(folder / "world2" / "zero2" / "2" / "ckpt" / "global_step4_hf")
+    state = json.loads((folder / "world2/zero2/2/ckpt/global_step4/state.json").read_text())
+    assert state["loop"]["position"] == {"global_step": 4, "epoch": 1, "num_samples": 8}
+    assert state["data"] == asdict(FACTS)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_deepspeed_files_name_no_class_that_is_not_known(worlds: dict, size: int) -> None:
+    assert worlds[size][0]["globals"] <= {
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_that_would_run_code_is_refused_on_every_rank(
+    worlds: dict, folder: Path, size: int
+) -> None:
+    assert all("would run code" in results["poison"] for results in worlds[size])
+    assert not (folder / f"world{size}" / "zero3" / "3" / "marker").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_three_in_a_row_stop(
+    worlds: dict, size: int
+) -> None:
+    for results in worlds[size]:
+        done, first, second, third = results["full disk"]["answers"]
+        assert (done, first, second) == (True, False, False)
+        assert "failure 3 in a row" in third and "step 1" in third
+        assert results["full disk"]["latest"] == 0
+        assert results["full disk"]["names"] == ["global_step0"]
+
+
+def test_shards_of_another_number_of_ranks_are_refused_in_words(worlds: dict) -> None:
+    refusals = {case: worlds[1][0][case, "refusal"] for case in CASES}
+    assert refusals.pop("zero0") == ""  # nothing is cut up there
+    for text in refusals.values():
+        assert "was written by 2 ranks" in text and "Start 2 ranks" in text
+
+
+def saved_state(root: Path) -> CheckpointConfig:
+    """A checkpoint root that holds step 4 of a run over FACTS."""
+    config = config_of(root, load_enable=True, save_steps=2)
+    opened = open_checkpoints(config, FACTS)
+    position = Position(4, 1, 8)
+    loop = {"position": asdict(position), "num_bad_steps": 0}
+    state = {"loop": loop, "data": asdict(FACTS), "world_size": 1}
+    opened.store.commit(opened.store.stage(4), state)
+    return config
+
+
+def test_other_data_or_another_seed_are_refused(tmp_path: Path) -> None:
+    config = saved_state(tmp_path)
+    with pytest.raises(DataError, match="21 samples then, 21 now"):
+        open_checkpoints(config, replace(FACTS, fingerprint="edited"))
+    with pytest.raises(ConfigError, match="Type --seed 5"):
+        open_checkpoints(config, replace(FACTS, seed=6))
+    assert open_checkpoints(config, FACTS).resume_step == 4
+
+
+def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = saved_state(tmp_path)
+    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS)
+    assert opened.resume_step is None
+    assert "were moved to" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "aside-1" / "global_step4").is_dir()
+    assert open_checkpoints(config, FACTS).resume_step is None
+    assert "starting new" in capsys.readouterr().out
+
+
+def test_the_number_of_updates_that_are_left_counts_the_smaller_batches() -> None:
+    left = [
+        SETTINGS.num_updates_from(Position(0, epoch, used), NUM_SAMPLES)
+        for epoch, used in ((0, 0), (0, 8), (0, 16), (1, 0), (1, 16), (2, 0))
+    ]
+    assert left == [6, 5, 4, 3, 1, 0]
+
+
+def die_while_saving(folder: Path) -> None:
+    """Train two ranks; the second is killed in the middle of its shard of step 4."""
+    root, options = folder / "killed", CASES["zero2"]
+    strategy = DeepSpeedStrategy(DeepSpeedConfig())
+    strategy.setup()
+    save = torch.save
+
+    def torn_save(state: object, file: object) -> None:
+        save(state, file)
+        if "global_step4" in file.name and strategy.topology.rank == 1:
+            file.truncate(100)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = torn_save
+    run(options, root, config_of(root / "ckpt", save_steps=2))
+
+
+def resume_after_death(folder: Path) -> dict:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig())
+    strategy.setup()
+    root, options = folder / "killed", CASES["zero2"]
+    config = config_of(root / "ckpt", save_steps=2, load_enable=True)
+    results = {
+        "resumed": run(options, root, config, seed=99),
+        "straight": run(options, folder / "straight", config_of(folder / "none")),
+    }
+    strategy.shut_down()
+    return results
+
+
+@pytest.mark.faults
+def test_a_rank_killed_while_it_saves_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        run_ranks(die_while_saving, 2, tmp_path)
+    assert (tmp_path / "killed" / "ckpt" / "tmp-global_step4").is_dir()
+    for results in run_ranks(resume_after_death, 2, tmp_path):
+        assert results["resumed"]["resume_step"] == 2
+        assert results["resumed"]["steps"] == [2, 4, 6]
+        weights = results["resumed"]["weights"], results["straight"]["weights"]
+        assert all(map(torch.equal, *weights))
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "straight")
