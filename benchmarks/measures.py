@@ -40,8 +40,8 @@ def num_steps_of(work: w.Workload) -> int:
     return 7 if work.max_new_tokens <= 64 else 5
 
 
-def generate_plain(work: w.Workload) -> Measurement:
-    """vllm.LLM.generate on the same requests: the same engine settings, nothing of ours."""
+def _plain_llm(work: w.Workload) -> object:
+    """vllm.LLM with the engine settings that ours has."""
     import os
 
     os.environ |= {
@@ -51,7 +51,7 @@ def generate_plain(work: w.Workload) -> Measurement:
     }
     import vllm
 
-    llm = vllm.LLM(
+    return vllm.LLM(
         str(work.model),
         dtype="float32",
         enforce_eager=True,
@@ -60,6 +60,13 @@ def generate_plain(work: w.Workload) -> Measurement:
         max_model_len=w.PROMPT_TOKENS + work.max_new_tokens,
         kv_cache_memory_bytes=1 << 30,
     )
+
+
+def generate_plain(work: w.Workload) -> Measurement:
+    """vllm.LLM.generate on the same requests: the same engine settings, nothing of ours."""
+    llm = _plain_llm(work)
+    import vllm
+
     params = vllm.SamplingParams(
         n=w.NUM_SAMPLES,
         max_tokens=work.max_new_tokens,
@@ -220,6 +227,24 @@ def weight_sync(work: w.Workload) -> Measurement:
     return {"seconds": seconds(lambda: actor.broadcast_to_vllm([engine]), repeats=10)}
 
 
+def vllm_reload(work: w.Workload) -> Measurement:
+    """vLLM's own layerwise reload of tensors that are at hand: no transfer, no proof."""
+    from safetensors.torch import load_file
+
+    llm = _plain_llm(work)
+    from vllm.model_executor.model_loader import reload
+
+    tensors = load_file(work.model / "model.safetensors")
+    config = llm.llm_engine.vllm_config.model_config
+
+    def load(model: torch.nn.Module) -> None:
+        reload.initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors.items()))
+        reload.finalize_layerwise_reload(model, config)
+
+    return {"seconds": seconds(lambda: llm.apply_model(load), repeats=10)}
+
+
 def step(work: w.Workload) -> Measurement:
     """The whole GRPO step on Ray, vLLM and DeepSpeed; median of the steps after the first two."""
     return _ppo_step(work, ["--vllm_num_engines", "1"], on_ray=True)
@@ -333,6 +358,7 @@ MEASURES = {
         train_policy,
         memory_copy,
         weight_sync,
+        vllm_reload,
         step,
         step_local,
         step_local_vllm,

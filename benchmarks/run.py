@@ -21,6 +21,7 @@ THREADS = {
     "OMP_NUM_THREADS": str(os.cpu_count()),
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "10000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
 }
@@ -84,6 +85,9 @@ def run(bench: Bench, *, with_trl: bool) -> None:
         sync, copy = bench.both("weight_sync", "memory_copy", 64, hidden_size)
         detail = f"hidden {hidden_size}: {sync * 1e3:.1f} against {copy * 1e3:.1f} ms"
         bench.say("weight sync / memory copy", sync / copy, 5.0, detail, at_most=True)
+        reload = measure("vllm_reload", bench.folder, 64, hidden_size)["seconds"]
+        detail = f"hidden {hidden_size}: {sync * 1e3:.1f} against {reload * 1e3:.1f} ms"
+        bench.say("weight sync / vLLM's bare reload", sync / reload, 1.5, detail, at_most=True)
 
     whole = measure("step", bench.folder, 64)["seconds"]
     parts = plain + bare + measure("memory_copy", bench.folder, 64)["seconds"]

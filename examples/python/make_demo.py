@@ -15,6 +15,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from openrlhf.utils.logging import quiet_frameworks
+
 ALPHABET = "0123456789+=?Ġabcdefghijklmnopqrstuvwxyz"  # Ġ is the space of byte-level tokenizers
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
 CHAT_TEMPLATE = (
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    quiet_frameworks()
     args.folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()

@@ -25,6 +25,7 @@ class SamplingSettings:
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()  # every id that ends a response (all EOS ids)
     seed: int | None = None
+    repetition_penalty: float = 1.0  # above 1: tokens of prompt and response are less likely
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Completion:
     """What was sampled after a prompt, with the stop token; log-probs as the engine used them."""
 
     token_ids: tuple[int, ...]  # A ids
-    logprobs: tuple[float, ...]  # A log-probs at the sampling temperature
+    logprobs: tuple[float, ...]  # A log-probs at the sampling temperature, before top-p
     finish_reason: str  # "stop" or "length"
     weight_version: int  # of the last token
     # (index of the first token, version), where weights changed while it was sampled; else empty

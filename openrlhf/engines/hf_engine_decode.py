@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.engines.hf_engine_cache import SlotCache
-from openrlhf.engines.sampling import sample_tokens
+from openrlhf.engines.sampling import penalize_repeats, sample_tokens
 
 NO_TOKEN = -1
 
@@ -31,6 +31,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)  # of a seeded row, drawn beforehand
+    prompt: Sequence[int] = ()  # known from the prefill on
 
     def __post_init__(self) -> None:
         if self.sampling.seed is not None:
@@ -75,6 +76,9 @@ class DecodeBatch:
     def add(self, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[Row]]) -> None:
         """Prefill P prompts; prompt p is continued by each of `rows[p]`."""
         self._record()
+        for prompt, group in zip(prompts, rows, strict=True):
+            for row in group:
+                row.prompt = prompt
         num_columns = max(len(prompt) for prompt in prompts)
         num_padded_P = self._tensor([num_columns - len(prompt) for prompt in prompts])
         token_ids_PL = self._tensor(
@@ -96,9 +100,14 @@ class DecodeBatch:
             row = self.rows[index]
             position = len(row.token_ids) + len(self.steps)
             uniform_R[index] = row.uniforms[min(position, len(row.uniforms) - 1)]
+        logits_RV = self.logits_RV
+        if self.seen_RV is not None:
+            logits_RV = penalize_repeats(logits_RV, self.seen_RV, self.penalty_R)
         self.tokens_R, logprobs_R = sample_tokens(
-            self.logits_RV, self.temperature_R, self.top_p_R, uniform_R
+            logits_RV, self.temperature_R, self.top_p_R, uniform_R
         )
+        if self.seen_RV is not None:
+            self.seen_RV.scatter_(1, self.tokens_R[:, None], value=True)
         self.steps.append((self.tokens_R, logprobs_R))
         self.num_valid_R += ~self.is_done_R
         is_stop_R = (self.tokens_R[:, None] == self.stop_ids_RS).any(-1)
@@ -178,10 +187,20 @@ class DecodeBatch:
         self.num_left_R = self._tensor(
             [row.sampling.max_new_tokens - len(row.token_ids) for row in self.rows]
         )
+        self.penalty_R = self._tensor([s.repetition_penalty for s in settings], torch.float32)
+        self.seen_RV = self._seen() if any(s.repetition_penalty != 1 for s in settings) else None
         self.seeded = [index for index, row in enumerate(self.rows) if row.uniforms]
         self.steps: list[tuple[Tensor, Tensor]] = []
         self.num_valid_R = torch.zeros_like(self.num_left_R)
         self.is_done_R = torch.zeros_like(self.num_left_R, dtype=torch.bool)
+
+    def _seen(self) -> Tensor:
+        """Which tokens stand in the prompt or the response of a row, (R, V) bool."""
+        num_tokens = self.model.config.get_text_config().vocab_size
+        seen_RV = torch.zeros(len(self.rows), num_tokens, dtype=torch.bool, device=self.device)
+        for index, row in enumerate(self.rows):
+            seen_RV[index, self._tensor([*row.prompt, *row.token_ids])] = True
+        return seen_RV
 
     def _new_cache(self) -> SlotCache:
         return SlotCache(self.model.config.get_text_config().num_hidden_layers)

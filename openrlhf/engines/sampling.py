@@ -33,6 +33,16 @@ def sample_tokens(
     return tokens_R, logprobs_RV.gather(-1, tokens_R[:, None]).squeeze(-1)
 
 
+def penalize_repeats(logits_RV: Tensor, seen_RV: Tensor, penalty_R: Tensor) -> Tensor:
+    """Divide positive logits of tokens that were there, multiply negative ones (arXiv 1909.05858).
+
+    `seen_RV` is bool; a penalty of 1 changes nothing.
+    """
+    penalty_R1 = penalty_R[:, None]
+    lowered_RV = torch.where(logits_RV > 0, logits_RV / penalty_R1, logits_RV * penalty_R1)
+    return torch.where(seen_RV, lowered_RV, logits_RV)
+
+
 def keep_top_p(probs_RV: Tensor, top_p_R: Tensor) -> Tensor:
     """Zero all but the fewest likeliest tokens whose mass reaches top_p (arXiv 1904.09751)."""
     sorted_RV, order_RV = probs_RV.sort(-1, descending=True)

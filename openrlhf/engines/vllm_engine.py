@@ -75,8 +75,8 @@ class VLLMEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in the order of the requests.
 
-        Waits while weights are replaced. With top_p < 1 log-probs are those of the truncated
-        distribution. Raises EngineError when the engine is down or a prompt does not fit.
+        Waits while weights are replaced. Log-probs are those before top-p. Raises EngineError when
+        the engine is down, a prompt does not fit, or this vLLM cannot report them with top_p < 1.
         """
         if self._update_failed:
             raise EngineError(
@@ -84,6 +84,10 @@ class VLLMEngine:
             )
         futures = self._loop.submit(requests)
         return [future.result() for future in futures]
+
+    def num_samples_done(self) -> int:
+        """Samples finished since the engine started."""
+        return self._stepper.num_samples_done
 
     @property
     def weight_transfer_backend(self) -> str:
@@ -194,6 +198,8 @@ class _VLLMStepper:
         self.engine.set_weight_version("0")
         self.backend = config.weight_transfer_backend
         self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
+        self.num_samples_done = 0
+        self.has_full_logprobs = all(self.engine.collective_rpc("report_full_logprobs"))
 
     def add(self, key: str, request: GenerationRequest) -> None:
         """Hand a request to vLLM."""
@@ -202,6 +208,11 @@ class _VLLMStepper:
             raise EngineError(
                 f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 to "
                 f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+            )
+        if request.sampling.top_p < 1 and not self.has_full_logprobs:
+            raise EngineError(
+                f"--top_p is {request.sampling.top_p}, and vLLM {self.vllm.__version__} can only "
+                "report log-probs of what top-p leaves. Use --top_p 1 or another version of vLLM."
             )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         params = self._sampling_params(request)
@@ -217,7 +228,9 @@ class _VLLMStepper:
 
     def _completions(self, output: Any) -> list[Completion]:
         num_copies = self.num_greedy_copies.pop(output.request_id, 1)
-        return [completion(c) for c in output.outputs] * num_copies
+        completions = [completion(c) for c in output.outputs] * num_copies
+        self.num_samples_done += len(completions)
+        return completions
 
     def has_work(self) -> bool:
         """Whether requests are in flight."""
@@ -291,6 +304,7 @@ class _VLLMStepper:
             n=sampling.num_samples,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # exactly the given ids stop

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.shared_memory import ShmBucketReader
+from openrlhf.engines.vllm_logprobs import report_full_logprobs
 from openrlhf.engines.vllm_weights import InPlaceUpdate, LayerwiseUpdate, ModelUpdate
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
@@ -163,3 +164,7 @@ class ReceiptExtension:
     def weight_fingerprints(self) -> dict[str, int]:
         """Fingerprints of all tensors received in the last update, by Hugging Face name."""
         return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined]
+
+    def report_full_logprobs(self) -> bool:
+        """Report log-probs as they are before top-p; answers whether this vLLM can."""
+        return report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]

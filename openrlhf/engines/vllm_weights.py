@@ -49,14 +49,47 @@ class ModelUpdate(Protocol):
         """Make the weights live; `names` is all that was received."""
 
 
+class Scratch:
+    """Memory for plain weights that live only until they are packed.
+
+    The same pages serve one layer after the other: new ones would cost as much as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # (n,) uint8 each
+
+    def take(self, like: Tensor) -> Tensor:
+        """Unset memory with the shape and type of `like`: the smallest free piece that is enough,
+        or new.
+        """
+        fitting = [piece for piece in self._free if len(piece) >= like.nbytes]
+        piece = min(fitting, key=len, default=None)
+        if piece is None:
+            piece = torch.empty(like.nbytes, dtype=torch.uint8)
+        else:
+            self._free = [free for free in self._free if free is not piece]
+        return piece[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what `take` gave."""
+        base = tensor.untyped_storage()
+        self._free.append(torch.empty(0, dtype=torch.uint8).set_(base))
+
+    def clear(self) -> None:
+        """Free what is not in use."""
+        self._free = []
+
+
 @dataclass
 class Slot:
     """One parameter of the vLLM model while it is filled."""
 
     layer: nn.Module
+    name: str
     title: str
     num_expected: int
     num_loaded: int = 0
+    is_temporary: bool = False  # filled in scratch memory, then packed
 
     def __str__(self) -> str:
         return f"{self.title} ({self.num_loaded} of {self.num_expected} values)"
@@ -70,6 +103,7 @@ class InPlaceUpdate:
         self.model_config = model_config
         self.layers = [(name, layer) for name, layer in model.named_modules()]
         self.check = PackingCheck()
+        self.scratch = Scratch()
         self.slots: dict[nn.Module, list[Slot]] = {}
         self.unpacked: dict[nn.Module, str] = {}  # layers that wait for packing, with their names
         self.known_names: frozenset[str] = frozenset()  # of a complete update, once one was seen
@@ -86,11 +120,13 @@ class InPlaceUpdate:
             if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
                 self.unpacked[layer] = layer_name
             plain = get_layerwise_info(layer).restore_metadata[0]
+            before = dict(layer._parameters)
             for name in [*plain, *(layer._parameters.keys() & NEVER_PACKED)]:
                 param = self._plain_parameter(layer, name, plain.get(name))
                 if param is not None and id(param) not in seen:  # tied weights are filled once
                     seen.add(id(param))
-                    slot = Slot(layer, f"{layer_name}.{name}", num_values(layer, param))
+                    slot = Slot(layer, name, f"{layer_name}.{name}", num_values(layer, param))
+                    slot.is_temporary = param is not before.get(name)
                     self.slots.setdefault(layer, []).append(slot)
                     self._count_loads(param, slot)
         self.check.begin()
@@ -132,6 +168,7 @@ class InPlaceUpdate:
         if hasattr(self.model, "process_weights_after_loading"):
             self.model.process_weights_after_loading()
         self.check.finish()
+        self.scratch.clear()
         self.known_names = frozenset(names)
 
     def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor | None) -> Tensor | None:
@@ -148,6 +185,8 @@ class InPlaceUpdate:
         loader = getattr(loader, "counted_loader", loader)
 
         def counting(param: Tensor, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if slot.is_temporary and not slot.num_loaded:
+                param.data = self.scratch.take(param.data)
             slot.num_loaded += loaded.numel()
             self.num_taken += loaded.numel()
             self.taken_names.add(self.current_name)
@@ -168,9 +207,15 @@ class InPlaceUpdate:
 
     def _pack(self, layer: Any) -> None:
         name = self.unpacked.pop(layer)
+        plain = dict(layer._parameters)
+        layer.cpu_linear = None  # frees the last packed copy before the next one is made
         self.check.around(
             layer, name, partial(layer.quant_method.process_weights_after_loading, layer)
         )
+        for slot in self.slots.get(layer, ()):
+            param = plain.get(slot.name)
+            if slot.is_temporary and layer._parameters.get(slot.name) is not param:
+                self.scratch.give(param.data)
 
 
 class LayerwiseUpdate:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,8 +230,6 @@ def _tracker(config: PPOConfig, run_dir: Path) -> Tracker:
 
 
 def _max_mismatch_kl(config: PPOConfig) -> float:
-    if config.rollout.top_p < 1:
-        return math.inf  # the engine's log-probs are of the renormalised nucleus
     return MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF
 
 

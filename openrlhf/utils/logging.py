@@ -262,10 +262,19 @@ class _FileOnlyLogger(logging.Logger):
 def quiet_frameworks() -> None:
     """Switch the frameworks' bars and telemetry off, where the user has not decided otherwise.
 
-    Some read their switches when they are imported: call it before.
+    Most read their switches when they are imported: call it before.
     """
     for name, value in FRAMEWORK_SWITCHES.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
+    imported = sys.modules.get("transformers.utils.logging")
+    if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
+        imported.disable_progress_bar()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Everything but DeepSpeed's warning, at each import, that this machine has no GPU."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:

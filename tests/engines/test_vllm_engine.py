@@ -57,6 +57,32 @@ def test_logprobs_are_those_of_the_trainer(engine, model, temperature):
         assert largest_gap(model, prompt, answer, 1.6 - temperature) > 1e-2
 
 
+def test_top_p_leaves_the_tail_out_but_not_the_logprobs(engine, model):
+    settings = {"temperature": 0.7, "max_new_tokens": 12, "num_samples": 4}
+    nucleus, whole, greedy_one = engine.generate(
+        [
+            request(top_p=0.3, **settings),
+            request(**settings),  # in the same batch, without a limit
+            request(top_p=0.3, temperature=0.0, max_new_tokens=12),
+        ]
+    )
+    for answer in nucleus:
+        assert largest_gap(model, PROMPT, answer, 0.7) < 1e-3
+        logits = model(torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0] / 0.7
+        probs = logits.softmax(-1)[len(PROMPT) - 1 : -1]
+        for row, token in zip(probs, answer.token_ids, strict=True):
+            assert row[row > row[token]].sum() < 0.3 + 1e-4  # mass of the likelier tokens
+    assert all(largest_gap(model, PROMPT, answer, 0.7) < 1e-3 for answer in whole)
+    assert largest_gap(model, PROMPT, greedy_one[0], 1.0) < 1e-3
+
+
+def test_top_p_and_temperature_of_the_documents_agree_with_the_trainer(engine, model):
+    [answers] = engine.generate(
+        [request(temperature=0.7, top_p=0.9, max_new_tokens=24, num_samples=4)]
+    )
+    assert all(largest_gap(model, PROMPT, answer, 0.7) < 1e-3 for answer in answers)
+
+
 def test_every_stop_id_stops_and_belongs_to_the_answer(engine, model):
     tokens = greedy(model, 24)
     expected = tokens[: tokens.index(tokens[10]) + 1]

@@ -64,13 +64,15 @@ def test_grpo_with_kl_loss(
     assert first["ratio_max"] == 1.0
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "reinforce_baseline", "dr_grpo"])
+@pytest.mark.parametrize(
+    "flags", ["reinforce", "rloo", "reinforce_baseline --top_p 0.9 --temperature 0.7", "dr_grpo"]
+)
 def test_every_estimator_with_a_reward_function(
-    tiny_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path, estimator: str
+    tiny_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path, flags: str
 ) -> None:
     train_ppo_ray.main(
         argv(
-            f"--advantage_estimator {estimator} --init_kl_coef 0 --train_batch_size 16",
+            f"--init_kl_coef 0 --train_batch_size 16 --advantage_estimator {flags}",
             pretrain=tiny_model_dir,
             remote_rm_url=reward_file,
             label_key="answer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ class InProcessWriter:
     """Hands tensors over in the handle itself, one tensor a bucket."""
 
     is_closed = False
+    fills_ahead = False
 
     def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
         for name, tensor in tensors:
@@ -78,3 +80,59 @@ def test_good_engines_pass() -> None:
 def test_an_engine_without_proof_is_refused_by_name(fault: str, message: str) -> None:
     with pytest.raises(WeightSyncError, match=f"engine 1.*{message}"):
         send_weights(WEIGHTS, [FakeEngine(), FakeEngine(fault)], 3, writer=InProcessWriter())
+
+
+class OrderedWriter(InProcessWriter):
+    """Notes when a bucket is asked for."""
+
+    def __init__(self, *, fills_ahead: bool) -> None:
+        self.fills_ahead = fills_ahead
+        self.asked: list[str] = []
+        self.is_next_asked = threading.Event()
+
+    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+        for bucket in super().write(tensors):
+            self.asked.append(bucket.names[0])
+            if len(self.asked) > 1:
+                self.is_next_asked.set()
+            yield bucket
+
+
+class SlowEngine(FakeEngine):
+    """Notes what was asked of the writer by the time the first bucket has been read."""
+
+    def __init__(self, writer: OrderedWriter, wait_s: float) -> None:
+        super().__init__()
+        self.writer = writer
+        self.wait_s = wait_s
+        self.seen: list[list[str]] = []
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        if not self.held:
+            self.writer.is_next_asked.wait(self.wait_s)
+        self.seen.append(list(self.writer.asked))
+        super().receive_bucket(bucket)
+
+
+@pytest.mark.parametrize(
+    ("fills_ahead", "wait_s", "at_first"),
+    [(True, 30.0, ["a.weight", "b.weight"]), (False, 0.2, ["a.weight"])],
+)
+def test_a_bucket_is_filled_while_the_last_is_read_where_that_is_safe(
+    fills_ahead: bool, wait_s: float, at_first: list[str]
+) -> None:
+    writer = OrderedWriter(fills_ahead=fills_ahead)
+    engine = SlowEngine(writer, wait_s)
+    send_weights([*WEIGHTS, ("c.weight", torch.zeros(3))], [engine], 3, writer=writer)
+    assert engine.seen[0] == at_first  # never two ahead
+
+
+def test_an_engine_that_fails_while_the_next_bucket_is_filled_fails_the_sync() -> None:
+    class Broken(FakeEngine):
+        def receive_bucket(self, bucket: WeightBucket) -> None:
+            raise WeightSyncError(f"no room for {bucket.names[0]}")
+
+    writer = OrderedWriter(fills_ahead=True)
+    with pytest.raises(WeightSyncError, match="no room for"):
+        send_weights(WEIGHTS, [Broken()], 3, writer=writer)
+    assert writer.is_closed

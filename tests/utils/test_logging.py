@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import sys
 from pathlib import Path
+
+import rich.console
 
 from openrlhf.utils import logging as console
 
@@ -154,6 +157,37 @@ def test_captured_streams_take_native_prints_along(tmp_path):
     result = run_python(code, tmp_path)
     assert (result.returncode, result.stdout) == (0, "")
     assert "native print" in (tmp_path / "run/logs/critic.log").read_text()
+
+
+LATE_QUIET = """
+import logging, sys
+sys.path.insert(0, {root!r})
+import transformers
+from openrlhf.utils.logging import quiet_frameworks
+quiet_frameworks()
+print(transformers.utils.logging.is_progress_bar_enabled())
+deepspeed = logging.getLogger("DeepSpeed")
+deepspeed.addHandler(logging.StreamHandler(sys.stdout))
+deepspeed.warning("Setting accelerator to CPU. If you have GPU or other accelerator, ...")
+deepspeed.warning("something else")
+"""
+
+
+def test_frameworks_are_quiet_even_when_they_were_imported_before(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    result = run_python(LATE_QUIET.format(root=root), tmp_path)
+    assert (result.returncode, result.stdout) == (0, "False\nsomething else\n"), result.stderr
+
+
+def test_a_bar_on_a_terminal_shows_what_is_done_of_all(monkeypatch):
+    screen = io.StringIO()
+    terminal = rich.console.Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(console, "_console", lambda **_: terminal)
+    with console.counter("generating") as show:
+        show(3, 8)
+        show(8, 8)
+    assert "generating" in screen.getvalue()
+    assert "8/8" in screen.getvalue()
 
 
 def test_package_logger_keeps_out_of_the_root_logger():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ FORWARDED_PREFIXES = (
 FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME")
 # Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+# Weights are packed into new memory at every sync: in small pages that takes twice as long.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @contextmanager
@@ -58,6 +61,9 @@ def _connect() -> None:
                 ) from error
         else:
             return
+    # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
+    # `ray job submit` works that does not bring it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(address="local", include_dashboard=False, **quiet)
 
 
@@ -68,7 +74,8 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES
     }
-    environment |= {name: os.environ.get(name, value) for name, value in IDLE_THREADS.items()}
+    defaults = IDLE_THREADS | HUGE_PAGES
+    environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
     environment["OMP_NUM_THREADS"] = str(num_threads)
     # An actor that leads workers on GPUs asks for none itself, and must see them all the same.
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

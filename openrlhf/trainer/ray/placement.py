@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from openrlhf.errors import ConfigError
 
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
+POLL_S = 0.1
 COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it
 
 
@@ -90,8 +96,10 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
         )
 
 
-def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
-    """Need and have, role by role."""
+def demand_table(
+    demands: Sequence[RoleDemand], cluster: ClusterView, *, num_held: int | None = None
+) -> str:
+    """Need and have, role by role; `num_held` devices, where known, are taken by others."""
     kind = "GPU" if cluster.has_gpus else "CPU rank"
     rows = [f"  {'role':<10}{'ranks':>6}{'devices':>9}  placement"]
     for d in demands:
@@ -99,7 +107,8 @@ def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
             f"  {d.role:<10}{d.num_ranks:>6}{d.num_ranks * d.bundles_per_rank:>9}  {d.pool}"
         )
     have = cluster.num_gpus if cluster.has_gpus else cluster.num_cpus
-    rows.append(f"  need {sum(pool_sizes(demands).values())} x {kind}, have {have}")
+    held = "" if num_held is None else f", held by others {num_held}"
+    rows.append(f"  need {sum(pool_sizes(demands).values())} x {kind}, have {have}{held}")
     return "\n".join(rows)
 
 
@@ -146,13 +155,32 @@ def _wait_until_ready(
     cluster: ClusterView,
     deadline_s: float,
 ) -> None:
+    """Wait for all groups; at the deadline give every one back and raise ConfigError."""
+    # `PlacementGroup.wait` cuts its timeout to whole seconds and would give up early.
     deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if all(map(_is_placed, groups.values())):
+            return
+        time.sleep(POLL_S)
+    num_held = _held_by_others(groups, cluster)
     for group in groups.values():
-        if not group.wait(max(deadline - time.monotonic(), 1.0)):
-            for other in groups.values():
-                remove_placement_group(other)
-            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-            raise ConfigError(
-                f"The cluster did not free the devices in {deadline_s:.0f} s; free now: {free}. "
-                f"Another job may hold them (`ray status`).\n{demand_table(demands, cluster)}"
-            )
+        remove_placement_group(group)
+    raise ConfigError(
+        f"The cluster did not free the devices in {deadline_s:.0f} s: another job holds them. "
+        "Wait for it, end it (`ray status` shows what is in use), or ask for fewer ranks.\n"
+        f"{demand_table(demands, cluster, num_held=num_held)}"
+    )
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
+def _held_by_others(groups: dict[str, PlacementGroup], cluster: ClusterView) -> int:
+    """Devices in use, less those of our own groups that found a place."""
+    kind, have = ("GPU", cluster.num_gpus) if cluster.has_gpus else ("CPU", cluster.num_cpus)
+    placed = [
+        bundle for group in groups.values() if _is_placed(group) for bundle in group.bundle_specs
+    ]
+    in_use = have - ray.available_resources().get(kind, 0.0)
+    return max(round(in_use - sum(bundle[kind] for bundle in placed)), 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from openrlhf.engines.base import (
     SHM_BACKEND,
@@ -19,9 +20,10 @@ from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import Slot
-from openrlhf.utils.logging import redirect_framework_logs
+from openrlhf.utils.logging import counter, is_terminal, progress, redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 64
+POLL_S = 0.5  # between two looks at how far the engines are
 
 
 class LLMRayActor(VLLMEngine):
@@ -56,6 +58,10 @@ class RayEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """See RolloutEngine."""
         return self._call(LLMRayActor.generate, requests)  # type: ignore[no-any-return]
+
+    def num_samples_done(self) -> int:
+        """Samples the engine has finished since it started."""
+        return self._call(LLMRayActor.num_samples_done)  # type: ignore[no-any-return]
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """See RolloutEngine."""
@@ -107,6 +113,14 @@ def create_vllm_engines(
     ]
 
 
+@runtime_checkable
+class CountsSamples(Protocol):
+    """An engine that can be asked how far it is while it generates."""
+
+    def num_samples_done(self) -> int:
+        """Samples finished since the start."""
+
+
 class EnginePool:
     """Several engines answering as one: every request goes to exactly one of them."""
 
@@ -114,18 +128,25 @@ class EnginePool:
         self.engines = list(engines)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of all requests, in order."""
+        """Completions of all requests, in order; a terminal shows how many samples are done."""
         width = len(self.engines)
         with ThreadPoolExecutor(max_workers=width) as pool:
-            parts = list(
-                pool.map(
-                    lambda k: (
-                        self.engines[k].generate(requests[k::width]) if requests[k::width] else []
-                    ),
-                    range(width),
-                )
-            )
-        return interleave(parts, len(requests))
+            pending = [
+                pool.submit(engine.generate, requests[k::width])
+                for k, engine in enumerate(self.engines[: len(requests)])
+            ]
+            if is_terminal():
+                self._show_progress(pending, sum(r.sampling.num_samples for r in requests))
+            parts = [future.result() for future in pending]
+        return interleave(parts, len(requests), width=width)
+
+    def _show_progress(self, pending: Sequence[Future[Any]], num_samples: int) -> None:
+        counting = [engine for engine in self.engines if isinstance(engine, CountsSamples)]
+        start = sum(engine.num_samples_done() for engine in counting)
+        with counter("generating") as show:
+            while wait(pending, timeout=POLL_S).not_done:
+                num_done = sum(engine.num_samples_done() for engine in counting) - start
+                show(min(num_done, num_samples), num_samples)
 
     def each(self, call: Callable[[RolloutEngine], None]) -> None:
         """Make the same call on every engine."""
@@ -143,13 +164,18 @@ class GroupGenerator:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Completions of all requests, in order."""
         width = self.group.num_ranks
-        parts = self.group.start(self.method, [(requests[k::width],) for k in range(width)])()
-        return interleave(parts, len(requests))
+        # A rank answers nothing while it generates: the bar only shows that work is going on.
+        # Several ranks may be several controllers on one terminal, which must not all draw.
+        with progress("generating") if width == 1 else nullcontext():
+            parts = self.group.start(self.method, [(requests[k::width],) for k in range(width)])()
+        return interleave(parts, len(requests), width=width)
 
 
-def interleave(parts: Sequence[Sequence[list[Completion]]], total: int) -> list[list[Completion]]:
-    """Undo `requests[k::width]`."""
+def interleave(
+    parts: Sequence[Sequence[list[Completion]]], total: int, *, width: int
+) -> list[list[Completion]]:
+    """Undo `requests[k::width]`; parts at the end may be missing when they would be empty."""
     answers: list[list[Completion]] = [[] for _ in range(total)]
     for k, part in enumerate(parts):
-        answers[k :: len(parts)] = part
+        answers[k::width] = part
     return answers

@@ -24,8 +24,14 @@ Answer = TypeVar("Answer")
 class BucketWriter(Protocol):
     """Puts tensors where engines can read them, bucket by bucket."""
 
+    @property
+    def fills_ahead(self) -> bool:
+        """Whether a bucket stays readable while the next one is filled."""
+
     def write(self, tensors: NamedTensors) -> Iterable[WeightBucket]:
-        """Buckets of bounded size; each is valid until the next one is asked for."""
+        """Buckets of bounded size; each is valid until the next one is asked for, or the next but
+        one with `fills_ahead`.
+        """
 
     def push(self, bucket: WeightBucket) -> None:
         """Send what is not read by the engines themselves; all are receiving the bucket now."""
@@ -59,12 +65,16 @@ def send_weights(
 
     try:
         all_results(on_all(lambda engine: engine.begin_weight_update()))
+        receiving: list[Future[None]] = []
         for bucket in writer.write(_fingerprinted(tensors, report)):
+            all_results(receiving)
             receiving = on_all(partial(_receive, bucket))
             writer.push(bucket)
-            all_results(receiving)
+            if not writer.fills_ahead:
+                all_results(receiving)
             report.num_buckets += 1
             report.num_bytes += bucket.num_bytes
+        all_results(receiving)
         receipts = all_results(on_all(lambda engine: engine.finish_weight_update(weight_version)))
     finally:
         writer.close()

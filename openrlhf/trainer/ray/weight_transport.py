@@ -26,6 +26,7 @@ from openrlhf.utils.tensors import tensors_in
 IPC_BACKEND = "openrlhf_ipc"
 NCCL_BACKEND = "openrlhf_nccl"
 BUCKET_BYTES = 256 << 20
+SHM_BUCKET_BYTES = 64 << 20  # small, for one is filled while the last one is read
 
 
 class WeightTransport(BucketWriter, Protocol):
@@ -92,11 +93,13 @@ def make_transport(
         group = TransferGroup(endpoint, tensor_parallel_size, open_group)
         return NcclTransport(BUCKET_BYTES, GpuMemory(device), group=group)
     assert backend == SHM_BACKEND, backend
-    return SharedMemoryTransport(BUCKET_BYTES)
+    return SharedMemoryTransport(SHM_BUCKET_BYTES)
 
 
 class SharedMemoryTransport:
     """Buckets in host memory that every engine of this machine can open."""
+
+    fills_ahead = True
 
     def __init__(self, bucket_bytes: int) -> None:
         self.writer = ShmBucketWriter(bucket_bytes)
@@ -125,6 +128,8 @@ class IpcTransport:
     All ranks fill the same buckets at the same time; rank 0 tells the engines where they lie.
     `has_reader` is False on a rank whose GPU holds no engine.
     """
+
+    fills_ahead = False
 
     def __init__(self, bucket_bytes: int, memory: GpuMemory, *, has_reader: bool) -> None:
         self.memory = memory
@@ -214,6 +219,8 @@ class TransferGroup:
 
 class NcclTransport:
     """Rank 0 broadcasts each tensor of a bucket to the workers of all engines."""
+
+    fills_ahead = False
 
     def __init__(self, bucket_bytes: int, memory: GpuMemory, *, group: TransferGroup) -> None:
         self.memory = memory

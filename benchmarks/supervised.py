@@ -1,0 +1,164 @@
+"""Supervised trainers on the fixed model: rows of log-normal lengths, 64 a step, ours and TRL's.
+
+Each side gets the same rows, model, dtype and threads; both are warmed up and the median step
+counts. `python -m benchmarks.supervised NAME FOLDER` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from benchmarks import workload as w
+
+BATCH_SIZE = 64  # rows, or pairs, of a step
+NUM_STEPS = 7  # two of them warm up
+MEAN_LOG, STD_LOG = 4.4, 0.75  # lengths: log-normal, cut to 16..512 tokens, mean about 104
+PROMPT_TOKENS = 8
+Measurement = dict[str, float]
+
+
+def lengths(num_rows: int, seed: int) -> list[int]:
+    """Token counts of rows."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randn(num_rows, generator=generator) * STD_LOG + MEAN_LOG
+    return draws.exp().clamp(16, 512).long().tolist()
+
+
+def text(num_tokens: int, seed: int) -> str:
+    """Letters: the tokenizer of the tests makes one token of each."""
+    generator = torch.Generator().manual_seed(seed)
+    letters = torch.randint(97, 123, (num_tokens,), generator=generator)
+    return "".join(map(chr, letters.tolist()))
+
+
+def completion_rows(num_rows: int) -> list[dict[str, str]]:
+    """{prompt, completion}; the last token is the end that both sides put."""
+    return [
+        {"prompt": text(PROMPT_TOKENS, i), "completion": text(n - PROMPT_TOKENS - 1, i + 1)}
+        for i, n in enumerate(lengths(num_rows, 1))
+    ]
+
+
+def pair_rows(num_rows: int) -> list[dict[str, str]]:
+    """{prompt, chosen, rejected}, each side of its own length."""
+    both = zip(lengths(num_rows, 1), lengths(num_rows, 2), strict=True)
+    return [
+        {
+            "prompt": text(PROMPT_TOKENS, i),
+            "chosen": text(first - PROMPT_TOKENS - 1, i + 1),
+            "rejected": text(second - PROMPT_TOKENS - 1, i + 2),
+        }
+        for i, (first, second) in enumerate(both)
+    ]
+
+
+def tokens_a_step(rows: list[dict[str, str]]) -> float:
+    """Mean tokens of a step: every side with its prompt and its end."""
+    sides = [name for name in rows[0] if name != "prompt"]
+    total = sum(len(row["prompt"]) + len(row[side]) + 1 for row in rows for side in sides)
+    return total / len(rows) * BATCH_SIZE
+
+
+def ours(kind: str, work: w.Workload) -> Measurement:
+    """Our command: packed under a token budget."""
+    from openrlhf.cli import train_dpo, train_rm, train_sft
+    from openrlhf.utils.tracking import read_metrics
+
+    folder = work.model.parent
+    rows = (completion_rows if kind == "sft" else pair_rows)(BATCH_SIZE * NUM_STEPS)
+    data = folder / f"{kind}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = {"sft": train_sft, "dpo": train_dpo, "rm": train_rm}[kind]
+    keys = {"sft": "--input_key prompt --output_key completion --input_template {}"}
+    argv = (
+        f"--pretrain {work.model} --dataset {data} --max_len 1024 --max_epochs 1 "
+        f"--train_batch_size {BATCH_SIZE} --micro_train_batch_size {BATCH_SIZE} "
+        f"--use_dynamic_batch --train_max_tokens_per_gpu 4096 --learning_rate 1e-6 "
+        f"--zero_stage 0 --save_path {folder / kind} {keys.get(kind, '--prompt_key prompt')}"
+    ).split()
+    command.main(argv)
+    steps = [
+        record["timing/step_total"]
+        for record in read_metrics(folder / kind / "metrics.jsonl")
+        if "timing/step_total" in record
+    ]
+    return {"seconds": statistics.median(steps[2:]), "tokens": tokens_a_step(rows)}
+
+
+def trl_side(kind: str, work: w.Workload) -> Measurement:
+    """TRL's trainer with its defaults, as its documents show it."""
+    import datasets
+    import trl
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
+
+    rows = (completion_rows if kind == "sft" else pair_rows)(BATCH_SIZE * NUM_STEPS)
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        """Notes when steps end."""
+
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            ends.append(time.monotonic())
+
+    config_class, trainer_class = {
+        "sft": (trl.SFTConfig, trl.SFTTrainer),
+        "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "rm": (trl.RewardConfig, trl.RewardTrainer),
+    }[kind]
+    args = config_class(
+        output_dir=str(work.model.parent / f"trl-{kind}"),
+        per_device_train_batch_size=BATCH_SIZE,
+        max_steps=NUM_STEPS,
+        max_length=1024,
+        learning_rate=1e-6,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    load = AutoModelForCausalLM
+    options = {}
+    if kind == "rm":
+        load, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    model = load.from_pretrained(work.model, dtype=torch.float32, **options)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    trainer = trainer_class(
+        model=model,
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    times = [after - before for before, after in pairwise(ends[1:])]
+    return {"seconds": statistics.median(times), "tokens": tokens_a_step(rows)}
+
+
+def main() -> None:
+    """Measure what the command line names: `ours_sft`, `trl_dpo` and so on."""
+    name, folder = sys.argv[1:3]
+    side, _, kind = name.partition("_")
+    work = w.make_workload(Path(folder))
+    result = (ours if side == "ours" else trl_side)(kind, work)
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""RL gradients are those of the textbook formulas on padded tensors, however the samples are cut:
+micro-batches, ranks, ZeRO stages, ranks without a sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
+from openrlhf.trainer.ray.model_actor import ModelWorker, RankIdentity
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from tests.distributed.spawn import run_ranks
+from tests.distributed.test_train_engine import full_gradients
+from tests.tiny import make_model, make_reward_model
+from tests.trainer.test_experience import rollout
+
+STAGES = {1: (0, 3), 2: (0, 2, 3)}  # on one rank stage 2 is stage 0
+CLIP, VALUE_CLIP, KL_COEF, ENTROPY_COEF = 0.2, 0.5, 0.1, 0.01
+TEMPERATURE, MAX_NEW_TOKENS = 0.8, 32
+# name -> aggregation; "idle" has samples without advantage and no other term, so they are left out
+POLICY = {"token": "token_mean", "seq": "seq_mean", "sum": "seq_sum_norm", "idle": "token_mean"}
+VARIANTS = (*POLICY, "critic")
+# name -> samples of the set, micro-batch size, token budget of a micro-batch
+CUTS: dict[str, tuple[int, int, int | None]] = {
+    "64 at once": (64, 64, None),
+    "64 by 8": (64, 8, None),
+    "64 one by one": (64, 1, None),
+    "64 by 100 tokens": (64, 1, 100),
+    "3 one by one": (3, 1, None),
+    "1 alone": (1, 1, None),
+}
+
+
+def cuts_of(zero_stage: int, variant: str) -> list[str]:
+    """The cuts to try; sharded steps are slow, and the aggregations share their code."""
+    is_spared = zero_stage > 0 and variant not in ("token", "critic")
+    return [cut for cut in CUTS if not (is_spared and cut == "64 one by one")]
+
+
+def ragged_set(count: int) -> Experience:
+    """Samples of 2 to 32 tokens, every third one without advantage."""
+    generator = torch.Generator().manual_seed(count)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    samples = [
+        rollout([draw(6, 64) for _ in range(draw(1, 9))], [draw(6, 64) for _ in range(draw(1, 25))])
+        for _ in range(count)
+    ]
+    experience = Experience.from_rollouts(samples)
+    noise = torch.randn(5, len(experience.rollout_logprobs), generator=generator)
+    parts = list(noise[0].split(experience.num_actions.tolist()))
+    parts[1::3] = [torch.zeros_like(part) for part in parts[1::3]]
+    return experience.with_columns(
+        advantages=torch.cat(parts),
+        old_logprobs=-4.2 + 0.3 * noise[1],
+        ref_logprobs=-4.2 + 0.3 * noise[2],
+        values=noise[3],
+        returns=noise[3] + noise[4],
+    )
+
+
+# The textbook: one padded forward in double precision, formulas written out.
+
+
+def padded(experience: Experience) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and attention mask (B, L), and the mask of positions that predict an action."""
+    rows = experience.token_ids.split(experience.seq_lengths.tolist())
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    columns = torch.arange(ids.size(1))
+    ends = experience.seq_lengths[:, None]
+    is_predicting = (columns < ends - 1) & (columns >= ends - 1 - experience.num_actions[:, None])
+    return ids, (columns < ends).long(), is_predicting
+
+
+def per_sample_sum(values_N: Tensor, experience: Experience) -> Tensor:
+    return torch.stack([part.sum() for part in values_N.split(experience.num_actions.tolist())])
+
+
+def mean_over_step(values_N: Tensor, experience: Experience, aggregation: str) -> Tensor:
+    if aggregation == "token_mean":
+        return values_N.mean()
+    sums = per_sample_sum(values_N, experience)
+    if aggregation == "seq_mean":
+        return (sums / experience.num_actions).mean()
+    return (sums / MAX_NEW_TOKENS).mean()
+
+
+def textbook_policy_loss(model: torch.nn.Module, experience: Experience, variant: str) -> Tensor:
+    ids, attention_mask, is_predicting = padded(experience)
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits / TEMPERATURE
+    distribution_N = torch.distributions.Categorical(logits=logits[is_predicting])
+    logprobs_N = distribution_N.log_prob(ids.roll(-1, dims=1)[is_predicting])
+    ratio_N = (logprobs_N - experience.old_logprobs).exp()
+    free_N = ratio_N * experience.advantages
+    clipped_N = ratio_N.clip(1 - CLIP, 1 + CLIP) * experience.advantages
+    assert len(experience) < 64 or (clipped_N < free_N).any(), "nothing is clipped"
+    terms_N = -torch.minimum(free_N, clipped_N)
+    if variant != "idle":
+        log_ref_ratio_N = experience.ref_logprobs - logprobs_N
+        terms_N = terms_N + KL_COEF * (log_ref_ratio_N.exp() - 1 - log_ref_ratio_N)
+        terms_N = terms_N - ENTROPY_COEF * distribution_N.entropy()
+    return mean_over_step(terms_N, experience, POLICY[variant])
+
+
+def textbook_value_loss(model: torch.nn.Module, experience: Experience) -> Tensor:
+    ids, attention_mask, is_predicting = padded(experience)
+    hidden = model.model(input_ids=ids, attention_mask=attention_mask).last_hidden_state
+    values_N = (hidden[is_predicting] @ model.score.weight.T).squeeze(-1)
+    change_N = (values_N - experience.values).clip(-VALUE_CLIP, VALUE_CLIP)
+    near_N = (experience.values + change_N - experience.returns) ** 2
+    free_N = (values_N - experience.returns) ** 2
+    assert len(experience) < 64 or (near_N > free_N).any(), "nothing is clipped"
+    return 0.5 * torch.maximum(near_N, free_N).mean()
+
+
+def textbook_gradient(folder: Path, variant: str, count: int) -> Tensor:
+    experience = ragged_set(count)
+    is_critic = variant == "critic"
+    kind = "AutoModelForSequenceClassification" if is_critic else "AutoModelForCausalLM"
+    path = folder / ("critic" if is_critic else "policy")
+    model = getattr(transformers, kind).from_pretrained(path, dtype=torch.float64)
+    if is_critic:
+        textbook_value_loss(model, experience).backward()
+    else:
+        textbook_policy_loss(model, experience, variant).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+# The project: the same step through worker, DeepSpeed and the update loop.
+
+
+def make_config(folder: Path, zero_stage: int) -> PPOConfig:
+    optim = {"max_norm": 1e9, "adam": {"lr": 0.0}}  # steps are made, weights stay
+    actor = {"model_name_or_path": str(folder / "policy"), "eps_clip": CLIP, **optim}
+    critic = {"model_name_or_path": str(folder / "critic"), "value_clip": VALUE_CLIP, **optim}
+    return PPOConfig.model_validate(
+        {
+            "actor": {**actor, "entropy_coef": ENTROPY_COEF},
+            "critic": critic,
+            "ds": {"zero_stage": zero_stage},
+            "algo": {"kl": {"use_loss": True, "estimator": "k3"}},
+            "rollout": {"temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS},
+        }
+    )
+
+
+def changed(config: PPOConfig, variant: str, cut: str) -> PPOConfig:
+    _, micro_batch_size, max_tokens = CUTS[cut]
+    train = config.train.model_copy(
+        update={
+            "micro_batch_size": micro_batch_size,
+            "dynamic_batch_enable": max_tokens is not None,
+            "max_tokens_per_gpu": max_tokens or 1,
+        }
+    )
+    has_terms = variant != "idle"
+    kl = config.algo.kl.model_copy(update={"use_loss": has_terms})
+    algo = {"kl": kl, "loss_aggregation": POLICY.get(variant, "token_mean")}
+    actor = {"entropy_coef": ENTROPY_COEF if has_terms else None}
+    return config.model_copy(
+        update={
+            "train": train,
+            "algo": config.algo.model_copy(update=algo),
+            "actor": config.actor.model_copy(update=actor),
+        }
+    )
+
+
+def own_steps(worker: ModelWorker, count: int) -> list[UpdateStep]:
+    topology = worker.strategy.topology
+    plan = plan_updates(
+        ragged_set(count), topology.world_size, train_batch_size=64, max_epochs=1, seed=0
+    )
+    # As the first of two updates: the old log-probs count, and clipping with them.
+    return [replace(step, num_steps=2) for step in plan[topology.rank]]
+
+
+def captured(worker: ModelWorker, update: Callable[[], object]) -> Tensor:
+    """The flat gradient of one optimizer step, before it is applied."""
+    held: list[Tensor] = []
+    original = worker.engine.step
+
+    def step() -> float:
+        held.append(torch.cat([grad.flatten() for grad in full_gradients(worker.engine)]))
+        return original()
+
+    worker.engine.step = step
+    try:
+        update()
+    finally:
+        worker.engine.step = original
+    return held[0]
+
+
+def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Tensor]:
+    config = make_config(folder, zero_stage)
+    gradients = {}
+    for worker_class, variants in ((PolicyModelActor, (*POLICY,)), (CriticModelActor, ("critic",))):
+        worker = worker_class(config, RankIdentity("model", 0, world_size, str(folder)))
+        worker.setup()
+        worker.init_model(num_updates=1000)
+        for variant in variants:
+            for cut in cuts_of(zero_stage, variant):
+                worker.config = changed(config, variant, cut)
+                extra = () if variant == "critic" else (KL_COEF,)
+                steps = own_steps(worker, CUTS[cut][0])
+                gradient = captured(worker, lambda w=worker, a=(steps, *extra): w.fit(*a))
+                gradients[zero_stage, variant, cut] = gradient
+    return gradients
+
+
+def run_all_stages(folder: Path) -> dict[tuple, Tensor]:
+    transformers.logging.disable_progress_bar()
+    world_size = int(os.environ["WORLD_SIZE"])
+    results: dict[tuple, Tensor] = {}
+    for zero_stage in STAGES[world_size]:
+        results |= run_stage(folder, zero_stage, world_size)
+    torch.distributed.barrier()
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gradients")
+    make_model(folder / "policy", hidden_size=32, num_layers=1)
+    make_reward_model(folder / "critic", hidden_size=32, num_layers=1)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request: pytest.FixtureRequest, folder: Path) -> list[dict[tuple, Tensor]]:
+    return run_ranks(run_all_stages, request.param, folder)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_the_textbooks_however_samples_are_cut(
+    results: list[dict[tuple, Tensor]], folder: Path, variant: str
+) -> None:
+    expected = {n: textbook_gradient(folder, variant, n) for n in {c[0] for c in CUTS.values()}}
+    for own in results:
+        for zero_stage in STAGES[len(results)]:
+            for cut in cuts_of(zero_stage, variant):
+                count = CUTS[cut][0]
+                error = (own[zero_stage, variant, cut] - expected[count]).norm()
+                error = error / expected[count].norm()
+                assert error < 1e-5, f"ZeRO {zero_stage}, {cut}: relative error {error:.1e}"
