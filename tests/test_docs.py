@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,12 +24,28 @@ import yaml
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import Parsed, parse_config
+from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import UNIMPLEMENTED, refuse_unimplemented
 from tests.source import ROOT, modules
 from tests.tiny import write_jsonl
 
+CONFIGS = (
+    PPOConfig,
+    SFTConfig,
+    RMConfig,
+    DPOConfig,
+    KTOConfig,
+    PRMConfig,
+    KDConfig,
+    BatchInferenceConfig,
+    LoraCombinerConfig,
+    ChatConfig,
+)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -171,7 +188,7 @@ def test_every_command_is_one_that_works(block: Block, folder: Path) -> None:
             check_files(parsed.config)
 
 
-def check_files(config: PPOConfig | SFTConfig) -> None:
+def check_files(config: Any) -> None:
     """Files that a command names are there."""
     if isinstance(config, PPOConfig) and config.reward.remote_url:
         assert Path(config.reward.remote_url).is_file()
@@ -183,19 +200,43 @@ def test_rows_shown_are_rows_the_command_can_use(
 ) -> None:
     for words in commands(block, folder):
         training = training_command(words)
-        if training is None or not [word for word in training[1] if word.endswith(".jsonl")]:
+        if training is None or "--help" in training[1]:
             continue
-        config = parse(training[0], [*training[1], "--pretrain", str(tiny_model_dir)]).config
+        if not any(Path(word).is_file() for word in training[1] if word.endswith(".jsonl")):
+            continue
+        models = [flag for flag in ("--pretrain", "--teacher_model") if flag in training[1]]
+        tiny = [word for flag in models for word in (flag, str(tiny_model_dir))]
+        config = parse(training[0], [*training[1], *tiny]).config
         assert len(examples_of(config)) == 2
 
 
-def examples_of(config: PPOConfig | SFTConfig) -> Sized:
-    """The data set a command trains on."""
-    from openrlhf.trainer import ppo_setup, sft_trainer, supervised_run
+def examples_of(config: Any) -> Sized:
+    """The data set a command reads."""
+    from openrlhf.datasets.loading import load_rows
+    from openrlhf.trainer import (
+        dpo_trainer,
+        kd_trainer,
+        kto_trainer,
+        ppo_setup,
+        prm_trainer,
+        rm_trainer,
+        sft_trainer,
+        supervised_run,
+    )
 
     if isinstance(config, PPOConfig):
         return ppo_setup.prepare_inputs(config).prompts
-    return supervised_run.prepare_inputs(sft_trainer.SFTRecipe(), config).samples
+    if isinstance(config, BatchInferenceConfig):
+        return load_rows(config.data.dataset)
+    recipes = {
+        SFTConfig: sft_trainer.SFTRecipe,
+        RMConfig: rm_trainer.RMRecipe,
+        DPOConfig: dpo_trainer.DPORecipe,
+        KTOConfig: kto_trainer.KTORecipe,
+        PRMConfig: prm_trainer.PRMRecipe,
+        KDConfig: kd_trainer.KDRecipe,
+    }
+    return supervised_run.prepare_inputs(recipes[type(config)](), config).samples
 
 
 @pytest.mark.parametrize("block", cases("yaml"))
@@ -249,7 +290,7 @@ def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
         assert any((root / name).is_file() for root in roots), name
     from openrlhf.config.flags import flag_table
 
-    known = {*flag_table(PPOConfig), *flag_table(SFTConfig), "config", "debug", "help", "flag"}
+    known = {"config", "debug", "help", "flag"}.union(*map(flag_table, CONFIGS))
     # `--module` belongs to the launchers.
     for flag in re.findall(r"(?<![\w-])--([a-z][\w.]*)", text):
         assert flag.rstrip(".") in known | {"module"}, flag

@@ -31,9 +31,7 @@ def is_one_python_file(value: str) -> bool:
 
 
 UNIMPLEMENTED: tuple[Unimplemented, ...] = (
-    Unimplemented("actor.aux_loss_coef", "load-balancing loss"),
     Unimplemented("actor.freeze_visual_encoder", "vision-language models"),
-    Unimplemented("actor.optim", "Muon"),
     Unimplemented("actor.policy_loss_type", "CISPO", lambda value: value in ("ppo", "gspo")),
     Unimplemented("algo.advantage.is_correction_enable", "importance correction"),
     Unimplemented("algo.dynamic_filtering_enable", "dynamic sampling"),
@@ -45,20 +43,13 @@ UNIMPLEMENTED: tuple[Unimplemented, ...] = (
         lambda value: value <= 0,
         scope="PPOConfig",
     ),
-    Unimplemented("critic.optim", "Muon"),
     Unimplemented("data.max_images_per_prompt", "vision-language models"),
     Unimplemented("data.pretrain_dataset", "mixing in pre-training text"),
     Unimplemented("ds.deepcompile", "DeepCompile"),
-    Unimplemented("ds.experts_implementation", "kernels of expert layers"),
-    Unimplemented("ds.load_in_4bit", "QLoRA"),
-    Unimplemented("ds.lora.rank", "LoRA"),
     Unimplemented("ds.ring_attn_size", "ring attention"),
     Unimplemented("ds.tensor_parallel_size", "tensor parallel training"),
-    Unimplemented("ds.use_liger_kernel", "Liger kernels"),
     Unimplemented("ds.use_universal_ckpt", "universal checkpoints"),
     Unimplemented("ds.zpg", "ZeRO++"),
-    Unimplemented("model.aux_loss_coef", "load-balancing loss"),
-    Unimplemented("optim", "Muon"),
     Unimplemented("reward.failure", "outliving a failed reward"),
     Unimplemented(
         "reward.model_name_or_path", "several reward models", lambda value: "," not in value

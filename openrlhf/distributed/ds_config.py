@@ -72,12 +72,14 @@ def training_config(
         config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
     if ds.use_universal_ckpt:
         config["checkpoint"] = {"load_universal": True}
-    if not ds.config:
-        return config
-    config["zero_optimization"]["stage"] = ds.zero_stage
-    merged = merge_user_config(config, ds.config)
-    merged["zero_optimization"]["stage"] = stage
-    return merged
+    if ds.config:
+        config["zero_optimization"]["stage"] = ds.zero_stage
+        config = merge_user_config(config, ds.config)
+        config["zero_optimization"]["stage"] = stage
+    if optim.optim == "muon":  # the optimizer itself is made in muon.py, which says why no clipping
+        del config["optimizer"]
+        config["gradient_clipping"] = 0.0
+    return config
 
 
 def inference_config(

@@ -7,6 +7,7 @@ Knows DeepSpeed and the topology; does not know what a model computes or where b
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 
@@ -25,6 +26,7 @@ from openrlhf.distributed.ds_config import (
     inference_config,
     training_config,
 )
+from openrlhf.distributed.muon import check_muon, make_muon, muon_groups
 from openrlhf.distributed.schedule import LearningRate
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
@@ -83,16 +85,24 @@ class DeepSpeedStrategy:
         stage = effective_stage(self.ds, facts)
         if stage != self.ds.zero_stage:
             logger.info("ZeRO stage %d runs as stage %d here.", self.ds.zero_stage, stage)
+        config = training_config(self.ds, optim, facts)
+        groups = parameter_groups(model, optim.adam.weight_decay)
+        optimizer, max_norm = None, optim.max_norm
+        if optim.optim == "muon":
+            check_muon(self.ds)
+            groups, max_norm = muon_groups(model, groups, optim), math.inf
+            optimizer = make_muon(groups, optim, is_cuda=facts.is_cuda)
         engine, *_ = import_deepspeed().initialize(
             model=model,
-            model_parameters=parameter_groups(model, optim.adam.weight_decay),
-            config=training_config(self.ds, optim, facts),
+            model_parameters=groups,
+            optimizer=optimizer,
+            config=config,
             dist_init_required=False,
         )
         if self.ds.deepcompile:
             engine.compile()
         schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)
-        return TrainEngine(engine, schedule, max_norm=optim.max_norm, device=self.device)
+        return TrainEngine(engine, schedule, max_norm=max_norm, device=self.device)
 
     def prepare_eval(self, model: nn.Module, *, offload: bool = False) -> EvalEngine:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU

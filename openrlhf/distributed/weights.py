@@ -78,6 +78,10 @@ def _units(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> 
     if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
         yield prefix, model, ()
         return
+    if hasattr(model, "modules_to_save") and hasattr(model, "original_module"):
+        # PEFT keeps a module that is trained whole beside the one that it stands for.
+        yield from _units(model.modules_to_save[model.active_adapters[0]], prefix, seen)
+        return
     names = []
     for name, tensor in (*model.named_parameters(recurse=False), *_stored_buffers(model)):
         if id(tensor) not in seen:  # tied weights are written once
@@ -121,9 +125,18 @@ def _tensors(prefix: str, owner: nn.Module, names: Sequence[str]) -> Iterator[tu
         yield prefix + name, getattr(owner, name).data
     if not names:
         base = owner.base_layer
-        weight = base.weight.data
+        weight = _plain_weight(base)
         for adapter in owner.active_adapters:
             weight = weight + owner.get_delta_weight(adapter).to(weight.dtype)
         yield prefix + "weight", weight
         if getattr(base, "bias", None) is not None:
             yield prefix + "bias", base.bias.data
+
+
+def _plain_weight(layer: nn.Module) -> Tensor:
+    """The layer's weight as floats, whatever it is kept in."""
+    if not hasattr(layer.weight, "quant_state"):
+        return layer.weight.data
+    from peft.utils.integrations import dequantize_module_weight  # noqa: PLC0415 - QLoRA only
+
+    return dequantize_module_weight(layer).data

@@ -17,6 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from openrlhf.algorithms.tokens import chunked_logprobs
 from openrlhf.errors import ConfigError
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
+from openrlhf.models.router_loss import (
+    experts_per_token,
+    load_balancing_loss,
+    refuse_reentrant,
+)
 from openrlhf.utils.packing import PackedBatch
 
 # Config attributes of heads that change logits in a way this module does not know.
@@ -96,8 +101,20 @@ def unwrap_peft(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Last hidden states of a packed batch from the model without its head -> (T, H)."""
+class States(NamedTuple):
+    """What a model without its head says about a packed batch."""
+
+    hidden_TH: Tensor
+    # () router loss over the batch's tokens: a mean, so callers weight micro-batches by their share
+    # of what the step counts
+    aux_loss: Tensor | None = None
+
+
+def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = None) -> States:
+    """Last hidden states, and the router loss of a model that sends each token to `top_k` experts.
+
+    Without `top_k` the router loss is not computed.
+    """
     model = unwrap_peft(model)
     row = PackedRow.of(batch)
     is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION
@@ -105,6 +122,7 @@ def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
         input_ids=batch.token_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
+        **({} if top_k is None else {"output_router_logits": True}),
         **(row.kwargs() if is_packed_attention else row.flash_kwargs()),
     )
     if is_packed_attention and not row.layers_seen:
@@ -112,7 +130,15 @@ def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
             f"{type(model).__name__} does not hand sequence boundaries to its attention: "
             "it cannot be trained packed."
         )
-    return output.last_hidden_state[0]
+    hidden_TH = output.last_hidden_state[0]
+    if top_k is None:
+        return States(hidden_TH)
+    return States(hidden_TH, load_balancing_loss(output.router_logits, top_k=top_k))
+
+
+def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Last hidden states of a packed batch from the model without its head -> (T, H)."""
+    return model_states(model, batch).hidden_TH
 
 
 def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> None:
@@ -127,12 +153,16 @@ def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> N
 
 
 class Actor(nn.Module):
-    """A causal language model seen as a policy over packed batches."""
+    """A causal language model seen as a policy over packed batches.
 
-    def __init__(self, model: nn.Module) -> None:
+    `with_aux_loss` adds the router loss of a mixture of experts, see `States`.
+    """
+
+    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__()
         self.model = model
         causal_lm = unwrap_peft(model)
+        self.top_k = experts_per_token(causal_lm) if with_aux_loss else None
         lm_head = causal_lm.get_output_embeddings()
         if type(lm_head) is not nn.Linear:
             raise ConfigError(
@@ -148,15 +178,21 @@ class Actor(nn.Module):
         assert self.head.weight is unwrap_peft(self.model).get_output_embeddings().weight, (
             "the LM head was replaced after the actor was built"
         )
-        hidden_TH = hidden_states(self.model, batch)
-        hidden_NH = hidden_TH.index_select(0, batch.predict_index)
+        hidden_NH, aux_loss = self.states_at(batch, batch.predict_index)
         stats = self.head(
             hidden_NH, batch.targets, temperature=temperature, with_entropy=with_entropy
         )
-        return TokenStats(*stats)
+        return TokenStats(*stats, aux_loss=aux_loss)
+
+    def states_at(self, batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states of these row positions, and the router loss where it is asked for."""
+        hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
+        return hidden_TH.index_select(0, positions), aux_loss
 
     def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
         """Trade compute for activation memory."""
+        if self.top_k is not None:
+            refuse_reentrant(use_reentrant=use_reentrant)
         enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
 
     @property

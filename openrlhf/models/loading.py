@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from openrlhf.errors import ConfigError
+from openrlhf.models.kernels import apply_liger, check_4bit, check_experts
 from openrlhf.models.packing import PACKED_ATTENTION
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool
     load_in_4bit: bool  # nf4 with double quantisation (bitsandbytes)
     experts_implementation: str | None  # kernel of mixture-of-experts layers
+    use_liger_kernel: bool  # Liger's kernels for norms, rotary embeddings and MLPs
 
 
 def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> dict[str, object]:
@@ -150,9 +152,11 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
         "trust_remote_code": options.get("trust_remote_code", False),
         "output_loading_info": True,
     }
+    check_experts(options.get("experts_implementation"))
     if options.get("experts_implementation") is not None:
         kwargs["experts_implementation"] = options["experts_implementation"]
     if options.get("load_in_4bit"):
+        check_4bit(is_cuda=default_device_type() == "cuda")
         kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -192,7 +196,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
     check_packable(model)
-    own_memory(model)
+    finish_loading(model, options)
     return model
 
 
@@ -238,8 +242,15 @@ def load_sequence_model(
         init_value_head(model.get_submodule(HEAD))
     check_packable(model)
     rename_head(model, name)
-    own_memory(model)
+    finish_loading(model, options)
     return model
+
+
+def finish_loading(model: PreTrainedModel, options: LoadOptions) -> None:
+    """What every model gets once its weights are in place."""
+    own_memory(model)
+    if options.get("use_liger_kernel"):
+        apply_liger(model)
 
 
 def rename_head(model: PreTrainedModel, name: str) -> None:

@@ -9,14 +9,21 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from typing_extensions import Self, Unpack
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.actor import enable_gradient_checkpointing, hidden_states, unwrap_peft
+from openrlhf.models.actor import (
+    enable_gradient_checkpointing,
+    hidden_states,
+    model_states,
+    unwrap_peft,
+)
 from openrlhf.models.loading import LoadOptions, load_sequence_model
+from openrlhf.models.router_loss import experts_per_token, refuse_reentrant
 from openrlhf.utils.packing import PackedBatch
 
 
@@ -77,7 +84,10 @@ class ScalarHeadModel(nn.Module):
 
     def scores_at(self, batch: PackedBatch, positions: Tensor) -> Tensor:
         """Scalar of each of these row positions, fp32."""
-        hidden = hidden_states(self.model, batch).index_select(0, positions)
+        return self.scores_of(hidden_states(self.model, batch).index_select(0, positions))
+
+    def scores_of(self, hidden: Tensor) -> Tensor:
+        """Scalar of each of these hidden states, fp32."""
         head = unwrap_peft(self.model).get_submodule(self.head_name)
         scores = head(hidden).squeeze(-1).float()
         return scores if self.scale is None else self.scale.apply(scores)
@@ -100,4 +110,35 @@ class RewardModel(ScalarHeadModel):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Rewards -> (B,) fp32."""
-        return self.scores_at(batch, batch.cu_seqlens[1:].long() - 1)
+        return self.scores_at(batch, last_tokens(batch))
+
+
+class RewardTerms(NamedTuple):
+    """What a reward model in training says about a batch."""
+
+    scores: Tensor  # (B,) fp32
+    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+
+
+class RewardLearner(RewardModel):
+    """A reward model in training, with the router loss of a mixture of experts when asked."""
+
+    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
+        super().__init__(model)
+        self.top_k = experts_per_token(unwrap_peft(model)) if with_aux_loss else None
+
+    def forward(self, batch: PackedBatch) -> RewardTerms:
+        """Rewards and the router loss."""
+        hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
+        return RewardTerms(self.scores_of(hidden_TH[last_tokens(batch)]), aux_loss)
+
+    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
+        """Trade compute for activation memory."""
+        if self.top_k is not None:
+            refuse_reentrant(use_reentrant=use_reentrant)
+        super().gradient_checkpointing_enable(use_reentrant)
+
+
+def last_tokens(batch: PackedBatch) -> Tensor:
+    """Row position of the last token of every sequence, (B,) int64."""
+    return batch.cu_seqlens[1:].long() - 1

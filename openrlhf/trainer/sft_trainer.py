@@ -16,13 +16,12 @@ from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample, SFTFormat
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
 from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
     SupervisedRun,
-    load_options,
+    load_actor,
     run_supervised,
 )
 from openrlhf.utils.metrics import Metrics
@@ -98,10 +97,7 @@ class SFTRecipe(Recipe[SFTConfig]):
 
     def load_model(self, config: SFTConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""
-        actor = Actor(load_causal_lm(model_path, **load_options(config)))
-        if config.model.gradient_checkpointing_enable:
-            actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
-        return actor
+        return load_actor(config, model_path)
 
     def make_trainer(self, run: SupervisedRun[SFTConfig]) -> SFTTrainer:
         """The language-model loss."""

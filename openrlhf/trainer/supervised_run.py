@@ -25,7 +25,9 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import LoadOptions, load_config
+from openrlhf.models.actor import Actor
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, Opened, open_checkpoints
 from openrlhf.utils.logging import (
@@ -221,7 +223,24 @@ def load_options(config: SupervisedConfig) -> LoadOptions:
         trust_remote_code=config.trust_remote_code,
         load_in_4bit=ds.load_in_4bit,
         experts_implementation=ds.experts_implementation,
+        use_liger_kernel=ds.use_liger_kernel,
     )
+
+
+def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:
+    """The policy to train: with an adapter and gradient checkpointing when they are asked for.
+
+    Without dropout the model answers the same in training and evaluation, as losses against a
+    reference need it; an adapter's own dropout stays.
+    """
+    model = load_causal_lm(model_path, **load_options(config))
+    if not has_dropout:
+        disable_dropout(model)
+    with_aux_loss = config.model.aux_loss_coef > 0
+    actor = Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)
+    if config.model.gradient_checkpointing_enable:
+        actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
+    return actor
 
 
 def hf_part(module: nn.Module) -> nn.Module:

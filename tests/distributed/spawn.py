@@ -1,7 +1,11 @@
-"""Real gloo ranks for tests: one start-up serves many checks, results come back by name."""
+"""Real gloo ranks for tests: one start-up serves many checks, results come back by name.
+
+Ranks are forked from a server that has imported the heavy libraries and computed nothing.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -9,14 +13,19 @@ from pathlib import Path
 
 import torch
 
+PRELOADED = ("deepspeed", "peft", "transformers", "openrlhf.trainer.sft_trainer")
 Worker = Callable[[Path], object]
 
 
 def run_ranks(worker: Worker, world_size: int, folder: Path) -> list[object]:
     """Run `worker(folder)` as every rank of a new world; answers what each rank returned."""
     port = _free_port()
-    torch.multiprocessing.spawn(
-        _rank_main, args=(worker, world_size, port, str(folder)), nprocs=world_size, join=True
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    torch.multiprocessing.start_processes(
+        _rank_main,
+        args=(worker, world_size, port, str(folder)),
+        nprocs=world_size,
+        start_method="forkserver",
     )
     return [
         torch.load(folder / f"world{world_size}-rank{rank}.pt", weights_only=False)

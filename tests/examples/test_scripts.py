@@ -10,12 +10,25 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.run import CommandConfig
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.config.unimplemented import refuse_unimplemented
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
-CONFIGS = {"openrlhf.cli.train_sft": SFTConfig, "openrlhf.cli.train_ppo_ray": PPOConfig}
+CONFIGS: dict[str, type[CommandConfig]] = {
+    "openrlhf.cli.batch_inference": BatchInferenceConfig,
+    "openrlhf.cli.train_dpo": DPOConfig,
+    "openrlhf.cli.train_kd": KDConfig,
+    "openrlhf.cli.train_kto": KTOConfig,
+    "openrlhf.cli.train_ppo_ray": PPOConfig,
+    "openrlhf.cli.train_prm": PRMConfig,
+    "openrlhf.cli.train_sft": SFTConfig,
+}
 # Stands for `python` and `torchrun`: notes its words, one call a file.
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD/$(ls "$RECORD" | wc -l)"\n'
 
@@ -40,7 +53,7 @@ def run_script(tmp_path):
     return run
 
 
-def parse(words: list[str]) -> SFTConfig | PPOConfig:
+def parse(words: list[str]) -> CommandConfig:
     """The config of the command after `-m`; ConfigError when it could not be run."""
     at = words.index("-m") + 1
     config = parse_config(CONFIGS[words[at]], words[at + 1 :]).config
@@ -48,7 +61,12 @@ def parse(words: list[str]) -> SFTConfig | PPOConfig:
     return config
 
 
-TRAINING_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
+LOOPS = {
+    "train_rejection_sampling.sh": ["generate_vllm", "rm", "openrlhf.cli.train_sft"] * 2,
+    "train_iterative_dpo.sh": ["generate_vllm", "rm", "openrlhf.cli.train_dpo"] * 2,
+    "train_conditional_sft.sh": ["rm", "openrlhf.cli.train_sft"],
+}
+TRAINING_SCRIPTS = sorted({path.name for path in SCRIPTS.glob("train_*.sh")} - LOOPS.keys())
 
 
 @pytest.mark.parametrize("name", TRAINING_SCRIPTS)
@@ -65,8 +83,17 @@ def test_variables_name_a_local_model_and_extra_flags_win(run_script, name, tmp_
     (words,) = run_script(name, MODEL=str(tmp_path), GPUS="1", EXTRA_ARGS=extra)
     config = parse(words)
     assert (config.train.seed, config.train.batch_size) == (7, 16)
-    model = config.model if isinstance(config, SFTConfig) else config.actor
+    model = config.model if isinstance(config, SupervisedConfig) else config.actor
     assert model.model_name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_an_offline_loop_is_commands_that_are_understood(run_script, name, tmp_path):
+    calls = run_script(name, OUT=str(tmp_path), ITERATIONS="2", DATA="rows.jsonl", GPUS="2")
+    for words, expected in zip(calls, LOOPS[name], strict=True):
+        config = parse(words)
+        assert expected in (getattr(config, "eval_task", None), words[words.index("-m") + 1])
+        assert (words[0] == "--standalone") == (expected != "generate_vllm")
 
 
 def test_the_demo_makes_warms_up_trains_and_reports(run_script, tmp_path):

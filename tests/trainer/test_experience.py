@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
+from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
@@ -69,3 +70,10 @@ def test_scatter_back_undoes_a_partition() -> None:
     columns = [experience.select(p).packed().targets.float() for p in parts]
     whole = scatter_back(columns, parts, experience.num_actions)
     assert whole.tolist() == [2, 3, 6, 8, 9, 10]
+
+
+def test_the_spread_of_rewards_is_that_of_groups_and_absent_where_there_are_none() -> None:
+    several = Experience.from_rollouts(THREE).with_columns(returns=torch.zeros(6))
+    alone = several.select([0, 1])
+    assert experience_metrics(several, None).values()["group_reward_std"] == 0.0
+    assert "group_reward_std" not in experience_metrics(alone, None).values()

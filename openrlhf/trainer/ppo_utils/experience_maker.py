@@ -146,7 +146,8 @@ def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
     for name, column in columns.items():
         metrics.add(name, column.mean().item(), weight=num_samples)
     stds = group_stds(experience.rewards, experience.group_ids)
-    metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
+    if len(stds) < num_samples:  # one sample a prompt has no spread
+        metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
     if kl_N is not None:
         metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
     if experience.values is not None:

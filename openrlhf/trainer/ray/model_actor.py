@@ -84,6 +84,9 @@ class ModelWorker:
             "attn_implementation": ds.attn_implementation,
             "dtype": ds.param_dtype,
             "trust_remote_code": self.config.trust_remote_code,
+            "load_in_4bit": ds.load_in_4bit,
+            "experts_implementation": ds.experts_implementation,
+            "use_liger_kernel": ds.use_liger_kernel,
         }
 
     def offload_states(self) -> None:

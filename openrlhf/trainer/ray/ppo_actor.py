@@ -23,6 +23,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
+from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
@@ -49,10 +50,11 @@ class PolicyModelActor(ModelWorker):
         assert config.model_name_or_path is not None
         model = load_causal_lm(config.model_name_or_path, **self.load_options)
         disable_dropout(model)
-        self.actor = Actor(model)
+        with_aux_loss = config.aux_loss_coef > 0
+        self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
         if config.gradient_checkpointing_enable:
             self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
-        num_parameters = sum(p.numel() for p in model.parameters())
+        num_parameters = sum(p.numel() for p in self.actor.parameters())
         self.engine = self.strategy.prepare_train(self.actor, config, num_updates=num_updates)
         self.policy_loss = POLICY_LOSSES[config.policy_loss_type]
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
@@ -102,7 +104,8 @@ class PolicyModelActor(ModelWorker):
         _add_ratio_metrics(metrics, terms)
         _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs)
         loss = loss + self._kl_term(stats, experience, step, metrics)
-        return loss + self._entropy_term(stats, experience, step, metrics)
+        loss = loss + self._entropy_term(stats, experience, step, metrics)
+        return loss + self._router_term(stats, step, metrics)
 
     def _kl_term(
         self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
@@ -124,6 +127,15 @@ class PolicyModelActor(ModelWorker):
         metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
         return -coef * self._aggregate(stats.entropy, experience, step) if coef else 0.0
 
+    def _router_term(
+        self, stats: TokenStats, step: UpdateStep, metrics: Metrics
+    ) -> Tensor | float:
+        if stats.aux_loss is None:
+            return 0.0
+        num_tokens = len(stats.logprobs)
+        metrics.add("aux_loss", stats.aux_loss.item(), weight=num_tokens)
+        return self.config.actor.aux_loss_coef * stats.aux_loss * (num_tokens / step.num_tokens)
+
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
         return aggregate(
             values_N,
@@ -140,7 +152,8 @@ class PolicyModelActor(ModelWorker):
 
     def _every_sample_counts(self, kl_coef: float) -> bool:
         has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
-        return has_kl_loss or bool(self.config.actor.entropy_coef)
+        actor = self.config.actor
+        return has_kl_loss or bool(actor.entropy_coef) or actor.aux_loss_coef > 0
 
     def broadcast_to_vllm(self, engines: Sequence[RolloutEngine]) -> float:
         """Give all engines the current weights and check that they hold them; seconds it took."""

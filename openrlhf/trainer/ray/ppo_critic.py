@@ -10,7 +10,8 @@ from torch import Tensor
 from openrlhf.algorithms.policy_loss import aggregate, value_loss
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.models.loading import disable_dropout
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import disable_dropout, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
@@ -29,10 +30,11 @@ class CriticModelActor(ModelWorker):
     def init_model(self, num_updates: int) -> int:
         """Load and shard the critic; answers the parameter count."""
         config = self.config
-        self.critic = CriticModel.from_pretrained(
+        model = load_sequence_model(
             self.source, value_head_prefix=config.ds.value_head_prefix, **self.load_options
         )
-        disable_dropout(self.critic)
+        disable_dropout(model)
+        self.critic = CriticModel(add_lora(model, config.ds.lora))
         if config.critic.gradient_checkpointing_enable:
             self.critic.gradient_checkpointing_enable(
                 config.critic.gradient_checkpointing_reentrant

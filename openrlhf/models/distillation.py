@@ -1,0 +1,84 @@
+"""A student and its teacher: two causal language models over the same packed rows.
+
+The student's head computes cross-entropy and divergence in one pass over chunks of tokens, so the
+logits of neither model ever exist as a whole. Who gathers the teacher's head is known outside.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from openrlhf.algorithms.distillation import (
+    Distillation,
+    DistillationTerms,
+    Head,
+    chunked_distillation,
+)
+from openrlhf.models.actor import Actor, ChunkedHead
+from openrlhf.utils.packing import PackedBatch
+
+
+class StudentTerms(NamedTuple):
+    """Sums and numbers of the N target tokens of a batch; only loss and aux_loss have gradients."""
+
+    loss: Tensor  # () sum over targets of (1 - coef) * -logp + coef * divergence
+    logprobs: Tensor  # (N,) fp32
+    divergence: Tensor  # (N,) fp32
+    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+
+
+class DistillationHead(ChunkedHead):
+    """The student's LM head, which is shown the teacher's."""
+
+    def __init__(self, head: ChunkedHead, *, coef: float, method: Distillation) -> None:
+        super().__init__(head, head.transform)
+        self.coef = coef
+        self.method = method
+
+    def forward(self, hidden_NH: Tensor, targets_N: Tensor, teacher: Head) -> tuple[Tensor, ...]:
+        """The fields of `DistillationTerms`."""
+        terms: DistillationTerms = chunked_distillation(
+            as_head(self, hidden_NH),
+            teacher,
+            targets_N,
+            ce_weights_N=hidden_NH.new_full(targets_N.shape, 1 - self.coef).float(),
+            divergence_weights_N=hidden_NH.new_full(targets_N.shape, self.coef).float(),
+            method=self.method,
+        )
+        return tuple(terms)
+
+
+class Student(Actor):
+    """The model that learns."""
+
+    def __init__(
+        self, model: nn.Module, *, coef: float, method: Distillation, with_aux_loss: bool = False
+    ) -> None:
+        super().__init__(model, with_aux_loss=with_aux_loss)
+        self.head = DistillationHead(self.head, coef=coef, method=method)
+
+    def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
+        """The loss on the targets of a batch, against what the teacher says there."""
+        hidden_NH, aux_loss = self.states_at(batch, batch.predict_index)
+        return StudentTerms(*self.head(hidden_NH, batch.targets, teacher), aux_loss=aux_loss)
+
+
+class Teacher(Actor):
+    """The model that is learnt from."""
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Hidden states where a target is predicted, (N, K)."""
+        return self.states_at(batch, batch.predict_index)[0]
+
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """What must be whole while the student's head looks at the teacher's."""
+        return list(self.head.parameters())
+
+
+def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
+    """States with the head in front of which they stand."""
+    transform = head.transform
+    return Head(hidden_NH, head.weight, head.bias, transform.softcap, transform.scale)

@@ -1,0 +1,104 @@
+"""batch_inference: answer prompts or score answers, row by row, into one file of JSON lines.
+
+The order of the steps is the same for all tasks: read and check, share the work among the ranks,
+keep what is done, and write all rows in input order at once. Knows nothing of engines and models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
+from openrlhf.distributed import collectives
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.topology import Topology
+from openrlhf.trainer.answer_parts import AnswerParts, check_writable, write_lines
+from openrlhf.trainer.batch_generation import PromptTask, check_ranks
+from openrlhf.trainer.batch_scoring import ScoreTask
+from openrlhf.trainer.batch_task import BatchTask
+from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
+from openrlhf.utils.logging import notice, redirect_framework_logs, warn
+
+Row = Any
+TASKS: dict[str, type[BatchTask]] = {
+    "generate_vllm": PromptTask,
+    "generate": PromptTask,
+    "rm": ScoreTask,
+}
+
+
+def run_batch_inference(config: BatchInferenceConfig) -> None:
+    """Do the task and leave its rows at `config.output_path`.
+
+    A killed run that is started again with the same settings and data goes on where it stopped.
+    """
+    assert config.eval_task is not None, "check_what_is_needed_is_named"
+    assert config.output_path is not None, "check_what_is_needed_is_named"
+    topology = Topology.from_env(local_rank=config.local_rank)
+    output = Path(config.output_path).expanduser()
+    check_ranks(config, topology)
+    check_writable(output)
+    redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
+    task = TASKS[config.eval_task](config)
+    strategy = DeepSpeedStrategy(
+        config.ds.as_deepspeed(),
+        seed=config.seed,
+        full_determinism=config.full_determinism,
+        local_rank=config.local_rank,
+    )
+    strategy.setup()
+    parts = AnswerParts(output, rank=topology.rank)
+    left = unfinished_items(task, parts, say=topology.is_main)
+    if left:
+        task.work(topology.shard(left), parts.add, strategy)
+    collectives.barrier()
+    if topology.is_main:
+        write_output(task, parts, output)
+    strategy.shut_down()
+
+
+def unfinished_items(task: BatchTask, parts: AnswerParts, *, say: bool) -> list[int]:
+    """The items without a part yet, the same on every rank."""
+    left: list[int] = []
+    if say:
+        for line in task.notices:
+            warn(line)
+        found = parts.prepare(task.key)
+        if found:
+            notice(found)
+        done = parts.read()
+        left = [index for index in task.items if index not in done]
+    left = collectives.broadcast_object(left)
+    parts.drop_torn_line()
+    return left
+
+
+def write_output(task: BatchTask, parts: AnswerParts, output: Path) -> None:
+    """Put the rows in input order, through the post-processor, into the file; then clean up."""
+    found = parts.read()
+    rows = [row for index in task.items for row in found[index]]
+    kept, lines = post_process(rows, task.config.reward)
+    write_lines(output, (json.dumps(row, ensure_ascii=False) for row in kept))
+    for line in lines:
+        notice(line)
+    notice(f"{len(kept)} rows written to {output}")
+    parts.remove()
+
+
+def post_process(
+    rows: Sequence[Row], reward: InferenceRewardConfig
+) -> tuple[Sequence[Row], list[str]]:
+    """The rows to write, and what a person should know about the others."""
+    if reward.post_processor == "rs":
+        return best_answers(rows), []
+    if reward.post_processor == "iter_dpo":
+        pairs, num_equal = preference_pairs(rows)
+        line = f"{num_equal} prompts were left out: their best and worst answers score the same"
+        return pairs, [line] if num_equal else []
+    if reward.post_processor == "csft":
+        normalize = reward.normalize_enable
+        return rewards_in_prompts(rows, reward.template, normalize=normalize), []
+    return rows, []

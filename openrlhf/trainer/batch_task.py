@@ -1,0 +1,100 @@
+"""What every task of batch_inference has: rows read and checked, and a key that names the work.
+
+Knows no model: how an item becomes rows is said by the tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.chat import STANDARD_PROMPT_COLUMNS, pick_column
+from openrlhf.datasets.loading import load_rows
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.models.loading import LoadOptions, load_config
+from openrlhf.trainer.answer_parts import Rows
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Record = Callable[[Mapping[int, Rows]], None]  # keeps the rows of finished items
+# Settings that change neither the rows nor their order.
+FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "reward"}
+
+
+class BatchTask(ABC):
+    """Items to work on, each by itself; made before a model is loaded."""
+
+    notices: list[str]  # what a person should be told, one line each
+
+    def __init__(self, config: BatchInferenceConfig) -> None:
+        path = config.model.model_name_or_path
+        assert path is not None, "BatchInferenceConfig.check_what_is_needed_is_named"
+        self.config = config
+        self.model_path = path
+        self.model_config = load_config(path, trust_remote_code=config.trust_remote_code)
+        self.tokenizer: Tokenizer = load_tokenizer(
+            path,
+            chat_template=config.data.tokenizer_chat_template,
+            use_fast=not config.data.disable_fast_tokenizer,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.rows: Dataset = load_rows(
+            config.data.dataset or "",
+            split=config.data.dataset_split,
+            probs=config.data.dataset_probs,
+            max_samples=config.data.max_samples,
+            seed=config.seed,
+        )
+
+    @property
+    def input_column(self) -> str:
+        """The column prompts are read from, which may be a standard one."""
+        columns, wanted = self.rows.column_names, self.config.data.input_key
+        return pick_column(wanted, columns, STANDARD_PROMPT_COLUMNS)[0] or wanted
+
+    @property
+    @abstractmethod
+    def items(self) -> range:
+        """Indices of the items, in the order of their rows in the output."""
+
+    @property
+    @abstractmethod
+    def data_key(self) -> str:
+        """A hash of the data, to notice that it changed."""
+
+    @abstractmethod
+    def work(self, mine: Sequence[int], record: Record, strategy: DeepSpeedStrategy) -> None:
+        """Load the model and do this rank's items; all ranks call, also without any."""
+
+    @property
+    def key(self) -> str:
+        """A hash of settings, model and data: with another one, other rows would come out."""
+        settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
+        facts = [settings, files_of_model(self.model_path), self.data_key]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def load_options(config: BatchInferenceConfig) -> LoadOptions:
+    """How the model is loaded."""
+    ds = config.ds
+    return LoadOptions(
+        attn_implementation=ds.attn_implementation,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+    )
+
+
+def files_of_model(model_path: str) -> list[list[object]]:
+    """Name, size and time of the files of a local model; a loop may train into the same folder."""
+    folder = Path(model_path).expanduser()
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,0 +1,253 @@
+"""interactive_chat: a conversation with a model in the terminal, its answers shown as they grow.
+
+A conversation that no longer fits loses its oldest turns. Reads lines from a stream and writes text
+to another, so that it can be driven without a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from openrlhf.config.serving import ChatConfig
+from openrlhf.datasets.chat import fill_template, has_placeholder, render
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import (
+    LoadOptions,
+    default_device_type,
+    load_causal_lm,
+    load_config,
+)
+from openrlhf.trainer.post_processors import wrap_input
+from openrlhf.utils.tokenizer import (
+    TextEncoder,
+    Tokenizer,
+    chat_template_of,
+    eos_token_ids,
+    load_tokenizer,
+)
+
+HELP = "Type /reset to start anew, /exit to leave; Ctrl-C stops an answer."
+ROOM_SHARE = 4  # at least a quarter of the context is kept for the answer
+UNFINISHED = "\ufffd"  # what a part of a character decodes to
+
+
+class Turn(NamedTuple):
+    """What was typed and what was answered."""
+
+    line: str
+    answer: str
+
+
+class Conversation:
+    """Turns as a prompt of bounded length."""
+
+    def __init__(self, config: ChatConfig, tokenizer: Tokenizer, *, max_len: int) -> None:
+        data = config.data
+        self.turns: list[Turn] = []
+        self.max_len = max_len
+        self._is_chat = data.apply_chat_template
+        self._template = data.input_template
+        self._encoder = TextEncoder(tokenizer)
+        self._start = read_start(data.ta_prompt)
+        csft = config.csft
+        self._wish = f"{{input}} {csft.prompt.strip()} " if csft.enable else "{input}"
+        if self._is_chat:
+            chat_template_of(tokenizer)
+        else:
+            has_placeholder(self._template)
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.turns = []
+
+    def prompt_for(self, line: str) -> tuple[list[int], int]:
+        """Token ids to answer a line, and how many old turns were dropped for them to fit.
+
+        Raises ConfigError for a line that does not fit alone.
+        """
+        num_dropped = 0
+        limit = self.max_len - self.max_len // ROOM_SHARE
+        ids = self._encode(line)
+        while len(ids) > limit and self.turns:
+            self.turns.pop(0)
+            num_dropped += 1
+            ids = self._encode(line)
+        if len(ids) > limit:
+            raise ConfigError(
+                f"The line makes {len(ids)} tokens, and --max_len {self.max_len} leaves room for "
+                f"{limit}. Type a shorter one."
+            )
+        return ids, num_dropped
+
+    def _encode(self, line: str) -> list[int]:
+        line = wrap_input(line, self._wish)
+        text = self._chat_text(line) if self._is_chat else self._plain_text(line)
+        return self._encoder.encode_prompts([text])[0]
+
+    def _chat_text(self, line: str) -> str:
+        messages: list[dict[str, object]] = []
+        if self._start:
+            messages.append({"role": "system", "content": self._start})
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.line})
+            messages.append({"role": "assistant", "content": turn.answer})
+        messages.append({"role": "user", "content": line})
+        return render(self._encoder, messages, add_generation_prompt=True)
+
+    def _plain_text(self, line: str) -> str:
+        hide = self._encoder.hide
+        past = [
+            f"{fill_template(self._template, hide(turn.line))}{hide(turn.answer)}\n"
+            for turn in self.turns
+        ]
+        start = [hide(self._start) + "\n"] if self._start else []
+        return "".join([*start, *past, fill_template(self._template, hide(line))])
+
+
+class TokenStream:
+    """A streamer of transformers: writes each token's text once its characters are whole."""
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._write = write
+        self._ids: list[int] = []
+        self._is_prompt = True  # transformers hands the prompt over first
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the next ids."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._ids += value.flatten().tolist()
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if not text.endswith(UNFINISHED):
+            self._show(text)
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._show(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+    def _show(self, text: str) -> None:
+        self._write(text[len(self.text) :])
+        self.text = text
+
+
+class Chat:
+    """A model, a conversation and a place to write."""
+
+    def __init__(self, config: ChatConfig, output: TextIO) -> None:
+        path = config.model.model_name_or_path
+        assert path is not None, "ChatConfig.check_model_is_named"
+        data, trust = config.data, config.trust_remote_code
+        limit = load_config(path, trust_remote_code=trust).get_text_config().to_dict()
+        self.tokenizer = load_tokenizer(
+            path,
+            chat_template=data.tokenizer_chat_template,
+            use_fast=not data.disable_fast_tokenizer,
+            trust_remote_code=trust,
+        )
+        max_len = min(data.max_len, limit.get("max_position_embeddings") or data.max_len)
+        self.conversation = Conversation(config, self.tokenizer, max_len=max_len)
+        self.stop_token_ids = eos_token_ids(path, self.tokenizer, trust_remote_code=trust)
+        self.rollout = config.rollout
+        self.output = output
+        self.model = load_model(config, path)
+
+    def talk(self, lines: TextIO) -> None:
+        """Answer lines until /exit or the end of input."""
+        self._say(HELP + "\n")
+        while True:
+            self._say("> ")
+            line = self._read(lines)
+            if line is None or line == "/exit":
+                return
+            if line == "/reset":
+                self.conversation.reset()
+                self._say("The conversation starts anew.\n")
+            elif line:
+                self._answer(line)
+
+    def _read(self, lines: TextIO) -> str | None:
+        """The next line without its end; None at the end of input, blank after Ctrl-C."""
+        try:
+            line = lines.readline()
+        except KeyboardInterrupt:
+            line = "\n"
+            self._say(f"\n{HELP}\n")
+        return line.strip() if line else None
+
+    def _answer(self, line: str) -> None:
+        try:
+            ids, num_dropped = self.conversation.prompt_for(line)
+        except ConfigError as error:
+            self._say(f"{error}\n")
+            return
+        if num_dropped:
+            self._say(f"[the oldest {num_dropped} turns no longer fit and were dropped]\n")
+        stream = TokenStream(self.tokenizer, self._say)
+        try:
+            self._generate(ids, stream)
+        except KeyboardInterrupt:  # stops the answer; what was said stays in the conversation
+            self._say(" [stopped]")
+        self._say("\n")
+        self.conversation.turns.append(Turn(line, stream.text))
+
+    @torch.no_grad()
+    def _generate(self, ids: Sequence[int], stream: TokenStream) -> None:
+        rollout = self.rollout
+        chance: dict[str, Any] = {"do_sample": False}
+        if not rollout.is_greedy:
+            chance = {"do_sample": True, "temperature": rollout.temperature, "top_k": 0}
+            chance["top_p"] = rollout.top_p
+        prompt = torch.tensor([ids], device=self.model.device)
+        self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            streamer=stream,
+            repetition_penalty=rollout.repetition_penalty,
+            max_new_tokens=self.conversation.max_len - len(ids),
+            eos_token_id=list(self.stop_token_ids),
+            pad_token_id=self.tokenizer.pad_token_id,
+            **chance,
+        )
+
+    def _say(self, text: str) -> None:
+        self.output.write(text)
+        self.output.flush()
+
+
+def run_interactive_chat(config: ChatConfig) -> None:
+    """Talk in this terminal."""
+    Chat(config, sys.stdout).talk(sys.stdin)
+
+
+def load_model(config: ChatConfig, path: str) -> Any:
+    """The model, on this machine's device."""
+    ds = config.ds
+    options = LoadOptions(
+        attn_implementation=ds.attn_implementation,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+    )
+    model = load_causal_lm(path, **options).eval()
+    return model if ds.load_in_4bit else model.to(default_device_type())
+
+
+def read_start(path: str | None) -> str:
+    """The text that stands before a conversation; a file that cannot be read is a ConfigError."""
+    if path is None:
+        return ""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--ta_prompt {path} cannot be read: {error}. Give a text file."
+        ) from error

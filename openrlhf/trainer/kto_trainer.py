@@ -1,0 +1,248 @@
+"""KTO: single answers, good or bad, against a reference model and a reference point.
+
+The reference point comes from the whole global batch before any of its losses: each prompt is put
+before the response of the next row, in the order of the batch, so that neither ranks nor
+micro-batches change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from openrlhf.algorithms.preference_loss import (
+    KTOOptions,
+    kto_kl_sum,
+    kto_losses,
+    kto_reference_point,
+)
+from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.config.preference import KTOConfig
+from openrlhf.datasets.unpaired_preference_dataset import (
+    UnpairedExample,
+    UnpairedFormat,
+    UnpairedPreferenceDataset,
+)
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.models.actor import Actor
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SampleSet
+from openrlhf.trainer.reference import Reference, evaluating, make_reference
+from openrlhf.trainer.supervised_run import (
+    Progress,
+    Recipe,
+    SupervisedRun,
+    load_actor,
+    run_supervised,
+)
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """B packed answers, and which of them are wanted."""
+
+    packed: PackedBatch
+    is_desirable: Tensor  # (B,) bool
+
+    @classmethod
+    def of(cls, samples: Sequence[UnpairedExample]) -> LabelledBatch:
+        """Pack prompts with their responses, the responses as targets."""
+        packed = PackedBatch.from_sequences(
+            [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
+        )
+        return cls(packed, torch.tensor([sample.is_desirable for sample in samples]))
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Every token of the batch, (T,) int64."""
+        return self.packed.token_ids
+
+    def to(self, device: torch.device | str) -> LabelledBatch:
+        """The same batch on another device."""
+        return replace(
+            self, packed=self.packed.to(device), is_desirable=self.is_desirable.to(device)
+        )
+
+
+class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
+    """The loss on single answers."""
+
+    def __init__(
+        self,
+        strategy: DeepSpeedStrategy,
+        engine: TrainEngine,
+        *,
+        reference: Reference,
+        options: KTOOptions,
+        aux_loss_coef: float = 0.0,
+        **loop: Unpack[LoopParts],
+    ) -> None:
+        super().__init__(strategy, engine, **loop)
+        self.reference = reference
+        self.options = options
+        self.aux_loss_coef = aux_loss_coef
+
+    def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
+        """Answers."""
+        return {"num_samples": float(len(samples))}
+
+    def collate(self, samples: Sequence[UnpairedExample]) -> LabelledBatch:
+        """One row of all answers."""
+        return LabelledBatch.of(samples)
+
+    def empty_sample(self) -> UnpairedExample:
+        """A prompt and a response of one token each."""
+        ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
+        return UnpairedExample(ids, mask, is_desirable=True)
+
+    def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
+        """The reference point of the batch."""
+        pairs = mismatched_pairs([samples[row] for row in rows])
+        return {"reference_point": self.reference_point(pairs)}
+
+    @torch.no_grad()
+    def reference_point(self, pairs: Sequence[UnpairedExample]) -> float:
+        """How far the policy is from the reference on mismatched pairs, over all ranks."""
+        if not pairs:
+            return 0.0
+        share = self.share_of(range(len(pairs)), [len(pair.token_ids) for pair in pairs])
+        kl_sum = 0.0
+        with evaluating(self.engine):
+            for index in range(share.num_micro_batches):
+                part = share.micro_batches[index] if index < len(share.micro_batches) else []
+                batch = self.collate([pairs[i] for i in part] or [self.empty_sample()])
+                own = kto_kl_sum(*self._logprobs(batch.to(self.engine.device))[:2])
+                kl_sum += own.item() if part else 0.0
+        total = self.strategy.all_reduce_sum({"kl_sum": kl_sum})["kl_sum"]
+        return kto_reference_point(torch.tensor(total), len(pairs)).item()
+
+    def compute_loss(
+        self, batch: LabelledBatch, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """Sum of the answers' losses / answers of the step, plus the router loss of experts."""
+        policy_B, ref_B, aux_loss = self._logprobs(batch)
+        reference_point = denominators["reference_point"]
+        losses_B, rewards_B = kto_losses(
+            policy_B,
+            ref_B,
+            is_desirable_B=batch.is_desirable,
+            reference_point=torch.tensor(reference_point, device=policy_B.device),
+            options=self.options,
+        )
+        num_samples, total = len(losses_B), denominators["num_samples"]
+        metrics = self._metrics(losses_B.detach(), rewards_B, batch.is_desirable)
+        metrics.add("kl", reference_point, weight=num_samples)
+        loss_sum = losses_B.sum()
+        if self.aux_loss_coef and aux_loss is not None:
+            metrics.add("aux_loss", aux_loss.item(), weight=num_samples)
+            loss_sum = loss_sum + self.aux_loss_coef * aux_loss * num_samples
+        metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
+        return loss_sum / total, metrics
+
+    def summarise(self, values: dict[str, float]) -> dict[str, float]:
+        """How much better wanted answers are rewarded than unwanted ones, where there are both."""
+        if not {"chosen_reward", "reject_reward"} <= values.keys():
+            return {}
+        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
+
+    def _logprobs(self, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs of whole responses, (B,), of policy and reference, and the router loss."""
+        num_targets_B = batch.packed.num_targets
+        ref_B = self.reference(batch.packed)
+        stats = self.engine(batch.packed)
+        return segment_sum(stats.logprobs, num_targets_B), ref_B, stats.aux_loss
+
+    @staticmethod
+    def _metrics(losses_B: Tensor, rewards_B: Tensor, is_desirable_B: Tensor) -> Metrics:
+        metrics = Metrics()
+        metrics.add("kto_loss", losses_B.mean().item(), weight=len(losses_B))
+        parts = {"chosen_reward": is_desirable_B, "reject_reward": ~is_desirable_B}
+        for name, mask_B in parts.items():
+            if mask_B.any():
+                metrics.add(name, rewards_B[mask_B].mean().item(), weight=int(mask_B.sum()))
+        return metrics
+
+
+def mismatched_pairs(samples: Sequence[UnpairedExample]) -> list[UnpairedExample]:
+    """Each prompt with the response of the next sample, the last with that of the first.
+
+    None for a single sample. A pair is cut at the longest of the samples: no model sees more tokens
+    than it does in training.
+    """
+    if len(samples) < 2:
+        return []
+    longest = max(len(sample.token_ids) for sample in samples)
+    following = [*samples[1:], samples[0]]
+    pairs = []
+    for sample, other in zip(samples, following, strict=True):
+        token_ids = torch.cat([sample.prompt_ids, other.response_ids])[:longest]
+        own_mask = sample.loss_mask[: sample.prompt_length]  # no target in it
+        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:longest]
+        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
+    return pairs
+
+
+class KTORecipe(Recipe[KTOConfig]):
+    """train_kto."""
+
+    name = "kto"
+
+    def make_samples(
+        self,
+        config: KTOConfig,
+        rows: Dataset,
+        tokenizer: Tokenizer,
+        progress: Progress | None,
+    ) -> UnpairedPreferenceDataset:
+        """Prompts with an answer and its label."""
+        return UnpairedPreferenceDataset(rows, tokenizer, format_of(config), progress=progress)
+
+    def load_model(self, config: KTOConfig, model_path: str) -> Actor:
+        """The causal language model as a policy."""
+        return load_actor(config, model_path, has_dropout=False)
+
+    def make_trainer(self, run: SupervisedRun[KTOConfig]) -> KTOTrainer:
+        """The loss, and the frozen model that the policy starts from."""
+        model = run.config.model
+        return KTOTrainer(
+            run.strategy,
+            run.engine,
+            reference=make_reference(run, run.inputs.model_path, offload=run.config.ref.offload),
+            options=KTOOptions(
+                beta=model.beta,
+                desirable_weight=model.desirable_loss_weight,
+                undesirable_weight=model.undesirable_loss_weight,
+            ),
+            aux_loss_coef=model.aux_loss_coef,
+            **run.loop,
+        )
+
+
+def run_kto(config: KTOConfig) -> None:
+    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
+    run_supervised(KTORecipe(), config)
+
+
+def format_of(config: KTOConfig) -> UnpairedFormat:
+    """How rows become labelled answers."""
+    data = config.data
+    return UnpairedFormat(
+        input_key=data.input_key,
+        output_key=data.output_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        max_len=data.max_len,
+        overlong=data.overlong_rows,
+    )

@@ -1,0 +1,45 @@
+"""lora_combiner: an adapter merged into its base, written as a model of its own.
+
+The merging itself and the format of the folder are others' business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from openrlhf.config.serving import LoraCombinerConfig
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.train_engine import EvalEngine
+from openrlhf.errors import ConfigError
+from openrlhf.models.adapters import merge_adapter
+from openrlhf.utils.logging import notice
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+
+
+def run_lora_combiner(config: LoraCombinerConfig) -> None:
+    """Write the merged model, with its tokenizer, at `config.output_path`."""
+    base, adapter = config.model_path, config.lora_path
+    assert base is not None and adapter is not None, "check_models_are_named"
+    assert config.output_path is not None, "check_models_are_named"
+    output = Path(config.output_path).expanduser()
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output_path is a file: {output}. Type the name of a folder.")
+    tokenizer = tokenizer_of(config, base, Path(adapter).expanduser())
+    model = merge_adapter(
+        base,
+        adapter,
+        is_rm=config.is_rm,
+        dtype=config.ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    export_hf(EvalEngine(model, torch.device("cpu")), model, tokenizer, output)
+    notice(f"merged model saved to {output}")
+
+
+def tokenizer_of(config: LoraCombinerConfig, base: str, adapter: Path) -> Tokenizer:
+    """The tokenizer that was saved with the adapter, or else the base's."""
+    has_own = (adapter / "tokenizer_config.json").is_file()
+    path = str(adapter) if has_own else base
+    return load_tokenizer(path, trust_remote_code=config.trust_remote_code)

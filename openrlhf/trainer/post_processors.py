@@ -1,0 +1,97 @@
+"""What becomes of scored answers: the best of a prompt, its best and worst, or scores in prompts.
+
+Pure functions from rows {input, output, reward, ...} to rows; rows with an equal input are answers
+to one prompt, and prompts keep the order in which they first came.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
+
+
+def best_answers(rows: Sequence[Row]) -> list[Row]:
+    """Rejection sampling: the answer with the highest reward of each prompt, the first of equals.
+
+    Example: rewards 1, 3, 3 of one prompt leave the second row.
+    """
+    return [max(group, key=_reward) for group in by_input(rows)]
+
+
+def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Best and worst answer of each prompt, and how many prompts had none to prefer.
+
+    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward}.
+    """
+    pairs: list[Row] = []
+    num_equal = 0
+    for group in by_input(rows):
+        best, worst = max(group, key=_reward), min(group, key=_reward)
+        if _reward(best) == _reward(worst):
+            num_equal += 1
+            continue
+        pairs.append(
+            {
+                "prompt": best["input"],
+                "chosen": best["output"],
+                "chosen_reward": _reward(best),
+                "rejected": worst["output"],
+                "rejected_reward": _reward(worst),
+            }
+        )
+    return pairs, num_equal
+
+
+def rewards_in_prompts(
+    rows: Sequence[Row], template: str | None = None, *, normalize: bool = False
+) -> list[Row]:
+    """Conditional SFT: each reward, or its z-score, written into the prompt with two decimals.
+
+    Example: input "2+2=" with reward 1 becomes "2+2= <rm_score>: 1.00 ".
+    """
+    rewards = [_reward(row) for row in rows]
+    shown = z_scores(rewards) if normalize else rewards
+    form = template or REWARD_TEMPLATE
+    return [
+        {**row, "input": wrap_input(row["input"], form.replace("{reward}", f"{value:.2f}"))}
+        for row, value in zip(rows, shown, strict=True)
+    ]
+
+
+def wrap_input(value: Any, template: str) -> Any:
+    """The template's text around a prompt: around its text, or around the last user message."""
+    if isinstance(value, str):
+        return template.replace("{input}", value)
+    messages = [dict(message) for message in value]
+    for message in reversed(messages):
+        if (message.get("role") or message.get("from")) in ("user", "human"):
+            key = "content" if message.get("content") is not None else "value"
+            if isinstance(message.get(key), str):
+                message[key] = template.replace("{input}", message[key])
+            break
+    return messages
+
+
+def z_scores(values: Sequence[float]) -> list[float]:
+    """(x - mean) / standard deviation of all values; 0 where they are all the same."""
+    if not values:
+        return []
+    mean, spread = statistics.fmean(values), statistics.pstdev(values)
+    return [(value - mean) / spread if spread > 0 else 0.0 for value in values]
+
+
+def by_input(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each prompt, text or messages, in the order of their first rows."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(row["input"], sort_keys=True), []).append(row)
+    return list(groups.values())
+
+
+def _reward(row: Row) -> float:
+    return float(row["reward"])

@@ -1,0 +1,166 @@
+"""A process reward model: cross-entropy of each step's label at the step's own marker.
+
+A mean over the markers of the whole step; markers are what is counted, however texts are split over
+micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from openrlhf.config.process import PRMConfig
+from openrlhf.datasets.process_reward_dataset import (
+    ProcessExample,
+    ProcessFormat,
+    ProcessRewardDataset,
+    single_token_id,
+)
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.models.process_reward import MarkedBatch, StepJudge
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
+from openrlhf.trainer.supervised_run import (
+    Progress,
+    Recipe,
+    SupervisedRun,
+    load_actor,
+    run_supervised,
+)
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
+    """The loss at step markers; labels are among `reward_tokens`, or any token when there are
+    none.
+    """
+
+    def __init__(
+        self,
+        strategy: DeepSpeedStrategy,
+        engine: TrainEngine,
+        *,
+        reward_tokens: Sequence[int] = (),
+        aux_loss_coef: float = 0.0,
+        **loop: Unpack[LoopParts],
+    ) -> None:
+        super().__init__(strategy, engine, **loop)
+        self.reward_tokens = torch.tensor(reward_tokens) if reward_tokens else None
+        self.places = {token_id: place for place, token_id in enumerate(reward_tokens)}
+        self.aux_loss_coef = aux_loss_coef
+
+    def counts(self, samples: Sequence[ProcessExample]) -> dict[str, float]:
+        """Markers."""
+        return {"num_markers": float(sum(len(sample.labels) for sample in samples))}
+
+    def collate(self, samples: Sequence[ProcessExample]) -> MarkedBatch:
+        """One row of all texts, with the places of markers in it."""
+        token_ids = [sample.token_ids for sample in samples]
+        no_targets = [torch.zeros(len(ids), dtype=torch.bool) for ids in token_ids]
+        marker_mask = torch.cat([sample.marker_mask for sample in samples])
+        return MarkedBatch(
+            PackedBatch.from_sequences(token_ids, no_targets),
+            marker_mask.nonzero().squeeze(-1),
+            torch.cat([self._labels(sample) for sample in samples]),
+            self.reward_tokens,
+        )
+
+    def empty_sample(self) -> ProcessExample:
+        """One marker, whose label is the first there is."""
+        label = next(iter(self.places), 0)
+        return ProcessExample(
+            torch.zeros(1, dtype=torch.int64),
+            torch.ones(1, dtype=torch.bool),
+            torch.tensor([label]),
+            is_soft=False,
+        )
+
+    def compute_loss(
+        self, batch: MarkedBatch, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """Sum over markers / markers of the step, plus the router loss of experts."""
+        terms = self.engine(batch)
+        num_markers, total = len(terms.losses), denominators["num_markers"]
+        loss_sum = terms.losses.sum()
+        metrics = Metrics()
+        metrics.add("prm_loss", loss_sum.item() / num_markers, weight=num_markers)
+        metrics.add("acc", terms.is_correct.float().mean().item(), weight=num_markers)
+        if self.aux_loss_coef and terms.aux_loss is not None:
+            metrics.add("aux_loss", terms.aux_loss.item(), weight=num_markers)
+            loss_sum = loss_sum + self.aux_loss_coef * terms.aux_loss * num_markers
+        metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
+        return loss_sum / total, metrics
+
+    def _labels(self, sample: ProcessExample) -> Tensor:
+        """Labels as the model takes them; with two reward tokens all are shares of the first, so
+        that rows of either kind fit in one batch.
+        """
+        if sample.is_soft or not self.places:
+            return sample.labels
+        places = torch.tensor([self.places[int(label)] for label in sample.labels])
+        return 1.0 - places.float() if len(self.places) == 2 else places
+
+
+class PRMRecipe(Recipe[PRMConfig]):
+    """train_prm."""
+
+    name = "prm"
+
+    def make_samples(
+        self,
+        config: PRMConfig,
+        rows: Dataset,
+        tokenizer: Tokenizer,
+        progress: Progress | None,
+    ) -> ProcessRewardDataset:
+        """Texts with a label for each step."""
+        return ProcessRewardDataset(rows, tokenizer, format_of(config), progress=progress)
+
+    def load_model(self, config: PRMConfig, model_path: str) -> StepJudge:
+        """The causal language model as a judge."""
+        model = load_actor(config, model_path).model
+        return StepJudge(model, with_aux_loss=config.model.aux_loss_coef > 0)
+
+    def make_trainer(self, run: SupervisedRun[PRMConfig]) -> PRMTrainer:
+        """The loss at markers."""
+        model = run.config.model
+        return PRMTrainer(
+            run.strategy,
+            run.engine,
+            reward_tokens=reward_token_ids(run.config, run.inputs.tokenizer),
+            aux_loss_coef=model.aux_loss_coef,
+            **run.loop,
+        )
+
+
+def run_prm(config: PRMConfig) -> None:
+    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
+    run_supervised(PRMRecipe(), config)
+
+
+def reward_token_ids(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a label may be, the good one first; empty for any token."""
+    tokens = config.model.reward_tokens or ()
+    return tuple(single_token_id(tokenizer, text, flag="--reward_tokens") for text in tokens)
+
+
+def format_of(config: PRMConfig) -> ProcessFormat:
+    """How rows become judged steps."""
+    data, model = config.data, config.model
+    return ProcessFormat(
+        input_key=data.input_key,
+        label_key=data.label_key,
+        placeholder_token=model.placeholder_token or "",
+        reward_tokens=model.reward_tokens or (),
+        max_len=data.max_len,
+        overlong=data.overlong_rows,
+    )

@@ -1,0 +1,214 @@
+"""Reward models: a scalar head at the last token of each answer, trained on pairs.
+
+What is exported carries mean and standard deviation of its scores, and is read back: a folder that
+does not give the scores the trainer saw is an error, not a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from openrlhf.algorithms.reward_loss import pairwise_losses
+from openrlhf.config.preference import PairDataConfig, RMConfig
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat, PreferencePair
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.errors import CheckpointError
+from openrlhf.models.actor import unwrap_peft
+from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
+from openrlhf.models.loading import load_sequence_model
+from openrlhf.models.value_head import RewardModel
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SampleSet
+from openrlhf.trainer.pair_batch import PairBatch, by_side, empty_pair
+from openrlhf.trainer.supervised_run import (
+    Progress,
+    Recipe,
+    SupervisedRun,
+    load_options,
+    run_supervised,
+)
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+NUM_CHECKED_PAIRS = 4  # scored again from the exported files
+MAX_SCORE_ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
+    """The loss on the difference of the two scores of a pair."""
+
+    def __init__(
+        self,
+        strategy: DeepSpeedStrategy,
+        engine: TrainEngine,
+        *,
+        loss_kind: str = "sigmoid",
+        with_margin: bool = False,
+        **loop: Unpack[LoopParts],
+    ) -> None:
+        super().__init__(strategy, engine, **loop)
+        self.loss_kind = loss_kind
+        self.with_margin = with_margin
+
+    def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
+        """Pairs."""
+        return {"num_pairs": float(len(samples))}
+
+    def collate(self, samples: Sequence[PreferencePair]) -> PairBatch:
+        """One row of both sides of all pairs."""
+        return PairBatch.of(samples)
+
+    def empty_sample(self) -> PreferencePair:
+        """Two answers of one token."""
+        return empty_pair()
+
+    def compute_loss(
+        self, batch: PairBatch, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """Sum of the pairs' losses / pairs of the step."""
+        chosen_B, rejected_B = by_side(self.engine(batch.packed))
+        losses_B = pairwise_losses(
+            chosen_B,
+            rejected_B,
+            kind=self.loss_kind,
+            margin_B=batch.margins if self.with_margin else None,
+        )
+        metrics = Metrics()
+        means = {
+            "loss": losses_B,
+            "acc": chosen_B > rejected_B,
+            "chosen_reward": chosen_B,
+            "reject_reward": rejected_B,
+        }
+        for name, values_B in means.items():
+            metrics.add(name, values_B.float().mean().item(), weight=len(losses_B))
+        return losses_B.sum() / denominators["num_pairs"], metrics
+
+    @torch.no_grad()
+    def reward_scale(self, samples: SampleSet[PreferencePair]) -> tuple[float, float]:
+        """Mean and standard deviation of the scores of both sides of all pairs, over all ranks."""
+        total = squares = 0.0
+        for scores in self._scores(samples):
+            total += scores.double().sum().item()
+            squares += scores.double().square().sum().item()
+        sums = self.strategy.all_reduce_sum({"total": total, "squares": squares})
+        mean = sums["total"] / (2 * len(samples))
+        return mean, math.sqrt(max(sums["squares"] / (2 * len(samples)) - mean**2, 1e-12))
+
+    def _scores(self, samples: SampleSet[PreferencePair]) -> Iterator[Tensor]:
+        """Scores of this rank's share, a micro-batch at a time."""
+        self.engine.eval()
+        share = self.share_of(range(len(samples)), samples.lengths.tolist())
+        for index in range(share.num_micro_batches):
+            rows = share.micro_batches[index] if index < len(share.micro_batches) else []
+            pairs = [samples[row] for row in rows] or [self.empty_sample()]
+            scores = self.engine(self.collate(pairs).packed.to(self.engine.device))
+            if rows:
+                yield scores
+
+
+class RMRecipe(Recipe[RMConfig]):
+    """train_rm."""
+
+    name = "rm"
+
+    def make_samples(
+        self, config: RMConfig, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
+    ) -> PreferenceDataset:
+        """Pairs, with margins when they are asked for."""
+        pair_format = pair_format_of(config.data, with_margin=config.model.margin_loss_enable)
+        return PreferenceDataset(rows, tokenizer, pair_format, progress=progress)
+
+    def load_model(self, config: RMConfig, model_path: str) -> RewardModel:
+        """The backbone with a fresh head, or a reward model to go on with."""
+        model = load_sequence_model(
+            model_path, value_head_prefix=config.ds.value_head_prefix, **load_options(config)
+        )
+        reward_model = RewardModel(add_lora(model, config.ds.lora))
+        if config.model.gradient_checkpointing_enable:
+            reward_model.gradient_checkpointing_enable(
+                config.model.gradient_checkpointing_reentrant
+            )
+        return reward_model
+
+    def make_trainer(self, run: SupervisedRun[RMConfig]) -> RMTrainer:
+        """The loss on pairs."""
+        model = run.config.model
+        self.trainer = RMTrainer(
+            run.strategy,
+            run.engine,
+            loss_kind=model.loss_type,
+            with_margin=model.margin_loss_enable,
+            **run.loop,
+        )
+        return self.trainer
+
+    def export(self, run: SupervisedRun[RMConfig], path: Path) -> None:
+        """The model with its scale in its config; read back and compared before it counts."""
+        samples = run.inputs.eval_samples or run.inputs.samples
+        mean, std = self.trainer.reward_scale(samples)
+        hf_model = run.model.model
+        unwrap_peft(hf_model).config.update({"mean": mean, "std": std})
+        pairs = [samples[index] for index in range(min(NUM_CHECKED_PAIRS, len(samples)))]
+        batch = self.trainer.collate(pairs).to(run.engine.device)
+        with torch.no_grad():
+            expected = run.engine(batch.packed).cpu()
+        export_hf(run.engine, hf_model, run.inputs.tokenizer, path)
+        if run.strategy.is_main:
+            if is_adapted(hf_model):  # the scale has no place in an adapter's own files
+                unwrap_peft(hf_model).config.save_pretrained(path)
+            check_export(run, path, batch.to("cpu"), expected)
+        run.strategy.barrier()
+
+
+def check_export(
+    run: SupervisedRun[RMConfig], path: Path, batch: PairBatch, expected: Tensor
+) -> None:
+    """Raise CheckpointError unless the model at `path` gives these pairs the `expected` scores."""
+    hf_model = run.model.model
+    options = load_options(run.config)
+    dtype = next(unwrap_peft(hf_model).parameters()).dtype
+    options["dtype"] = dtype
+    options["attn_implementation"] = None
+    if is_adapted(hf_model):
+        model = load_adapter(load_sequence_model(run.inputs.model_path, **options), path)
+    else:
+        model = load_sequence_model(path, allow_fresh_head=False, **options)
+    with torch.no_grad():
+        found = RewardModel(model.cpu().eval())(batch.packed)
+    error = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    if not error <= MAX_SCORE_ERROR[dtype]:
+        raise CheckpointError(
+            f"The reward model saved at {path} gives other scores than the one that was trained "
+            f"(off by {error:.1e}). Do not use it; this is a bug."
+        )
+
+
+def run_rm(config: RMConfig) -> None:
+    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
+    run_supervised(RMRecipe(), config)
+
+
+def pair_format_of(data: PairDataConfig, *, with_margin: bool = False) -> PreferenceFormat:
+    """How rows become pairs."""
+    return PreferenceFormat(
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        with_margin=with_margin,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        max_len=data.max_len,
+        overlong=data.overlong_rows,
+    )

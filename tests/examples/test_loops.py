@@ -1,0 +1,164 @@
+"""The offline loops run to their ends with tiny models, and the reward of the answers rises.
+
+The policy is untrained and types any of forty characters; the reward model is made by hand and
+scores a text by its share of vowels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.tiny import write_jsonl
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+VOWELS = "aeiou"
+NUM_PROMPTS = 96
+GENERATE = "--max_new_tokens 8 --prompt_max_len 32 --micro_batch_size 256 --ds.param_dtype fp32"
+SCORE = "--max_len 64 --micro_batch_size 64 --ds.param_dtype fp32"
+TRAIN = (
+    "--train_batch_size 32 --micro_train_batch_size 32 --max_len 64 --ds.param_dtype fp32 "
+    "--zero_stage 0 --lr_warmup_ratio 0 "
+)
+
+
+def make_policy(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(tokenizer, 64, 2))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_judge(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """A reward model whose score is ten times the share of vowels in what it reads.
+
+    Attention is even over the text; it copies the mark of a vowel, dimension 0, to dimension 1,
+    where the head looks. Dimension 2 is large everywhere and keeps the norms the same.
+    """
+    config = config_of(tokenizer, 32, 1)
+    config.num_labels = 1
+    config.value_head_prefix = "score"
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+        layer = model.model.layers[0]
+        model.model.embed_tokens.weight[:, 2] = 10.0
+        for vowel in VOWELS:
+            model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(vowel), 0] = 1.0
+        layer.self_attn.v_proj.weight[0, 0] = 1.0
+        layer.self_attn.o_proj.weight[1, 0] = 1.0
+        model.score.weight[0, 1] = 10.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def config_of(
+    tokenizer: transformers.PreTrainedTokenizerFast, hidden_size: int, num_layers: int
+) -> transformers.Qwen2Config:
+    return transformers.Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def load_demo():
+    path = EXAMPLES / "python" / "make_demo.py"
+    spec = importlib.util.spec_from_file_location("make_demo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("loops")
+    tokenizer = load_demo().make_tokenizer()
+    make_policy(folder / "policy", tokenizer)
+    make_judge(folder / "judge", tokenizer)
+    prompts = [{"input": f"{n}+{n}="} for n in range(NUM_PROMPTS)]
+    return {
+        "MODEL": str(folder / "policy"),
+        "REWARD_MODEL": str(folder / "judge"),
+        "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
+        "INPUT_KEY": "input",
+        "ENGINE": "generate",
+        "ITERATIONS": "3",
+        "PROMPTS": str(NUM_PROMPTS),
+        "SAMPLES": "8",
+        "GPUS": "1",
+        "GENERATE_ARGS": GENERATE,
+        "SCORE_ARGS": SCORE,
+    }
+
+
+def run_loop(name: str, folder: Path, variables: dict[str, str]) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, **variables, "PATH": path, "OUT": str(folder)}
+    command = ["bash", EXAMPLES / "scripts" / name]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def vowel_share(rows: list[dict]) -> float:
+    """The reward, counted: the mean share of vowels in the answers."""
+    texts = [row["output"] for row in rows if row["output"]]
+    return sum(sum(map(text.count, VOWELS)) / len(text) for text in texts) / len(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "train_args"),
+    [
+        ("train_rejection_sampling.sh", "--max_epochs 4 --learning_rate 3e-3"),
+        ("train_iterative_dpo.sh", "--max_epochs 4 --learning_rate 1e-3"),
+    ],
+)
+def test_the_reward_of_the_answers_rises(variables, tmp_path, name, train_args):
+    run_loop(name, tmp_path, variables | {"TRAIN_ARGS": TRAIN + train_args})
+    shares = [vowel_share(read_rows(tmp_path / f"answers{i}.jsonl")) for i in range(3)]
+    assert 0.05 < shares[0] < 0.2  # 5 of 46 tokens
+    assert shares[2] > shares[0] + 0.15, shares
+    assert (tmp_path / "model2" / "model.safetensors").is_file()
+    model1 = (tmp_path / "model1" / "model.safetensors").stat().st_mtime_ns
+    run_loop(name, tmp_path, variables)  # all is done: nothing is done again
+    assert (tmp_path / "model1" / "model.safetensors").stat().st_mtime_ns == model1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_scores_stand_in_the_prompts_that_are_learned(variables, tmp_path):
+    answers = ["aeioaeio", "bcdfbcdf", "abacadae"]  # shares of vowels: 1, 0 and 5 / 8
+    rows = [{"input": f"{n}+{n}=", "output": answers[n % 3]} for n in range(60)]
+    data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    own = {"DATA": data, "OUTPUT_KEY": "output", "TRAIN_ARGS": TRAIN + "--max_epochs 1"}
+    run_loop("train_conditional_sft.sh", tmp_path, variables | own)
+    scored = read_rows(tmp_path / "scored.jsonl")
+    assert [row["output"] for row in scored] == [row["output"] for row in rows]
+    wishes = [row["input"].rpartition(" <rm_score>: ")[2] for row in scored]
+    good, bad, middle = (sum(map(float, wishes[k::3])) / 20 for k in range(3))
+    assert good > middle > bad
+    assert good + bad + middle == pytest.approx(0, abs=0.02)  # z-scores
+    assert (tmp_path / "model" / "model.safetensors").is_file()

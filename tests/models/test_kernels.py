@@ -1,0 +1,110 @@
+"""Kernels of other packages: called as they are documented where they are, refused where not."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.kernels import apply_liger, check_4bit
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
+
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what a machine without GPU lacks"
+)
+# What of Liger's interface is used, as a package that notes the call on the model.
+LIGER = """
+def _apply_liger_kernel_to_instance(model, **kwargs):
+    model.liger_call = kwargs
+"""
+
+
+@pytest.fixture(scope="module")
+def mixtral_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("kernels"), "mixtral")
+
+
+@pytest.fixture(scope="module")
+def qwen2_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("kernels"), "qwen2")
+
+
+@pytest.fixture
+def liger_package(tmp_path, monkeypatch):
+    folder = tmp_path / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text(LIGER)
+    (folder / "monkey_patch.py").write_text("MODEL_TYPE_TO_APPLY_LIGER_FN = {'qwen2': None}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+
+
+@NO_GPU
+def test_liger_is_refused_by_name_of_what_is_missing(qwen2_dir):
+    with pytest.raises(ConfigError) as caught:
+        load_causal_lm(qwen2_dir, use_liger_kernel=True)
+    assert str(caught.value) == (
+        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
+        "device. Run on a GPU, or leave --use_liger_kernel out."
+    )
+
+
+@NO_GPU
+def test_liger_without_a_gpu_is_refused_for_reward_models_too(qwen2_dir, liger_package):
+    with pytest.raises(ConfigError, match="^--use_liger_kernel: torch sees no CUDA device. Run"):
+        load_sequence_model(qwen2_dir, use_liger_kernel=True)
+
+
+def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
+    model = load_causal_lm(qwen2_dir)
+    apply_liger(model, is_cuda=True)
+    assert model.liger_call == {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def test_a_family_that_liger_does_not_know_is_refused(mixtral_dir, liger_package):
+    model = load_causal_lm(mixtral_dir)
+    with pytest.raises(ConfigError, match="Liger has no kernels for model type 'mixtral'. Leave"):
+        apply_liger(model, is_cuda=True)
+
+
+@NO_GPU
+def test_four_bits_are_refused_before_the_weights_are_read(qwen2_dir):
+    with pytest.raises(ConfigError) as caught:
+        load_causal_lm(qwen2_dir, load_in_4bit=True)
+    assert str(caught.value) == (
+        "--load_in_4bit: the bitsandbytes package is not installed and torch sees no CUDA device. "
+        "Run on a GPU, or leave --load_in_4bit out."
+    )
+
+
+@NO_GPU
+def test_a_gpu_without_bitsandbytes_is_told_to_install_it():
+    with pytest.raises(ConfigError, match=r"installed\. Install bitsandbytes, or leave --load_in"):
+        check_4bit(is_cuda=True)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_kernels_of_expert_layers_equal_the_plain_loop(implementation, mixtral_dir):
+    batch = full_batch(random_sequences([30, 1, 17, 5]))
+    stats, grads = [], []
+    for name in ("eager", implementation):
+        model = load_causal_lm(mixtral_dir, dtype=torch.float32, experts_implementation=name)
+        assert model.config._experts_implementation == name
+        stats.append(Actor(model)(batch).logprobs)
+        stats[-1].mean().backward()
+        grads.append(gradients(model))
+    torch.testing.assert_close(stats[1], stats[0], atol=1e-5, rtol=0)
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][name], gradient, atol=1e-5, rtol=0, msg=name)
+
+
+def test_the_expert_kernel_without_gradients_is_refused(mixtral_dir):
+    with pytest.raises(ConfigError, match="computes no gradients. Use grouped_mm"):
+        load_causal_lm(mixtral_dir, experts_implementation="deepgemm")

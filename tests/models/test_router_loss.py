@@ -1,0 +1,128 @@
+"""The router loss equals Hugging Face's on one sequence and on the packed tokens of several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.router_loss import load_balancing_loss
+from openrlhf.models.value_head import RewardLearner, RewardModel
+from tests.models.helpers import eager_model, full_batch, random_sequences, tiny_model
+
+TOP_K = 2
+
+
+@pytest.fixture(scope="module")
+def mixtral_dir(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("router"), "mixtral")
+
+
+def save_qwen3_moe(path):
+    """A model whose first layer is dense: only the second has a router."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, head_dim=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, num_experts=4,
+        num_experts_per_tok=TOP_K, mlp_only_layers=[0], initializer_range=0.2, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def load_actor(path) -> Actor:
+    return Actor(load_causal_lm(path, dtype=torch.float32), with_aux_loss=True)
+
+
+def gate_gradients(model):
+    return {n: p.grad for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")}
+
+
+def test_even_use_of_two_experts_costs_top_k():
+    logits = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    assert load_balancing_loss([logits], top_k=1).item() == pytest.approx(1.0)
+    assert load_balancing_loss([logits, logits], top_k=2).item() == pytest.approx(2.0)
+
+
+def test_an_expert_that_takes_all_costs_twice_its_probability():
+    # Both tokens go to the first of two experts, with probability 0.75: 2 * (1 * 0.75 + 0 * 0.25).
+    logits = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log()
+    assert load_balancing_loss([logits], top_k=1).item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_one_sequence_gives_the_loss_of_hugging_face_and_its_gradient(
+    family, mixtral_dir, tmp_path
+):
+    path = mixtral_dir if family == "mixtral" else save_qwen3_moe(tmp_path)
+    (ids,) = random_sequences([37])
+    reference = eager_model(path)
+    expected = reference(input_ids=ids[None], output_router_logits=True).aux_loss
+    actor = load_actor(path)
+    actual = actor(full_batch([ids])).aux_loss
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+    actual.backward()
+    expected.backward()
+    gradients = gate_gradients(actor.model)
+    assert gradients
+    for name, gradient in gate_gradients(reference).items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_a_packed_row_gives_the_loss_of_all_its_tokens_together(mixtral_dir):
+    sequences = random_sequences([5, 23, 1, 12])
+    reference = eager_model(mixtral_dir)
+    layers = [
+        reference(input_ids=ids[None], output_router_logits=True).router_logits for ids in sequences
+    ]
+    together = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
+    expected = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func(
+        together, num_experts=4, top_k=TOP_K
+    )
+    actual = load_actor(mixtral_dir)(full_batch(sequences)).aux_loss
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_checkpointing_leaves_the_gradient_of_the_router_loss(mixtral_dir):
+    gradients = []
+    for is_checkpointed in (False, True):
+        actor = load_actor(mixtral_dir).train()
+        if is_checkpointed:
+            actor.gradient_checkpointing_enable()
+        stats = actor(full_batch(random_sequences([9, 14])))
+        (stats.logprobs.mean() + stats.aux_loss).backward()
+        gradients.append(gate_gradients(actor.model))
+    assert len(gradients[0]) == 2
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-7, rtol=1e-5)
+
+
+def test_reentrant_checkpointing_is_refused(mixtral_dir):
+    with pytest.raises(ConfigError, match="would have no gradient. Use --gradient_checkpointing"):
+        load_actor(mixtral_dir).gradient_checkpointing_enable(use_reentrant=True)
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_actor(tiny_model(tmp_path, "qwen2"))
+    assert str(caught.value) == (
+        "--aux_loss_coef is set, and Qwen2ForCausalLM has no experts. Leave it out."
+    )
+
+
+def test_without_the_option_there_is_no_router_loss(mixtral_dir):
+    actor = Actor(load_causal_lm(mixtral_dir, dtype=torch.float32))
+    assert actor(full_batch(random_sequences([4]))).aux_loss is None
+
+
+def test_a_reward_model_in_training_has_the_same_scores_and_the_router_loss(mixtral_dir):
+    model = load_sequence_model(mixtral_dir, dtype=torch.float32)
+    batch = full_batch(random_sequences([6, 11]))
+    terms = RewardLearner(model, with_aux_loss=True)(batch)
+    torch.testing.assert_close(terms.scores, RewardModel(model)(batch), atol=0, rtol=0)
+    # The body of the reward model is that of the causal language model.
+    torch.testing.assert_close(terms.aux_loss, load_actor(mixtral_dir)(batch).aux_loss)
+    assert RewardLearner(model)(batch).aux_loss is None

@@ -1,0 +1,283 @@
+"""batch_inference: rows in input order on any ranks, killed runs that go on, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.cli.batch_inference import main
+from openrlhf.config.cli import parse_config
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.batch_generation import check_ranks, slice_of
+from openrlhf.trainer.batch_inference import run_batch_inference
+from tests.distributed.spawn import run_ranks
+from tests.tiny import make_model, make_reward_model, write_jsonl
+
+NUM_PROMPTS = 11  # odd: one of two ranks has one more
+GREEDY = "--greedy_sampling --max_new_tokens 12 --prompt_max_len 64 --micro_batch_size 3"
+
+
+def config_of(folder: Path, task: str, flags: str, **paths: str) -> BatchInferenceConfig:
+    names = {"pretrain": "model", "dataset": "prompts.jsonl", "output_path": "out.jsonl", **paths}
+    words = [word for key, name in names.items() for word in (f"--{key}", str(folder / name))]
+    return parse_config(BatchInferenceConfig, ["--eval_task", task, *words, *flags.split()]).config
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scored_pairs(prompts: list[dict]) -> list[dict]:
+    return [{"input": p["input"], "output": "xy" * (i % 4 + 1)} for i, p in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("infer")
+    make_model(folder / "model", hidden_size=32, num_heads=1)
+    make_reward_model(folder / "reward", hidden_size=32, num_heads=1)
+    prompts = [{"input": "ab" * (7 * i % 5 + 1) + str(i), "id": i} for i in range(NUM_PROMPTS)]
+    write_jsonl(folder / "prompts.jsonl", prompts)
+    write_jsonl(folder / "answers.jsonl", scored_pairs(prompts))
+    return folder
+
+
+def run_both(folder: Path) -> None:
+    """Generate and score as one rank of any world."""
+    size = os.environ["WORLD_SIZE"]
+    run_batch_inference(config_of(folder, "generate", GREEDY, output_path=f"gen{size}.jsonl"))
+    for stage in (0, 3):
+        paths = {"pretrain": "reward", "dataset": "answers.jsonl"}
+        flags = f"--micro_batch_size 2 --zero_stage {stage}"
+        out = f"rm{size}-{stage}.jsonl"
+        run_batch_inference(config_of(folder, "rm", flags, output_path=out, **paths))
+
+
+@pytest.fixture(scope="module")
+def both_worlds(folder: Path) -> None:
+    for world_size in (1, 2):
+        run_ranks(run_both, world_size, folder)
+
+
+def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: None) -> None:
+    alone, together = (read_rows(folder / f"gen{size}.jsonl") for size in (1, 2))
+    assert alone == together
+    inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
+    assert [row["input"] for row in alone] == inputs
+
+
+def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: None) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    for row in read_rows(folder / "gen2.jsonl"):
+        ids = tokenizer(row["input"], return_tensors="pt").input_ids
+        found = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.size(1) :]
+        assert row["output"] == tokenizer.decode(found, skip_special_tokens=True)
+        is_stopped = int(found[-1]) == tokenizer.eos_token_id
+        assert row["finish_reason"] == ("stop" if is_stopped else "length")
+
+
+@pytest.mark.parametrize("name", ["rm1-0", "rm2-0", "rm1-3", "rm2-3"])
+def test_rewards_are_those_of_transformers_for_any_ranks_and_stage(
+    folder: Path, both_worlds: None, name: str
+) -> None:
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(folder / "reward")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "reward")
+    rows, answers = read_rows(folder / f"{name}.jsonl"), read_rows(folder / "answers.jsonl")
+    assert [{k: row[k] for k in ("input", "output")} for row in rows] == answers
+    for row in rows:
+        ids = [*tokenizer(row["input"] + row["output"]).input_ids, tokenizer.eos_token_id]
+        expected = model(torch.tensor([ids])).logits.item()
+        assert row["reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_nothing_but_the_output_is_left(folder: Path, both_worlds: None) -> None:
+    left = {path.name for path in folder.iterdir() if "parts" in path.name or "tmp" in path.name}
+    assert left == set()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command_of(folder: Path, out: str, flags: str) -> list[str]:
+    paths = f"--pretrain {folder}/model --dataset {folder}/many.jsonl --output_path {folder}/{out}"
+    module = "openrlhf.cli.batch_inference"
+    words = f"--eval_task generate {paths} {flags}".split()
+    return [sys.executable, "-m", module, *words]
+
+
+def kill_in_the_middle(command: list[str], parts: Path) -> int:
+    """Start, wait for the first results on disk, kill -9; answers how many there were."""
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    try:
+        while not (parts / "rank0.jsonl").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return len((parts / "rank0.jsonl").read_text().splitlines())
+
+
+def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path) -> None:
+    write_jsonl(folder / "many.jsonl", [{"input": f"prompt {i}"} for i in range(240)])
+    flags = "--max_new_tokens 48 --prompt_max_len 64 --micro_batch_size 2 --best_of_n 2 --seed 3"
+    command = command_of(folder, "killed.jsonl", flags)
+    parts = folder / "killed.jsonl.parts"
+    num_done = kill_in_the_middle(command, parts)
+    assert 0 < num_done < 240
+    assert not (folder / "killed.jsonl").exists()
+    with (parts / "rank0.jsonl").open("a") as file:
+        file.write('[17, [{"input": "half a li')
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "going on with what is done" in result.stdout
+    straight = command_of(folder, "straight.jsonl", flags)
+    subprocess.run(straight, env=environment(), check=True, capture_output=True, timeout=120)
+    killed = (folder / "killed.jsonl").read_text()
+    assert killed == (folder / "straight.jsonl").read_text()
+    assert len(killed.splitlines()) == 2 * 240
+
+
+def test_parts_of_other_settings_are_not_taken(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = folder / "anew.jsonl.parts"
+    parts.mkdir()
+    (parts / "key.json").write_text('"of other settings"')
+    (parts / "rank0.jsonl").write_text('[0, [{"input": "stale", "output": "stale"}]]\n')
+    run_batch_inference(config_of(folder, "generate", GREEDY, output_path="anew.jsonl"))
+    assert "starting anew" in capfd.readouterr().out
+    assert len(read_rows(folder / "anew.jsonl")) == NUM_PROMPTS
+    assert "stale" not in (folder / "anew.jsonl").read_text()
+
+
+def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
+    flags = "--best_of_n 3 --max_new_tokens 8 --prompt_max_len 64"
+    run_batch_inference(config_of(folder, "generate", flags, output_path="three.jsonl"))
+    rows = read_rows(folder / "three.jsonl")
+    inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
+    assert [row["input"] for row in rows] == [text for text in inputs for _ in range(3)]
+    assert len({row["output"] for row in rows[:3]}) == 3
+
+
+def test_an_iteration_answers_its_slice(folder: Path) -> None:
+    flags = GREEDY + " --iter 3 --rollout_batch_size 4"  # slices 0-3, 4-7, 8-10, then 0-3 again
+    run_batch_inference(config_of(folder, "generate", flags, output_path="slice.jsonl"))
+    ids = [row["id"] for row in read_rows(folder / "prompts.jsonl")[:4]]
+    assert [row["input"][-1] for row in read_rows(folder / "slice.jsonl")] == list(map(str, ids))
+
+
+@pytest.mark.parametrize(
+    ("iteration", "expected"),
+    [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [0, 1]), (5, [4])],
+)
+def test_slices_are_short_at_the_end_and_begin_again(iteration, expected) -> None:
+    assert list(slice_of(5, 2, iteration)) == expected
+
+
+def test_the_wish_for_a_reward_changes_the_prompt_but_not_the_rows_input(folder: Path) -> None:
+    wishes = [{"input": "ab <rm_score>: 9.00 "}]
+    write_jsonl(folder / "plain.jsonl", [{"input": "ab"}])
+    write_jsonl(folder / "wishes.jsonl", wishes)
+    wish = ["--enable_csft", "--csft_prompt", "<rm_score>: 9.00"]
+    words = ["--eval_task", "generate", "--pretrain", str(folder / "model"), *GREEDY.split()]
+    words += ["--dataset", str(folder / "plain.jsonl"), "--output_path", str(folder / "a.jsonl")]
+    config = parse_config(BatchInferenceConfig, [*words, *wish]).config
+    run_batch_inference(config)
+    run_batch_inference(
+        config_of(folder, "generate", GREEDY, dataset="wishes.jsonl", output_path="b.jsonl")
+    )
+    [asked], [spelled] = read_rows(folder / "a.jsonl"), read_rows(folder / "b.jsonl")
+    assert asked["input"] == "ab"
+    assert asked["output"] == spelled["output"]
+
+
+def test_a_repetition_penalty_acts_as_in_transformers(folder: Path) -> None:
+    flags = GREEDY + " --repetition_penalty 1.5"
+    run_batch_inference(config_of(folder, "generate", flags, output_path="penalty.jsonl"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    for row in read_rows(folder / "penalty.jsonl"):
+        ids = tokenizer(row["input"], return_tensors="pt").input_ids
+        found = model.generate(ids, do_sample=False, max_new_tokens=12, repetition_penalty=1.5)
+        assert row["output"] == tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
+
+
+def test_rewards_reach_the_post_processor(folder: Path) -> None:
+    rows = [{"input": "q", "output": text} for text in ("a", "bb", "ccc")]
+    write_jsonl(folder / "q.jsonl", [*rows, {"input": "r", "output": "a"}])
+    paths = {"pretrain": "reward", "dataset": "q.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "", output_path="all.jsonl", **paths))
+    flags = "--post_processor iter_dpo"
+    run_batch_inference(config_of(folder, "rm", flags, output_path="pairs.jsonl", **paths))
+    rewards = {row["output"]: row["reward"] for row in read_rows(folder / "all.jsonl")[:3]}
+    [pair] = read_rows(folder / "pairs.jsonl")
+    assert rewards[pair["chosen"]] == pair["chosen_reward"] == max(rewards.values())
+    assert rewards[pair["rejected"]] == pair["rejected_reward"] == min(rewards.values())
+
+
+def test_a_bad_row_is_named_before_a_model_is_loaded(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(folder / "bad.jsonl", [{"input": "a"}, {"input": None}])
+    (folder / "no_weights").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / "no_weights" / name).write_bytes((folder / "model" / name).read_bytes())
+    paths = {"pretrain": "no_weights", "dataset": "bad.jsonl", "output_path": "no.jsonl"}
+    words = [word for key, name in paths.items() for word in (f"--{key}", str(folder / name))]
+    with pytest.raises(SystemExit) as leaving:
+        main(["--eval_task", "generate", *words])
+    assert leaving.value.code == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].endswith("bad.jsonl: row 1: 'input' is missing, not text")
+
+
+def test_a_language_model_scores_nothing(folder: Path) -> None:
+    config = config_of(folder, "rm", "", dataset="answers.jsonl")
+    with pytest.raises(ConfigError, match="no value head"):
+        run_batch_inference(config)
+
+
+def test_an_output_that_is_a_folder_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        run_batch_inference(config_of(folder, "generate", GREEDY, output_path="model"))
+
+
+def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="2048 positions"):
+        run_batch_inference(config_of(folder, "generate", "--max_new_tokens 2047"))
+
+
+def test_vllm_under_a_launcher_is_refused(folder: Path) -> None:
+    from openrlhf.distributed.topology import Topology
+
+    config = config_of(folder, "generate_vllm", "")
+    with pytest.raises(ConfigError, match="started as 2 ranks"):
+        check_ranks(config, Topology(world_size=2))
+
+
+@pytest.mark.slow
+def test_vllm_answers_as_hugging_face_does(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_jsonl(tmp_path / "prompts.jsonl", [{"input": "ab" * i} for i in range(1, 8)])
+    for task in ("generate", "generate_vllm"):
+        words = f"--eval_task {task} --pretrain {tmp_path}/model --dataset {tmp_path}/prompts.jsonl"
+        words += f" --output_path {tmp_path}/{task}.jsonl --repetition_penalty 1.3 {GREEDY}"
+        command = [sys.executable, "-m", "openrlhf.cli.batch_inference", *words.split()]
+        subprocess.run(command, check=True, capture_output=True, timeout=200)
+    found = [read_rows(tmp_path / f"{task}.jsonl") for task in ("generate", "generate_vllm")]
+    assert found[0] == found[1]

@@ -1,0 +1,135 @@
+"""interactive_chat through a pseudo terminal: history, streaming, commands, Ctrl-C, long talks."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.serving import ChatConfig
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.interactive_chat import Chat, TokenStream, Turn
+
+GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
+
+
+def chat_with(model: Path, lines: str, *flags: str) -> tuple[Chat, str]:
+    """Talk with greedy answers; the chat and everything it wrote."""
+    words = ["--pretrain", str(model), *GREEDY.split(), *flags]
+    output = io.StringIO()
+    chat = Chat(parse_config(ChatConfig, words).config, output)
+    chat.talk(io.StringIO(lines))
+    return chat, output.getvalue()
+
+
+def greedy(model_dir: Path, prompt: str, max_len: int = 128) -> str:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    found = model.generate(ids, do_sample=False, max_new_tokens=max_len - ids.size(1))
+    return tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
+
+
+def test_an_answer_is_the_models_and_is_remembered_in_the_next_prompt(tiny_model_dir):
+    chat, text = chat_with(tiny_model_dir, "hi\n", "--apply_chat_template")
+    first = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
+    assert f"> {first}\n> " in text
+    chat.conversation.max_len = 2048
+    ids, num_dropped = chat.conversation.prompt_for("a")
+    assert (chat.conversation.turns, num_dropped) == ([Turn("hi", first)], 0)
+    whole = f"<|user|>hi<|end|><|assistant|>{first}<|end|><|user|>a<|end|><|assistant|>"
+    assert chat.tokenizer.decode(ids) == whole
+
+
+def test_without_a_chat_template_turns_follow_the_input_template(tiny_model_dir):
+    chat, _ = chat_with(tiny_model_dir, "", "--input_template", "Q: {}\nA: ")
+    chat.conversation.turns = [Turn("one", "1"), Turn("two", "2")]
+    ids, _ = chat.conversation.prompt_for("three")
+    assert chat.tokenizer.decode(ids) == "Q: one\nA: 1\nQ: two\nA: 2\nQ: three\nA: "
+
+
+def test_reset_forgets_and_exit_leaves_before_the_next_line(tiny_model_dir):
+    chat, text = chat_with(tiny_model_dir, "hi\n/reset\n/exit\nnever\n")
+    assert chat.conversation.turns == []
+    assert "The conversation starts anew." in text
+    assert text.endswith("> ")
+
+
+def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
+    chat, _ = chat_with(tiny_model_dir, "\n  \n")
+    assert chat.conversation.turns == []
+
+
+def test_the_oldest_turns_are_dropped_with_a_notice(tiny_model_dir):
+    chat, _ = chat_with(tiny_model_dir, "", "--input_template", "{}")
+    chat.conversation.turns = [Turn("x" * 40, "y" * 9), Turn("z" * 20, "w" * 9)]
+    # 50 + 30 tokens of turns and 30 of the line are over 96; 30 + 30 are not.
+    chat._answer("v" * 30)
+    assert "the oldest 1 turns no longer fit" in chat.output.getvalue()
+    assert [turn.line[0] for turn in chat.conversation.turns] == ["z", "v"]
+
+
+def test_a_line_that_never_fits_is_refused_and_the_talk_goes_on(tiny_model_dir):
+    chat, text = chat_with(tiny_model_dir, "x" * 200 + "\n/exit\n")
+    assert "Type a shorter one." in text
+    assert chat.conversation.turns == []
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeypatch):
+    chat, _ = chat_with(tiny_model_dir, "")
+    stream_put, seen = TokenStream.put, []
+
+    def interrupt_third(self, value: torch.Tensor) -> None:
+        seen.append(value)
+        stream_put(self, value)
+        if len(seen) == 4:  # the prompt and three tokens
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenStream, "put", interrupt_third)
+    chat.talk(io.StringIO("hi\n"))
+    assert " [stopped]\n" in chat.output.getvalue()
+    [turn] = chat.conversation.turns
+    kept = [int(value) for value in seen[1:]]
+    assert chat.tokenizer.decode(kept, skip_special_tokens=True).startswith(turn.answer)
+    assert len(seen) == 4
+
+
+def test_text_is_written_token_by_token_and_characters_whole(tiny_tokenizer):
+    written: list[str] = []
+    stream = TokenStream(tiny_tokenizer, written.append)
+    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    for token in tiny_tokenizer("aé!").input_ids:  # é is two tokens
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert [text for text in written if text] == ["a", "é", "!"]
+
+
+def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model_dir, tmp_path):
+    (tmp_path / "start.txt").write_text("Be kind.\n")
+    flags = ["--ta_prompt", str(tmp_path / "start.txt"), "--enable_csft"]
+    chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
+    ids, _ = chat.conversation.prompt_for("hi")
+    expected = "<|system|>Be kind.<|end|><|user|>hi <rm_score>: 5.00 <|end|><|assistant|>"
+    assert chat.tokenizer.decode(ids) == expected
+
+
+def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(tiny_model_dir):
+    with pytest.raises(ConfigError, match=r"--ta_prompt nowhere\.txt cannot be read"):
+        chat_with(tiny_model_dir, "", "--ta_prompt", "nowhere.txt")
+
+
+def test_the_command_talks_through_its_streams(tiny_model_dir):
+    command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
+    command += ["--pretrain", str(tiny_model_dir), *GREEDY.split(), "--apply_chat_template"]
+    result = subprocess.run(
+        command, input=b"hi\n/exit\n", capture_output=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    answer = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
+    assert f"> {answer}\n> " in result.stdout.decode()

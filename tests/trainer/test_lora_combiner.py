@@ -1,0 +1,68 @@
+"""lora_combiner: the merged model answers as base and adapter together do, and loads by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.serving import LoraCombinerConfig
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.lora_combiner import run_lora_combiner
+from tests.tiny import make_model, make_reward_model
+
+TOKEN_IDS = torch.tensor([[10, 42, 99, 7, 130]])
+
+
+def combine(base: Path, adapter: Path, output: Path, *flags: str) -> None:
+    words = ["--model_path", str(base), "--lora_path", str(adapter), "--output_path", str(output)]
+    run_lora_combiner(parse_config(LoraCombinerConfig, [*words, *flags]).config)
+
+
+def save_adapter(model: torch.nn.Module, path: Path, **config: object) -> torch.Tensor:
+    """Put a random adapter on a model and save it; answers the adapted model's logits."""
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], **config)
+    adapted = peft.get_peft_model(model, settings).eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    adapted.save_pretrained(path)
+    with torch.no_grad():
+        return adapted(TOKEN_IDS).logits
+
+
+def test_a_merged_language_model_answers_as_the_adapted_one(tmp_path):
+    base = make_model(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    before = model(TOKEN_IDS).logits
+    adapted = save_adapter(model, tmp_path / "adapter", task_type="CAUSAL_LM")
+    combine(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(TOKEN_IDS).logits, adapted, atol=1e-5, rtol=1e-5)
+    assert (adapted - before).abs().max() > 0.1
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+def test_a_merged_reward_model_brings_the_head_saved_with_its_adapter(tmp_path):
+    base = make_reward_model(tmp_path / "base")
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(base)
+    with torch.no_grad():
+        model.score.weight.mul_(3)  # trained along
+    save = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    adapted = save_adapter(model, tmp_path / "adapter", **save)
+    combine(base, tmp_path / "adapter", tmp_path / "merged", "--is_rm")
+    merged = auto_class.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(TOKEN_IDS).logits, adapted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    base = make_model(tmp_path / "base")
+    with pytest.raises(ConfigError, match="holds no adapter_config"):
+        combine(base, tmp_path, tmp_path / "merged")

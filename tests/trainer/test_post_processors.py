@@ -1,0 +1,89 @@
+"""Scored answers, worked by hand: the best, pairs, and rewards written into prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.trainer.post_processors import (
+    best_answers,
+    preference_pairs,
+    rewards_in_prompts,
+    wrap_input,
+    z_scores,
+)
+
+
+def row(prompt: object, output: str, reward: float) -> dict:
+    return {"input": prompt, "output": output, "reward": reward}
+
+
+ROWS = [
+    row("a", "x", 1.0),
+    row("b", "y", -2.0),
+    row("a", "z", 3.0),
+    row("b", "v", -2.0),
+    row("a", "w", 3.0),
+    row("a", "u", 0.5),
+]
+
+
+def test_the_best_answer_of_each_prompt_stays_and_the_first_of_equals():
+    assert best_answers(ROWS) == [row("a", "z", 3.0), row("b", "y", -2.0)]
+
+
+def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_are_counted():
+    pairs, num_equal = preference_pairs(ROWS)
+    assert pairs == [
+        {
+            "prompt": "a",
+            "chosen": "z",
+            "chosen_reward": 3.0,
+            "rejected": "u",
+            "rejected_reward": 0.5,
+        }
+    ]
+    assert num_equal == 1
+
+
+def test_message_lists_that_say_the_same_are_one_prompt():
+    first = [{"role": "user", "content": "hi"}]
+    again = [{"content": "hi", "role": "user"}]
+    rows = [row(first, "x", 1.0), row(again, "y", 2.0)]
+    assert best_answers(rows) == [rows[1]]
+
+
+def test_the_reward_is_written_behind_the_prompt_with_two_decimals():
+    found = rewards_in_prompts([row("2+2=", "4", 1.234), row("1+1=", "3", -0.5)])
+    assert [item["input"] for item in found] == [
+        "2+2= <rm_score>: 1.23 ",
+        "1+1= <rm_score>: -0.50 ",
+    ]
+    assert [item["output"] for item in found] == ["4", "3"]
+
+
+def test_z_scores_are_written_where_they_are_wanted():
+    rows = [row("a", "x", 1.0), row("b", "y", 3.0)]  # mean 2, standard deviation 1
+    found = rewards_in_prompts(rows, "[{reward}] {input}", normalize=True)
+    assert [item["input"] for item in found] == ["[-1.00] a", "[1.00] b"]
+
+
+def test_z_scores_of_equal_values_are_zero():
+    assert z_scores([2.0, 2.0, 2.0]) == [0.0, 0.0, 0.0]
+    spread = (14 / 3) ** 0.5  # of 1, 2, 6 around 3
+    assert z_scores([1.0, 2.0, 6.0]) == pytest.approx([-2 / spread, -1 / spread, 3 / spread])
+
+
+def test_braces_in_data_are_left_alone():
+    [found] = rewards_in_prompts([row("print {reward} {input} {x}", "4", 1.0)])
+    assert found["input"] == "print {reward} {input} {x} <rm_score>: 1.00 "
+
+
+def test_in_a_dialogue_the_last_user_message_is_wrapped():
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "bye"},
+    ]
+    found = wrap_input(messages, "{input}!")
+    assert [message["content"] for message in found] == ["hi", "yes?", "bye!"]
+    assert messages[2]["content"] == "bye"
