@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from openrlhf.errors import CheckpointError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_sequence_model
-from openrlhf.models.value_head import RewardModel
+from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SampleSet
 from openrlhf.trainer.pair_batch import PairBatch, by_side, empty_pair
 from openrlhf.trainer.supervised_run import (
@@ -55,11 +55,13 @@ class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
         *,
         loss_kind: str = "sigmoid",
         with_margin: bool = False,
+        aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
     ) -> None:
         super().__init__(strategy, engine, **loop)
         self.loss_kind = loss_kind
         self.with_margin = with_margin
+        self.aux_loss_coef = aux_loss_coef
 
     def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
         """Pairs."""
@@ -76,8 +78,9 @@ class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
     def compute_loss(
         self, batch: PairBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum of the pairs' losses / pairs of the step."""
-        chosen_B, rejected_B = by_side(self.engine(batch.packed))
+        """Sum of the pairs' losses / pairs of the step, plus the router loss of experts."""
+        terms = self._terms(batch)
+        chosen_B, rejected_B = by_side(terms.scores)
         losses_B = pairwise_losses(
             chosen_B,
             rejected_B,
@@ -93,7 +96,14 @@ class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
         }
         for name, values_B in means.items():
             metrics.add(name, values_B.float().mean().item(), weight=len(losses_B))
-        return losses_B.sum() / denominators["num_pairs"], metrics
+        loss_sum = losses_B.sum()
+        if terms.aux_loss is not None:
+            metrics.add("aux_loss", terms.aux_loss.item(), weight=len(losses_B))
+            loss_sum = loss_sum + self.aux_loss_coef * terms.aux_loss * len(losses_B)
+        return loss_sum / denominators["num_pairs"], metrics
+
+    def _terms(self, batch: PairBatch) -> RewardTerms:
+        return cast(RewardTerms, self.engine(batch.packed))
 
     @torch.no_grad()
     def reward_scale(self, samples: SampleSet[PreferencePair]) -> tuple[float, float]:
@@ -113,9 +123,9 @@ class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
         for index in range(share.num_micro_batches):
             rows = share.micro_batches[index] if index < len(share.micro_batches) else []
             pairs = [samples[row] for row in rows] or [self.empty_sample()]
-            scores = self.engine(self.collate(pairs).packed.to(self.engine.device))
+            terms = self._terms(self.collate(pairs).to(self.engine.device))
             if rows:
-                yield scores
+                yield terms.scores
 
 
 class RMRecipe(Recipe[RMConfig]):
@@ -130,12 +140,14 @@ class RMRecipe(Recipe[RMConfig]):
         pair_format = pair_format_of(config.data, with_margin=config.model.margin_loss_enable)
         return PreferenceDataset(rows, tokenizer, pair_format, progress=progress)
 
-    def load_model(self, config: RMConfig, model_path: str) -> RewardModel:
+    def load_model(self, config: RMConfig, model_path: str) -> RewardLearner:
         """The backbone with a fresh head, or a reward model to go on with."""
         model = load_sequence_model(
             model_path, value_head_prefix=config.ds.value_head_prefix, **load_options(config)
         )
-        reward_model = RewardModel(add_lora(model, config.ds.lora))
+        reward_model = RewardLearner(
+            add_lora(model, config.ds.lora), with_aux_loss=config.model.aux_loss_coef > 0
+        )
         if config.model.gradient_checkpointing_enable:
             reward_model.gradient_checkpointing_enable(
                 config.model.gradient_checkpointing_reentrant
@@ -150,6 +162,7 @@ class RMRecipe(Recipe[RMConfig]):
             run.engine,
             loss_kind=model.loss_type,
             with_margin=model.margin_loss_enable,
+            aux_loss_coef=model.aux_loss_coef,
             **run.loop,
         )
         return self.trainer
@@ -163,7 +176,7 @@ class RMRecipe(Recipe[RMConfig]):
         pairs = [samples[index] for index in range(min(NUM_CHECKED_PAIRS, len(samples)))]
         batch = self.trainer.collate(pairs).to(run.engine.device)
         with torch.no_grad():
-            expected = run.engine(batch.packed).cpu()
+            expected = run.engine(batch.packed).scores.cpu()
         export_hf(run.engine, hf_model, run.inputs.tokenizer, path)
         if run.strategy.is_main:
             if is_adapted(hf_model):  # the scale has no place in an adapter's own files
@@ -182,7 +195,9 @@ def check_export(
     options["dtype"] = dtype
     options["attn_implementation"] = None
     if is_adapted(hf_model):
-        model = load_adapter(load_sequence_model(run.inputs.model_path, **options), path)
+        head = unwrap_peft(hf_model).config.value_head_prefix
+        base = load_sequence_model(run.inputs.model_path, value_head_prefix=head, **options)
+        model = load_adapter(base, path)
     else:
         model = load_sequence_model(path, allow_fresh_head=False, **options)
     with torch.no_grad():

@@ -100,7 +100,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-_LOSSES = ("policy_loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss", "loss")
+_LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
 STEP_FIELDS = (
     _Field("reward", ("reward",), "{:.3f}".format),
     _Field("loss", _LOSSES, "{:.4f}".format),
