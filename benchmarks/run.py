@@ -27,9 +27,10 @@ THREADS = {
 }
 
 
-def measure(name: str, folder: Path, *arguments: int) -> dict[str, float]:
+def measure(name: str, folder: Path, *arguments: int, module: str = "measures") -> dict[str, float]:
     """Run one measurement in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks.measures", name, str(folder), *map(str, arguments)]
+    words = [sys.executable, "-m", f"benchmarks.{module}", name, str(folder)]
+    words += map(str, arguments)
     result = subprocess.run(
         words, capture_output=True, text=True, env=os.environ | THREADS, check=False
     )
@@ -94,8 +95,24 @@ def run(bench: Bench, *, with_trl: bool) -> None:
     detail = f"{whole:.2f} against {parts:.2f} s"
     bench.say("whole step on Ray / sum of bare parts", whole / parts, 1.25, detail, at_most=True)
     if with_trl:
+        for kind in ("sft", "dpo", "rm"):
+            compare_supervised(bench, kind)
         for max_new_tokens, goal in ((64, 1.2), (256, 1.5)):
             compare_with_trl(bench, max_new_tokens, goal)
+
+
+def compare_supervised(bench: Bench, kind: str) -> None:
+    """Tokens/s of a supervised trainer against TRL's on rows of log-normal lengths."""
+    sides: dict[str, list[float]] = {"ours": [], "trl": []}
+    tokens = 0.0
+    for _ in range(bench.rounds):
+        for side, times in sides.items():
+            result = measure(f"{side}_{kind}", bench.folder, module="supervised")
+            tokens = result["tokens"]
+            times.append(result["seconds"])
+    ours, trl = (statistics.median(times) for times in sides.values())
+    detail = f"{tokens / ours:.0f} against {tokens / trl:.0f} tokens/s"
+    bench.say(f"{kind.upper()} step: TRL / ours", trl / ours, 3.0, detail, at_most=False)
 
 
 def compare_with_trl(bench: Bench, max_new_tokens: int, goal: float) -> None:
