@@ -34,18 +34,8 @@ from openrlhf.config.unimplemented import UNIMPLEMENTED, refuse_unimplemented
 from tests.source import ROOT, modules
 from tests.tiny import write_jsonl
 
-CONFIGS = (
-    PPOConfig,
-    SFTConfig,
-    RMConfig,
-    DPOConfig,
-    KTOConfig,
-    PRMConfig,
-    KDConfig,
-    BatchInferenceConfig,
-    LoraCombinerConfig,
-    ChatConfig,
-)
+TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)
+CONFIGS = (*TRAINERS, BatchInferenceConfig, LoraCombinerConfig, ChatConfig)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -76,9 +76,16 @@ def training_config(
         config["zero_optimization"]["stage"] = ds.zero_stage
         config = merge_user_config(config, ds.config)
         config["zero_optimization"]["stage"] = stage
-    if optim.optim == "muon":  # the optimizer itself is made in muon.py, which says why no clipping
-        del config["optimizer"]
-        config["gradient_clipping"] = 0.0
+    return _for_muon(config) if optim.optim == "muon" else config
+
+
+def _for_muon(config: dict[str, object]) -> dict[str, object]:
+    """The optimizer itself is made in muon.py, which says why nothing is clipped."""
+    del config["optimizer"]
+    config["gradient_clipping"] = 0.0
+    config["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW may be the one that is offloaded
+    if config["zero_optimization"]["stage"] == 3:  # whole gradients, or DeepSpeed refuses
+        config["zero_optimization"]["reduce_scatter"] = False
     return config
 
 

@@ -6,45 +6,33 @@ are therefore not clipped: under ZeRO the orthogonalised steps would be what is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed.weights import base_model_of, hf_model_of
-from openrlhf.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Group = dict[str, object]
 
 
-def check_muon(ds: DeepSpeedConfig) -> None:
-    """Raise ConfigError where DeepSpeed has no Muon that keeps whole matrices together."""
-    if ds.zero_stage == 3:
-        raise ConfigError(
-            "--optim muon with --zero_stage 3: Muon needs whole matrices. Use --zero_stage 2."
-        )
-    if ds.adam_offload:
-        raise ConfigError("--optim muon with --adam_offload: not supported. Leave one of them out.")
-
-
-def muon_groups(
-    model: nn.Module, groups: Sequence[Group], optim: OptimizerConfig
-) -> list[Group]:
+def muon_groups(model: nn.Module, groups: Sequence[Group], optim: OptimizerConfig) -> list[Group]:
     """Parameter groups cut in hidden matrices (first) and the rest; every parameter is marked."""
     apart = {id(parameter) for parameter in embeddings_and_heads(model)}
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
     muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
     halves: dict[bool, list[Group]] = {True: [], False: []}
     for group in groups:
+        for parameter in group["params"]:
+            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+            parameter.use_muon = num_dims >= 2 and id(parameter) not in apart
         for use_muon, settings in ((True, muon), (False, adam)):
-            params = []
-            for parameter in group["params"]:
-                is_hidden = parameter.dim() >= 2 and id(parameter) not in apart
-                parameter.use_muon = is_hidden
-                if is_hidden == use_muon:
-                    params.append(parameter)
+            params = [p for p in group["params"] if p.use_muon is use_muon]
             if params:
                 own = {"params": params, "use_muon": use_muon}
                 halves[use_muon].append({**group, **settings, **own})
@@ -72,6 +60,7 @@ def make_muon(groups: list[Group], optim: OptimizerConfig, *, is_cuda: bool) -> 
     # Imports and would compile Newton-Schulz kernels: only where Muon is used.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
 
+    logger.info("Muon: gradients are not clipped, --max_norm has no effect.")
     if not is_cuda:  # compiling for a CPU takes longer than it saves, and needs a C++ compiler
         torch.compiler.set_stance("force_eager")
     optimizer = MuonWithAuxAdam(

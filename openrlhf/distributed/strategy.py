@@ -26,11 +26,12 @@ from openrlhf.distributed.ds_config import (
     inference_config,
     training_config,
 )
-from openrlhf.distributed.muon import check_muon, make_muon, muon_groups
+from openrlhf.distributed.muon import make_muon, muon_groups
 from openrlhf.distributed.schedule import LearningRate
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.distributed.weights import hf_model_of
+from openrlhf.distributed.weights import base_model_of, hf_model_of
+from openrlhf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class DeepSpeedStrategy:
         self, model: nn.Module, optim: OptimizerConfig, *, num_updates: int
     ) -> TrainEngine:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
+        self._check_quantized(model, is_trained=True)
         facts = self.facts_of(model)
         stage = effective_stage(self.ds, facts)
         if stage != self.ds.zero_stage:
@@ -89,7 +91,6 @@ class DeepSpeedStrategy:
         groups = parameter_groups(model, optim.adam.weight_decay)
         optimizer, max_norm = None, optim.max_norm
         if optim.optim == "muon":
-            check_muon(self.ds)
             groups, max_norm = muon_groups(model, groups, optim), math.inf
             optimizer = make_muon(groups, optim, is_cuda=facts.is_cuda)
         engine, *_ = import_deepspeed().initialize(
@@ -108,8 +109,11 @@ class DeepSpeedStrategy:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
         memory.
         """
+        self._check_quantized(model, is_trained=False)
         model.requires_grad_(requires_grad=False).eval()
         facts = self.facts_of(model)
+        if is_quantized(model):  # packed weights have no type to change
+            return EvalEngine(model.to(self.device), self.device)
         if self.ds.zero_stage < 3 and not (offload and facts.is_cuda):
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
         engine, *_ = import_deepspeed().initialize(
@@ -121,10 +125,13 @@ class DeepSpeedStrategy:
         return EvalEngine(engine, self.device)
 
     def facts_of(self, model: nn.Module) -> ModelFacts:
-        """Size and parameter type of a model here; `auto` is the type the model was loaded in."""
+        """Size and parameter type of a model here; `auto`, and a model in 4 bits, keep the type it
+        was loaded in.
+        """
         parameters = list(model.parameters())
         floating = [p.dtype for p in parameters if p.is_floating_point()]
-        dtype = DTYPES.get(self.ds.param_dtype, floating[0])
+        asked = "auto" if is_quantized(model) else self.ds.param_dtype
+        dtype = DTYPES.get(asked, floating[0])
         config = getattr(hf_model_of(model), "config", None)
         return ModelFacts(
             dtype=dtype,
@@ -133,6 +140,22 @@ class DeepSpeedStrategy:
             world_size=self.topology.world_size,
             is_cuda=self.device.type == "cuda",
         )
+
+    def _check_quantized(self, model: nn.Module, *, is_trained: bool) -> None:
+        """Weights in 4 bits cannot be split over ranks, and only an adapter on them can learn."""
+        if not is_quantized(model):
+            return
+        if self.ds.zero_stage == 3:
+            raise ConfigError(
+                "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
+                "Use --zero_stage 2."
+            )
+        hf_model = hf_model_of(model)
+        if is_trained and base_model_of(hf_model) is hf_model:
+            raise ConfigError(
+                "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+                "--load_in_4bit out."
+            )
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over the data-parallel ranks."""
@@ -155,6 +178,11 @@ def set_seed(seed: int, *, full_determinism: bool = False) -> None:
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether the Hugging Face model inside was loaded in 4 bits."""
+    return getattr(base_model_of(hf_model_of(model)), "is_quantized", False) is True
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

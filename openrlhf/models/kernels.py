@@ -31,16 +31,15 @@ def require_cuda_package(flag: str, package: str, *, pip_name: str, is_cuda: boo
 
 def check_4bit(*, is_cuda: bool) -> None:
     """`--load_in_4bit` needs bitsandbytes and a GPU."""
-    require_cuda_package(
-        "--load_in_4bit", "bitsandbytes", pip_name="bitsandbytes", is_cuda=is_cuda
-    )
+    require_cuda_package("--load_in_4bit", "bitsandbytes", pip_name="bitsandbytes", is_cuda=is_cuda)
 
 
 def check_experts(implementation: str | None) -> None:
     """Refuse the kernel of expert layers that has no backward pass in transformers."""
     if implementation == "deepgemm":
         raise ConfigError(
-            "--ds.experts_implementation deepgemm: the kernel computes no gradients. Use grouped_mm."
+            "--ds.experts_implementation deepgemm: the kernel computes no gradients. "
+            "Use grouped_mm."
         )
 
 

@@ -9,17 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
-from openrlhf.distributed.muon import check_muon, embeddings_and_heads, muon_groups
+from openrlhf.distributed.ds_config import ModelFacts, training_config
+from openrlhf.distributed.muon import make_muon, muon_groups
+from openrlhf.distributed.schedule import LearningRate
 from openrlhf.distributed.strategy import DeepSpeedStrategy, parameter_groups
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks
+from tests.tiny import make_model as make_tiny_model
 
 STAGES = {
     "zero0": {"zero_stage": 0},
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "zero2-offload": {"zero_stage": 2, "adam_offload": True},
     "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
+    "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
 OPTIM = OptimizerConfig(
     optim="muon",
@@ -30,16 +36,22 @@ OPTIM = OptimizerConfig(
 )
 NUM_STEPS = 10
 NUM_SAMPLES = 12
-TARGETS = torch.arange(NUM_SAMPLES) % 8
+NUM_CLASSES = 8
+TARGETS = torch.arange(NUM_SAMPLES) % NUM_CLASSES
 
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 8))
+    return nn.Sequential(
+        nn.Embedding(20, 16), nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, NUM_CLASSES)
+    )
 
 
 def loss_of(model: object, rows: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(rows).float(), TARGETS[rows], reduction="sum") / 12
+    return (
+        nn.functional.cross_entropy(model(rows).float(), TARGETS[rows], reduction="sum")
+        / NUM_SAMPLES
+    )
 
 
 def train(options: dict, folder: Path) -> dict:
@@ -88,43 +100,98 @@ def train_all(folder: Path) -> dict:
     return {name: train(options, folder / name) for name, options in STAGES.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_ranks(train_all, request.param, tmp_path_factory.mktemp("muon"))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of two ranks found."""
+    return run_ranks(train_all, 2, tmp_path_factory.mktemp("muon"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What one rank found, without ZeRO."""
+    return train(STAGES["zero0"], tmp_path_factory.mktemp("muon-alone") / "zero0")
 
 
 @pytest.mark.parametrize("case", STAGES)
 def test_the_loss_falls_in_ten_steps(results: list[dict], case: str) -> None:
-    for rank_results in results:
-        losses = rank_results[case]["losses"]
-        assert losses[-1] < 0.5 * losses[0], losses
+    losses = results[0][case]["losses"]
+    assert losses[-1] < 0.5 * losses[0], losses
 
 
 @pytest.mark.parametrize("case", STAGES)
 def test_the_first_step_of_a_hidden_matrix_is_orthogonal(results: list[dict], case: str) -> None:
-    step = results[0][case]["first_steps"]["1.weight"]
-    # rate * sqrt(48 / 16) * (singular values that five iterations bring into 0.7 to 1.2), on a
-    # gradient whose own singular values are far apart
-    values = torch.linalg.svdvals(step)[:8] / (0.05 * 3**0.5)
-    assert values.min() > 0.6 and values.max() < 1.3, values
-    # The embedding's step is Adam's first: the rate, in the direction of the sign.
-    embedding = results[0][case]["first_steps"]["0.weight"][:NUM_SAMPLES]
+    steps = results[0][case]["first_steps"]
+    # The rate, times sqrt(48 / 16) for the shape, times singular values that five Newton-Schulz
+    # steps bring near 1.
+    values = torch.linalg.svdvals(steps["1.weight"]) / (0.05 * 3**0.5)
+    assert values[:NUM_CLASSES].min() > 0.6 and values.max() < 1.3, values
+    # The embedding's step is Adam's first: its rate, in the direction of the sign.
+    embedding = steps["0.weight"][:NUM_SAMPLES]
     torch.testing.assert_close(embedding.abs().median(), torch.tensor(0.01), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["zero1", "zero2"])
-def test_every_stage_and_world_gives_the_same_weights(results: list[dict], case: str) -> None:
-    reference = results[0]["zero0"]["weights"]
+@pytest.mark.parametrize("case", [case for case in STAGES if "bf16" not in case])
+def test_stages_and_ranks_take_the_same_steps(results: list[dict], alone: dict, case: str) -> None:
     for rank_results in results:
         for name, tensor in rank_results[case]["weights"].items():
-            torch.testing.assert_close(tensor, reference[name], atol=1e-4, rtol=1e-4, msg=name)
+            torch.testing.assert_close(
+                tensor, alone["weights"][name], atol=1e-4, rtol=1e-4, msg=name
+            )
 
 
 @pytest.mark.parametrize("case", STAGES)
 def test_a_restored_run_takes_the_same_next_step(results: list[dict], case: str) -> None:
     found = results[0][case]
+    assert not torch.equal(found["after_save"]["1.weight"], found["weights"]["1.weight"])
     for name, tensor in found["weights"].items():
         assert torch.equal(found["restored"][name], tensor)
         torch.testing.assert_close(
             found["after_restore"][name], found["after_save"][name], atol=1e-6, rtol=0
         )
+
+
+def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> None:
+    from openrlhf.models.loading import load_causal_lm, load_sequence_model
+
+    path = make_tiny_model(tmp_path, "qwen2")
+    for load, head in ((load_causal_lm, "lm_head"), (load_sequence_model, "score")):
+        model = load(path)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = muon_groups(model, parameter_groups(model, 0.1), OPTIM)
+        by_optimizer = [
+            {names[id(p)] for group in groups if group["use_muon"] is flag for p in group["params"]}
+            for flag in (True, False)
+        ]
+        layers = {name for name in names.values() if ".layers." in name}
+        assert by_optimizer[0] == {name for name in layers if name.endswith("_proj.weight")}
+        assert by_optimizer[1] == set(names.values()) - by_optimizer[0]
+        assert {f"{head}.weight", "model.norm.weight"} <= by_optimizer[1]
+        assert [group["lr"] for group in groups] == [0.05, 0.01, 0.01]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+def test_deepspeed_is_given_no_optimizer_of_its_own_and_clips_nothing(tmp_path: Path) -> None:
+    facts = ModelFacts(dtype=torch.float32, num_parameters=1000)
+    config = training_config(DeepSpeedConfig(), OPTIM, facts)
+    assert "optimizer" not in config
+    assert config["gradient_clipping"] == 0.0
+    user_file = tmp_path / "ds.json"
+    user_file.write_text('{"optimizer": {"type": "AdamW"}}')
+    with pytest.raises(ConfigError, match=r"optimizer\.type is AdamW, but --optim gives Muon"):
+        training_config(DeepSpeedConfig(config=str(user_file)), OPTIM, facts)
+
+
+def test_every_schedule_scales_both_rates() -> None:
+    model = make_model()
+    for name in ("polynomial", "cosine_with_min_lr", "linear"):
+        optim = OPTIM.model_copy(update={"lr_scheduler": name, "lr_warmup_ratio": 0.0})
+        optimizer = make_muon(
+            muon_groups(model, parameter_groups(model, 0.0), optim), optim, is_cuda=False
+        )
+        schedule = LearningRate(optimizer, optim, num_updates=4)
+        for _ in range(2):
+            optimizer.step()
+            schedule.step()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert 0 < rates[0] < 0.05
+        assert rates[1] == pytest.approx(rates[0] / 5)

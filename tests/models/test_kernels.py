@@ -58,7 +58,7 @@ def test_liger_is_refused_by_name_of_what_is_missing(qwen2_dir):
 
 @NO_GPU
 def test_liger_without_a_gpu_is_refused_for_reward_models_too(qwen2_dir, liger_package):
-    with pytest.raises(ConfigError, match="^--use_liger_kernel: torch sees no CUDA device. Run"):
+    with pytest.raises(ConfigError, match=r"^--use_liger_kernel: torch sees no CUDA device\. Run"):
         load_sequence_model(qwen2_dir, use_liger_kernel=True)
 
 
@@ -70,7 +70,7 @@ def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
 
 def test_a_family_that_liger_does_not_know_is_refused(mixtral_dir, liger_package):
     model = load_causal_lm(mixtral_dir)
-    with pytest.raises(ConfigError, match="Liger has no kernels for model type 'mixtral'. Leave"):
+    with pytest.raises(ConfigError, match=r"Liger has no kernels for model type 'mixtral'\. Leave"):
         apply_liger(model, is_cuda=True)
 
 
@@ -106,5 +106,5 @@ def test_kernels_of_expert_layers_equal_the_plain_loop(implementation, mixtral_d
 
 
 def test_the_expert_kernel_without_gradients_is_refused(mixtral_dir):
-    with pytest.raises(ConfigError, match="computes no gradients. Use grouped_mm"):
+    with pytest.raises(ConfigError, match=r"computes no gradients\. Use grouped_mm"):
         load_causal_lm(mixtral_dir, experts_implementation="deepgemm")

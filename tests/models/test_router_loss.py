@@ -101,7 +101,7 @@ def test_checkpointing_leaves_the_gradient_of_the_router_loss(mixtral_dir):
 
 
 def test_reentrant_checkpointing_is_refused(mixtral_dir):
-    with pytest.raises(ConfigError, match="would have no gradient. Use --gradient_checkpointing"):
+    with pytest.raises(ConfigError, match=r"would have no gradient\. Use --gradient_checkpointing"):
         load_actor(mixtral_dir).gradient_checkpointing_enable(use_reentrant=True)
 
 

@@ -127,9 +127,7 @@ class PolicyModelActor(ModelWorker):
         metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
         return -coef * self._aggregate(stats.entropy, experience, step) if coef else 0.0
 
-    def _router_term(
-        self, stats: TokenStats, step: UpdateStep, metrics: Metrics
-    ) -> Tensor | float:
+    def _router_term(self, stats: TokenStats, step: UpdateStep, metrics: Metrics) -> Tensor | float:
         if stats.aux_loss is None:
             return 0.0
         num_tokens = len(stats.logprobs)
