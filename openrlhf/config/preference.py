@@ -116,6 +116,11 @@ class RMConfig(SupervisedConfig):
     ckpt: RMCheckpointConfig = RMCheckpointConfig()
     logger: RMLoggerConfig = RMLoggerConfig()
 
+    def note_loss_is_in_fp32(self) -> Iterator[str]:
+        """Scores leave the head in fp32, whatever the type of the weights."""
+        if self.model.compute_fp32_loss_enable:
+            yield "--compute_fp32_loss changes nothing: the loss is always in fp32."
+
 
 class DPOModelConfig(ModelConfig):
     """`model.*` of train_dpo."""

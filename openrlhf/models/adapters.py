@@ -108,14 +108,27 @@ def merge_adapter(
     A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
     `load_adapter` does.
     """
-    load = load_sequence_model if is_rm else load_causal_lm
-    model = load(base_path, **options)
+    if is_rm:
+        model = _reward_base(base_path, adapter_path, **options)
+    else:
+        model = load_causal_lm(base_path, **options)
     adapted = load_adapter(model, adapter_path)
-    if is_rm and (Path(adapter_path) / "config.json").is_file():
-        stored = load_config(adapter_path).to_dict()
-        model.config.update({name: stored[name] for name in ("mean", "std") if name in stored})
     with torch.no_grad():
         return adapted.merge_and_unload()
+
+
+def _reward_base(
+    base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
+    """The base with a head of the name, and the scale, that stand in the adapter's folder."""
+    stored: dict[str, object] = {}
+    if (Path(adapter_path) / "config.json").is_file():
+        stored = load_config(adapter_path).to_dict()
+    head = stored.get("value_head_prefix")
+    name = head if isinstance(head, str) else None
+    model = load_sequence_model(base_path, value_head_prefix=name, **options)
+    model.config.update({key: stored[key] for key in ("mean", "std") if key in stored})
+    return model
 
 
 def _linear_names(model: nn.Module) -> str:

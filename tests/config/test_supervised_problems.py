@@ -202,6 +202,13 @@ def test_a_training_flag_is_unknown_to_a_command_that_only_uses_a_model():
     )
 
 
+def test_notices_of_reward_models():
+    assert notices(RMConfig, "--margin_loss --loss logexp") == []
+    assert notices(RMConfig, "--compute_fp32_loss") == [
+        "--compute_fp32_loss changes nothing: the loss is always in fp32."
+    ]
+
+
 def test_notices_of_dpo():
     assert notices(DPOConfig, "--ipo --ref_pretrain r --ref_offload") == []
     assert notices(DPOConfig, "--loss_type robust --label_smoothing 0.1") == []

@@ -12,7 +12,7 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import BatchInferenceConfig
@@ -27,6 +27,7 @@ CONFIGS: dict[str, type[CommandConfig]] = {
     "openrlhf.cli.train_kto": KTOConfig,
     "openrlhf.cli.train_ppo_ray": PPOConfig,
     "openrlhf.cli.train_prm": PRMConfig,
+    "openrlhf.cli.train_rm": RMConfig,
     "openrlhf.cli.train_sft": SFTConfig,
 }
 # Stands for `python` and `torchrun`: notes its words, one call a file.

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
 LOOPS = {"train_rejection_sampling.sh", "train_iterative_dpo.sh", "train_conditional_sft.sh"}
 TRAINING_SCRIPTS = sorted({path.name for path in SCRIPTS.glob("train_*.sh")} - LOOPS)
-OWN_ROWS = {"train_kto.sh": "labelled.jsonl", "train_prm.sh": "steps.jsonl"}
+OWN_ROWS = {
+    "train_dpo.sh": "pairs.jsonl",
+    "train_kto.sh": "labelled.jsonl",
+    "train_prm.sh": "steps.jsonl",
+    "train_rm.sh": "pairs.jsonl",
+}
 SUPERVISED = {"train_sft.sh", "train_kd.sh", *OWN_ROWS}
 TINY_SUPERVISED = "--train_batch_size 4 --micro_train_batch_size 2 --max_len 64"
 TINY_RL = (
@@ -26,6 +31,11 @@ TINY_RL = (
     "--micro_train_batch_size 4 --prompt_max_len 32 --generate_max_len 8 --save_steps -1 "
     "--enforce_eager"
 )
+
+
+def chat(number: int, answer: int) -> list[dict[str, str]]:
+    question = {"role": "user", "content": f"{number}+1=?"}
+    return [question, {"role": "assistant", "content": str(answer)}]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,8 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
     rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(8)]
     labelled = [{**row, "label": n % 2} for n, row in enumerate(rows)]
     steps = [{"question": f"{n}+1=#{n + 1}#", "label": ["+", "-"]} for n in range(8)]
+    pairs = [{"chosen": chat(n, n + 1), "rejected": chat(n, n)} for n in range(8)]
+    write_jsonl(folder / "pairs.jsonl", pairs)
     write_jsonl(folder / "labelled.jsonl", labelled)
     write_jsonl(folder / "steps.jsonl", steps)
     return {

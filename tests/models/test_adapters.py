@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,27 +99,32 @@ def test_a_merged_policy_answers_as_the_adapted_one(
     torch.testing.assert_close(logprobs, expected[:11], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("head_name", ["score", "value_head"])
 def test_the_head_of_a_reward_model_goes_with_its_adapter(
-    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch
+    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch, head_name: str
 ) -> None:
-    adapted = add_lora(load_sequence_model(tiny_model_dir), LORA)
+    base = partial(load_sequence_model, tiny_model_dir, value_head_prefix=head_name)
+    adapted = add_lora(base(), LORA)
     randomise(adapted)
     model = RewardModel(adapted)
     model(batch).sum().backward()
-    head = adapted.get_base_model().score.modules_to_save["default"].weight
+    head = adapted.get_base_model().get_submodule(head_name).modules_to_save["default"].weight
     assert head.grad is not None
     head.data.normal_(generator=torch.Generator().manual_seed(1))
     expected = model(batch)
     adapted.save_pretrained(tmp_path / "adapter")
-    again = load_adapter(load_sequence_model(tiny_model_dir), tmp_path / "adapter")
+    again = load_adapter(base(), tmp_path / "adapter")
     torch.testing.assert_close(RewardModel(again)(batch), expected)
     adapted.get_base_model().config.update({"mean": 0.5, "std": 2.0})
     adapted.get_base_model().config.save_pretrained(tmp_path / "adapter")
     merged = merge_adapter(str(tiny_model_dir), str(tmp_path / "adapter"), is_rm=True)
     merged.save_pretrained(tmp_path / "merged")
-    auto_class = transformers.AutoModelForSequenceClassification
-    loaded, info = auto_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(info.values())
+    if head_name == "score":
+        auto_class = transformers.AutoModelForSequenceClassification
+        loaded, info = auto_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
+        assert not any(info.values())
+    else:
+        loaded = load_sequence_model(tmp_path / "merged", allow_fresh_head=False)
     assert (loaded.config.mean, loaded.config.std) == (0.5, 2.0)
     torch.testing.assert_close(RewardModel(loaded)(batch), expected, atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Direct preference optimisation from pairs of answers with GPUS devices (0: one CPU process). The
+# reference is MODEL as it is before training; LOSS names a relative, such as ipo or simpo.
+#   MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;
+#   EXTRA_ARGS are appended and win over what stands here.
+set -euo pipefail
+
+MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}
+DATA=${DATA:-OpenRLHF/preference_dataset_mixture2_and_safe_pku}
+CHOSEN_KEY=${CHOSEN_KEY:-chosen}
+REJECTED_KEY=${REJECTED_KEY:-rejected}
+LOSS=${LOSS:-sigmoid}
+OUT=${OUT:-./checkpoint/llama3-8b-dpo}
+GPUS=${GPUS:-8}
+
+launcher=(python -m)
+if [ "$GPUS" -gt 1 ]; then
+    launcher=(torchrun --standalone --nproc_per_node "$GPUS" -m)
+fi
+
+"${launcher[@]}" openrlhf.cli.train_dpo \
+    --pretrain "$MODEL" \
+    --dataset "$DATA" \
+    --chosen_key "$CHOSEN_KEY" --rejected_key "$REJECTED_KEY" \
+    --apply_chat_template \
+    --max_len 8192 \
+    --train_batch_size 256 --micro_train_batch_size 2 \
+    --max_epochs 1 \
+    --loss_type "$LOSS" --beta 0.1 \
+    --learning_rate 5e-7 \
+    --zero_stage 3 --bf16 --flash_attn --packing_samples --gradient_checkpointing \
+    --eval_steps -1 --save_steps -1 --logging_steps 1 \
+    --save_path "$OUT" --ckpt_path "$OUT/checkpoints" \
+    ${EXTRA_ARGS:-}
