@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openrlhf.config.common import OptimizerConfig
 
 # The names of transformers.SchedulerType; written out because importing transformers takes seconds.
 SCHEDULERS = (
@@ -45,3 +49,13 @@ def schedule_problems(name: str) -> Iterator[str]:
     if name not in SCHEDULERS:
         near = get_close_matches(name, SCHEDULERS, n=1, cutoff=0.0)[0]
         yield f"--lr_scheduler is not a known schedule: {name}. Type --lr_scheduler {near}."
+
+
+def muon_notes(config: OptimizerConfig) -> Iterator[str]:
+    """What DeepSpeed's Muon decides by itself."""
+    if config.optim != "muon":
+        return
+    if config.muon.ns_steps != 5 or not config.muon.nesterov:
+        yield "--muon.ns_steps and --muon.nesterov have no effect: DeepSpeed's Muon sets them."
+    if config.max_norm != 1.0:
+        yield f"--max_norm {config.max_norm:g} has no effect on Muon's steps: they are orthogonal."

@@ -77,6 +77,14 @@ class RunConfig(CommandConfig):
         ):
             yield "train.micro_batch_size", self.train.batch_size
 
+    def check_checkpoints_hold_something(self) -> Iterator[str]:
+        """A checkpoint is what training goes on from, an exported model, or both."""
+        if self.ckpt.save_steps > 0 and self.ckpt.disable_ds and not self.ckpt.save_hf:
+            yield (
+                f"--save_steps {self.ckpt.save_steps} with --disable_ds_ckpt saves nothing. "
+                "Add --save_hf_ckpt, or leave one of them out."
+            )
+
     def check_step_intervals(self) -> Iterator[str]:
         """-1 is off; there is no every-zeroth step."""
         for name, steps in (("eval_steps", self.eval.steps), ("save_steps", self.ckpt.save_steps)):

@@ -41,8 +41,14 @@ SCORING_LEAVES = {
     "reward.normalize_enable": "normalize_reward",
     "reward.template": "reward_template",
 }
+# vLLM chooses these itself.
+FORWARD_LEAVES = {
+    "micro_batch_size": "micro_batch_size",
+    "ds.attn_implementation": "attn_implementation",
+    "ds.experts_implementation": "ds.experts_implementation",
+}
 UNUSED_LEAVES = {
-    "generate_vllm": SCORING_LEAVES,
+    "generate_vllm": {**SCORING_LEAVES, **FORWARD_LEAVES},
     "generate": {**SCORING_LEAVES, **VLLM_LEAVES},
     "rm": {**GENERATION_LEAVES, **VLLM_LEAVES},
 }
@@ -191,6 +197,11 @@ class BatchInferenceConfig(CommandConfig):
                 f"--post_processor {name} needs rewards, and --eval_task {self.eval_task} makes "
                 "none. Leave it out, and type it with --eval_task rm on the output."
             )
+
+    def check_vllm_quantizes_nothing(self) -> Iterator[str]:
+        """The base in four bits is bitsandbytes' work in the Hugging Face model."""
+        if self.ds.load_in_4bit and self.eval_task == "generate_vllm":
+            yield "--load_in_4bit does not reach vLLM. Type --eval_task generate, or leave it out."
 
     def check_several_answers_can_differ(self) -> Iterator[str]:
         """Without chance every answer is the same."""

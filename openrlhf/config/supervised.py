@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from openrlhf.config.base import Base, option, switch
-from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
+from openrlhf.config.checks import batch_problems, is_blank, muon_notes, schedule_problems
 from openrlhf.config.common import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -154,6 +154,18 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     def check_learning_rate_schedule(self) -> Iterator[str]:
         """The schedule has a name that exists."""
         yield from schedule_problems(self.lr_scheduler)
+
+    def note_settings_without_effect(self) -> Iterator[str]:
+        """What is accepted for old commands, or needs something that was not asked for."""
+        yield from muon_notes(self)
+        if self.data.dataloader_num_workers:
+            yield "--dataloader_num_workers has no effect: the trainer packs batches itself."
+        is_reentrant = self.model.gradient_checkpointing_reentrant
+        if is_reentrant and not self.model.gradient_checkpointing_enable:
+            flag = "--gradient_checkpointing"
+            yield f"{flag}_use_reentrant has no effect without {flag}."
+        if not self.eval.dataset and self.eval.steps > 0:
+            yield f"--eval_steps {self.eval.steps} has no effect without --eval_dataset."
 
 
 class SFTConfig(SupervisedConfig):

@@ -108,7 +108,9 @@ def _load_local(name: str, split: str) -> Dataset:
     path = _local_path(name)
     if _is_saved_dataset(path):
         return _pick_saved(datasets.load_from_disk(str(path)), name, split)
-    by_split = {"train": [path]} if path.is_file() else _files_by_split(path)
+    if path.is_file():
+        return _read_files([path])  # a file has no splits: it is what was asked for
+    by_split = _files_by_split(path)
     if not by_split:
         raise ConfigError(
             f"folder {name} has no data files. Put {', '.join(SUFFIXES)} files into it."

@@ -183,7 +183,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             self._encode_chunk(drafts, content, problems)
             if progress is not None:
                 progress(stop, len(self._rows))
-        problems.raise_if_any("training data set", "Repair the rows, or choose other columns.")
+        problems.raise_if_any("data set", "Repair the rows, or choose other columns.")
         return content
 
     def _draft_chunk(

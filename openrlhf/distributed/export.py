@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.weights import full_parameters, to_cpu, trained_parameters
+from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -80,6 +80,9 @@ def write_folder(
         mend_generation_config(generation_config)
     with no_progress_bars():
         hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+    if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
+        # The name of a value head and the scale of its scores have no place in an adapter's files.
+        base_model_of(hf_model).config.save_pretrained(temporary)
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(model_card(hf_model, command or own_command()))

@@ -6,6 +6,7 @@ saved with it, and that a frozen base is the reference of an adapter trained on 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.loading import (
     LoadOptions,
     load_causal_lm,
-    load_config,
     load_sequence_model,
 )
 
@@ -108,6 +108,7 @@ def merge_adapter(
     A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
     `load_adapter` does.
     """
+    _check_kind(Path(adapter_path), is_rm=is_rm)
     if is_rm:
         model = _reward_base(base_path, adapter_path, **options)
     else:
@@ -117,13 +118,25 @@ def merge_adapter(
         return adapted.merge_and_unload()
 
 
+def _check_kind(folder: Path, *, is_rm: bool) -> None:
+    """Refuse to merge a reward model's adapter as a language model's, which would lose the head."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return  # load_adapter says so
+    has_head = json.loads(path.read_text()).get("task_type") == "SEQ_CLS"
+    if has_head and not is_rm:
+        raise ConfigError(f"{folder} is the adapter of a reward model. Type --is_rm.")
+    if is_rm and not has_head:
+        raise ConfigError(f"--is_rm: the adapter at {folder} has no value head. Leave --is_rm out.")
+
+
 def _reward_base(
     base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
     """The base with a head of the name, and the scale, that stand in the adapter's folder."""
     stored: dict[str, object] = {}
     if (Path(adapter_path) / "config.json").is_file():
-        stored = load_config(adapter_path).to_dict()
+        stored = json.loads((Path(adapter_path) / "config.json").read_text())
     head = stored.get("value_head_prefix")
     name = head if isinstance(head, str) else None
     model = load_sequence_model(base_path, value_head_prefix=name, **options)

@@ -6,6 +6,7 @@ logits of neither model ever exist as a whole. Who gathers the teacher's head is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -38,10 +39,15 @@ class DistillationHead(ChunkedHead):
         self.method = method
 
     def forward(self, hidden_NH: Tensor, targets_N: Tensor, teacher: Head) -> tuple[Tensor, ...]:
-        """The fields of `DistillationTerms`."""
+        """The fields of `DistillationTerms`.
+
+        Models of one family pad their vocabularies to different widths; logits that only one of
+        them has stand for no token and are left out.
+        """
+        num_logits = min(len(self.weight), len(teacher.weight_VH))
         terms: DistillationTerms = chunked_distillation(
-            as_head(self, hidden_NH),
-            teacher,
+            first_logits(as_head(self, hidden_NH), num_logits),
+            first_logits(teacher, num_logits),
             targets_N,
             ce_weights_N=hidden_NH.new_full(targets_N.shape, 1 - self.coef).float(),
             divergence_weights_N=hidden_NH.new_full(targets_N.shape, self.coef).float(),
@@ -82,3 +88,11 @@ def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
     """States with the head in front of which they stand."""
     transform = head.transform
     return Head(hidden_NH, head.weight, head.bias, transform.softcap, transform.scale)
+
+
+def first_logits(head: Head, num_logits: int) -> Head:
+    """The head without the logits from `num_logits` on."""
+    if len(head.weight_VH) == num_logits:
+        return head
+    bias_V = None if head.bias_V is None else head.bias_V[:num_logits]
+    return replace(head, weight_VH=head.weight_VH[:num_logits], bias_V=bias_V)

@@ -45,6 +45,12 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model path {path!r} does not exist. "
             "Give a folder with a config.json, or a hub id such as org/name."
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"Model path {path!r} holds an adapter. Merge it into its base first: "
+            f"openrlhf merge-lora --model_path BASE --lora_path {path} --output_path FOLDER "
+            "(--is_rm for a reward model)."
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"Model path {path!r} holds no config.json. Give the folder that save_pretrained wrote."

@@ -28,6 +28,7 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
 from openrlhf.trainer.pair_batch import PairBatch, ReferencedPairs, ask_all, by_side, empty_pair
 from openrlhf.trainer.reference import Reference, make_reference
+from openrlhf.trainer.same_tokens import check_same_tokens
 from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
@@ -176,6 +177,14 @@ class DPORecipe(Recipe[DPOConfig]):
     ) -> PreferenceDataset:
         """A better and a worse answer to each prompt."""
         return PreferenceDataset(rows, tokenizer, format_of(config), progress=progress)
+
+    def check(self, config: DPOConfig, tokenizer: Tokenizer) -> None:
+        """Another reference has the policy's tokens."""
+        path = config.ref.model_name_or_path
+        if config.has_reference and path:
+            check_same_tokens(
+                tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
+            )
 
     def load_model(self, config: DPOConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""

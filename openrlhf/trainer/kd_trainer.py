@@ -24,9 +24,10 @@ from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
-from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
 from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
+from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
 from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
@@ -38,7 +39,7 @@ from openrlhf.trainer.supervised_run import (
 )
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -123,7 +124,10 @@ class KDRecipe(Recipe[KDConfig]):
 
     def check(self, config: KDConfig, tokenizer: Tokenizer) -> None:
         """The teacher has the student's vocabulary; answers are sampled from whole weights."""
-        check_same_vocabulary(config, tokenizer)
+        remote = config.trust_remote_code
+        check_same_tokens(tokenizer, teacher_path(config), "--teacher_model", remote_code=remote)
+        own_path = config.model.model_name_or_path or ""
+        check_has_logits(tokenizer, own_path, "--pretrain", remote_code=remote)
         if config.kd.on_policy_enable and config.ds.zero_stage == 3:
             raise ConfigError(
                 "--kd_on_policy samples from whole weights: --zero_stage 3. Type --zero_stage 2."
@@ -184,35 +188,6 @@ def teacher_path(config: KDConfig) -> str:
     path = config.teacher.model_name_or_path
     assert path is not None, "KDConfig.check_teacher_is_named"
     return path
-
-
-def check_same_vocabulary(config: KDConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError unless both models give a probability to the same tokens."""
-    remote = config.trust_remote_code
-    student, teacher = config.model.model_name_or_path or "", teacher_path(config)
-    widths = [
-        load_config(path, trust_remote_code=remote).get_text_config().vocab_size
-        for path in (student, teacher)
-    ]
-    own = tokenizer.get_vocab()
-    others = load_tokenizer(teacher, trust_remote_code=remote).get_vocab()
-    remedy = "Choose a --teacher_model of the student's family, with the same vocabulary."
-    if widths[0] != widths[1]:
-        raise ConfigError(
-            f"Student and teacher differ in vocabulary: {widths[0]} logits in {student}, "
-            f"{widths[1]} in {teacher}. {remedy}"
-        )
-    if len(own) != len(others):
-        raise ConfigError(
-            f"Student and teacher differ in vocabulary: {len(own)} tokens in {student}, "
-            f"{len(others)} in {teacher}. {remedy}"
-        )
-    for token, token_id in own.items():
-        if others.get(token) != token_id:
-            raise ConfigError(
-                f"Student and teacher differ in vocabulary: token {token!r} is {token_id} in "
-                f"{student}, {others.get(token, 'nothing')} in {teacher}. {remedy}"
-            )
 
 
 def format_of(config: KDConfig) -> SFTFormat:

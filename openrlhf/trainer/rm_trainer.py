@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from openrlhf.algorithms.reward_loss import pairwise_losses
 from openrlhf.config.preference import PairDataConfig, RMConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat, PreferencePair
+from openrlhf.distributed import collectives
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
@@ -132,6 +133,8 @@ class RMRecipe(Recipe[RMConfig]):
     """train_rm."""
 
     name = "rm"
+    scale = (0.0, 1.0)  # mean and standard deviation of scores, of the step below
+    scaled_step = -1
 
     def make_samples(
         self, config: RMConfig, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
@@ -170,7 +173,10 @@ class RMRecipe(Recipe[RMConfig]):
     def export(self, run: SupervisedRun[RMConfig], path: Path) -> None:
         """The model with its scale in its config; read back and compared before it counts."""
         samples = run.inputs.eval_samples or run.inputs.samples
-        mean, std = self.trainer.reward_scale(samples)
+        if self.scaled_step != self.trainer.global_step:  # a checkpoint's export may be the last
+            self.scale = self.trainer.reward_scale(samples)
+            self.scaled_step = self.trainer.global_step
+        mean, std = self.scale
         hf_model = run.model.model
         unwrap_peft(hf_model).config.update({"mean": mean, "std": std})
         pairs = [samples[index] for index in range(min(NUM_CHECKED_PAIRS, len(samples)))]
@@ -178,11 +184,13 @@ class RMRecipe(Recipe[RMConfig]):
         with torch.no_grad():
             expected = run.engine(batch.packed).scores.cpu()
         export_hf(run.engine, hf_model, run.inputs.tokenizer, path)
+        problems: list[str] = []
         if run.strategy.is_main:
-            if is_adapted(hf_model):  # the scale has no place in an adapter's own files
-                unwrap_peft(hf_model).config.save_pretrained(path)
-            check_export(run, path, batch.to("cpu"), expected)
-        run.strategy.barrier()
+            # Putting an adapter on draws random numbers, which are those of a run that goes on.
+            with collectives.noting(problems), torch.random.fork_rng():
+                check_export(run, path, batch, expected)
+        if problems := collectives.gather_problems(problems):
+            raise CheckpointError("; ".join(problems))
 
 
 def check_export(
@@ -193,7 +201,7 @@ def check_export(
     options = load_options(run.config)
     dtype = next(unwrap_peft(hf_model).parameters()).dtype
     options["dtype"] = dtype
-    options["attn_implementation"] = None
+    options["use_liger_kernel"] = False
     if is_adapted(hf_model):
         head = unwrap_peft(hf_model).config.value_head_prefix
         base = load_sequence_model(run.inputs.model_path, value_head_prefix=head, **options)
@@ -201,7 +209,8 @@ def check_export(
     else:
         model = load_sequence_model(path, allow_fresh_head=False, **options)
     with torch.no_grad():
-        found = RewardModel(model.cpu().eval())(batch.packed)
+        model = model if options.get("load_in_4bit") else model.to(run.engine.device)
+        found = RewardModel(model.eval())(batch.packed).cpu()
     error = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
     if not error <= MAX_SCORE_ERROR[dtype]:
         raise CheckpointError(

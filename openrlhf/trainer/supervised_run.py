@@ -140,6 +140,8 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         save_resolved(config, run_dir / "config.yaml")
         for line in inputs.samples.notices:
             warn(line)
+        for line in inputs.eval_samples.notices if inputs.eval_samples else ():
+            warn(f"evaluation: {line}")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts)

@@ -9,6 +9,7 @@ from openrlhf.config.distillation import KDConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 
 ROWS = "--pretrain m --dataset d "
@@ -260,3 +261,24 @@ def test_notices_of_batch_inference():
     assert notices(BatchInferenceConfig, "generate_vllm --normalize_reward") == [
         "--normalize_reward has no effect with --eval_task generate_vllm."
     ]
+
+
+def test_settings_without_effect_are_said():
+    base = ["--pretrain", "m", "--dataset", "d"]
+    words = {
+        "--dataloader_num_workers 2": "the trainer packs batches itself",
+        "--gradient_checkpointing_use_reentrant": "no effect without --gradient_checkpointing",
+        "--eval_steps 5": "no effect without --eval_dataset",
+        "--optim muon --muon.ns_steps 3": "DeepSpeed's Muon sets them",
+        "--optim muon --max_norm 0.5": "they are orthogonal",
+    }
+    for flags, expected in words.items():
+        notices = list(parse_config(SFTConfig, [*base, *flags.split()]).notices)
+        assert any(expected in line for line in notices), flags
+
+
+def test_a_checkpoint_with_nothing_in_it_is_refused():
+    line = "--pretrain m --dataset d --save_steps 10 --disable_ds_ckpt"
+    [problem] = problems(SFTConfig, line)
+    assert "--save_steps 10 with --disable_ds_ckpt saves nothing" in problem
+    assert parse_config(SFTConfig, f"{line} --save_hf_ckpt".split()).config.ckpt.save_hf

@@ -66,13 +66,18 @@ def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
 
 
 def test_a_missing_split_lists_those_there_are(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"no split 'test'; splits found: train"):
-        load_rows(str(path), split="test")
+        load_rows(str(tmp_path), split="test")
     write_jsonl(tmp_path / "dev.jsonl", ROWS)
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"splits found: train, validation"):
         load_rows(str(tmp_path), split="test")
+
+
+def test_a_single_file_is_whatever_split_is_asked_for(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert load_rows(str(path), split="test").to_list() == ROWS
 
 
 def test_data_sets_follow_one_another_without_probabilities(tmp_path):

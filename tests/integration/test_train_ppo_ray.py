@@ -65,7 +65,13 @@ def test_grpo_with_kl_loss(
 
 
 @pytest.mark.parametrize(
-    "flags", ["reinforce", "rloo", "reinforce_baseline --top_p 0.9 --temperature 0.7", "dr_grpo"]
+    "flags",
+    [
+        "reinforce",
+        "rloo --lora_rank 4 --actor_learning_rate 1e-3",  # what reaches the engine is merged
+        "reinforce_baseline --top_p 0.9 --temperature 0.7",
+        "dr_grpo",
+    ],
 )
 def test_every_estimator_with_a_reward_function(
     tiny_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path, flags: str

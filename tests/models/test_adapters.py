@@ -138,3 +138,17 @@ def test_a_folder_without_an_adapter_and_one_for_another_model_are_refused(
     add_lora(load_causal_lm(other), LORA).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="does not fit"):
         merge_adapter(str(tiny_model_dir), str(tmp_path / "adapter"))
+
+
+def test_an_adapter_is_merged_as_what_it_is_and_no_model_by_itself(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy, reward = str(tmp_path / "policy"), str(tmp_path / "reward")
+    add_lora(load_causal_lm(tiny_model_dir), LORA).save_pretrained(policy)
+    add_lora(load_sequence_model(tiny_model_dir), LORA).save_pretrained(reward)
+    with pytest.raises(ConfigError, match="adapter of a reward model"):
+        merge_adapter(str(tiny_model_dir), reward)
+    with pytest.raises(ConfigError, match="has no value head"):
+        merge_adapter(str(tiny_model_dir), policy, is_rm=True)
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        load_causal_lm(policy)

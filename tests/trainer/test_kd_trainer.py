@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from openrlhf.algorithms.distillation import Distillation
 from openrlhf.cli.train_kd import main
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
@@ -21,8 +23,11 @@ from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError
+from openrlhf.models.distillation import Student, Teacher, as_head
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
 from openrlhf.trainer.kd_trainer import KDRecipe
+from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
@@ -192,12 +197,25 @@ def refusal(folder: Path, words: str) -> str:
     return str(error.value)
 
 
-def test_a_teacher_of_another_vocabulary_is_refused_with_both_sizes(
-    folder: Path, tmp_path: Path
-) -> None:
-    teacher = make_model(tmp_path / "wide", vocab_size=300)
-    line = refusal(folder, f"--teacher_model {teacher}")
-    assert "262 logits" in line and "300 in" in line
+def test_a_teacher_with_fewer_logits_than_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    teacher = make_model(tmp_path / "narrow", vocab_size=200)
+    assert "has 200 logits for 262 tokens" in refusal(folder, f"--teacher_model {teacher}")
+
+
+def test_logits_that_only_the_teacher_has_are_left_out(folder: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(folder / "model")
+    student = Student(model, coef=0.5, method=Distillation(kind="forward"))
+    wide = Teacher(load_causal_lm(make_model(tmp_path / "wide", vocab_size=300)))
+    ids, mask = torch.arange(10, 20), torch.ones(10, dtype=torch.bool)
+    mask[0] = False
+    batch = PackedBatch.from_sequences([ids], [mask])
+    head = as_head(wide.head, wide(batch))
+    narrow = replace(head, weight_VH=head.weight_VH[:262])
+    assert len(head.weight_VH) == 300
+    for found, expected in zip(student(batch, head)[:3], student(batch, narrow)[:3], strict=True):
+        assert torch.equal(found, expected)
+    student(batch, head).loss.backward()
+    assert model.get_output_embeddings().weight.grad.abs().sum() > 0
 
 
 def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -207,7 +225,9 @@ def test_a_teacher_with_other_tokens_is_refused(folder: Path, tmp_path: Path) ->
     vocab = core["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     path.write_text(json.dumps(core))
-    assert "token 'a' is" in refusal(folder, f"--teacher_model {teacher}")
+    assert f"token 'a' is {vocab['a']} there, {vocab['b']} here" in refusal(
+        folder, f"--teacher_model {teacher}"
+    )
 
 
 def test_sampling_from_split_weights_is_refused(folder: Path) -> None:
