@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from transformers import SchedulerType, get_scheduler
 
 from openrlhf.config.common import OptimizerConfig
+from openrlhf.distributed import collectives
 from openrlhf.errors import ConfigError
+from openrlhf.utils.logging import warn
 
 # Counts from 1, so its last value is that of the last update, not the one behind it.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
@@ -77,7 +79,14 @@ class LearningRate:
         return {"num_done": self.num_done, "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up where `state_dict` was taken."""
+        """Take up where `state_dict` was taken, at the peak rate of then; another one is said."""
+        own = getattr(self._scheduler, "base_lrs", None)
+        saved = state["scheduler"].get("base_lrs", own)
+        if saved != own and collectives.is_main():
+            warn(
+                f"the checkpoint's learning rate goes on: its peak is {saved[0]:g}, and "
+                f"{own[0]:g} of this command has no effect. Start anew to change it."
+            )
         self.num_done = state["num_done"]
         self._scheduler.load_state_dict(state["scheduler"])
         for group, lr in zip(

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from tests.tiny import make_model, write_jsonl
 
 FLAGS = (
-    "--input_key input --output_key output --max_epochs 16 --train_batch_size 4 "
+    "--input_key input --output_key output --max_epochs 10 --train_batch_size 4 "
     "--micro_train_batch_size 2 --learning_rate 1e-3 --save_steps 3 --max_ckpt_num 2 "
     "--save_hf_ckpt"
 )
-NUM_ROWS = 10  # three batches an epoch, the last one smaller: 48 steps
+NUM_ROWS = 10  # three batches an epoch, the last one smaller: 30 steps
 
 
 def command(root: Path, name: str, *more: str) -> list[str]:
@@ -56,7 +56,7 @@ def test_the_same_command_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path, "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    wait_for_step(process, killed, 20)
+    wait_for_step(process, killed, 10)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "model.safetensors").exists()
@@ -71,6 +71,6 @@ def test_the_same_command_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     losses = [[(r["step"], r["gpt_loss"], r["lr"]) for r in records(d)] for d in (straight, killed)]
     assert losses[0] == losses[1]
-    assert [step for step, _, _ in losses[1]] == list(range(1, 49))
+    assert [step for step, _, _ in losses[1]] == list(range(1, 31))
     kept = sorted(path.name for path in (killed / "ckpt").glob("global_step*"))
-    assert kept == ["global_step45", "global_step45_hf", "global_step48", "global_step48_hf"]
+    assert kept == ["global_step27", "global_step27_hf", "global_step30", "global_step30_hf"]

@@ -132,6 +132,7 @@ def kill_in_the_middle(command: list[str], parts: Path) -> int:
     return len((parts / "rank0.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path) -> None:
     write_jsonl(folder / "many.jsonl", [{"input": f"prompt {i}"} for i in range(240)])
     flags = "--max_new_tokens 48 --prompt_max_len 64 --micro_batch_size 2 --best_of_n 2 --seed 3"

@@ -31,7 +31,6 @@ from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral")
-CUT = (("qwen2", "mixtral"), ("rm", "dpo"))  # families and trainers; the rest is marked slow
 ZERO_STAGES = (0, 2, 3)
 LORA_RANKS = (0, 4)
 NUM_RANKS, NUM_SAMPLES, NUM_UPDATES = 2, 4, 2
@@ -129,10 +128,6 @@ def train(folder: Path, families: Iterable[str], names: Iterable[str], stages: I
     return curves
 
 
-def train_cut(folder: Path) -> dict:
-    return train(folder, *CUT, (0, 3))
-
-
 def train_all(folder: Path) -> dict:
     return train(folder, FAMILIES, MAKERS, ZERO_STAGES)
 
@@ -153,23 +148,8 @@ def check(curves: dict, family: str, name: str, stage: int, rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(folder: Path) -> list[dict]:
-    return run_ranks(train_cut, NUM_RANKS, folder)
-
-
-@pytest.fixture(scope="module")
 def everything(folder: Path) -> list[dict]:
     return run_ranks(train_all, NUM_RANKS, folder)
-
-
-@pytest.mark.parametrize("rank", LORA_RANKS)
-@pytest.mark.parametrize("name", CUT[1])
-@pytest.mark.parametrize("family", CUT[0])
-def test_a_dense_model_and_experts_learn_split_over_ranks(
-    cut: list[dict], family: str, name: str, rank: int
-) -> None:
-    for curves in cut:
-        check(curves, family, name, 3, rank)
 
 
 @pytest.mark.slow
