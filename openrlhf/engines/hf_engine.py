@@ -8,7 +8,7 @@ come back after each call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ from openrlhf.engines.base import (
 )
 from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
-from openrlhf.engines.shared_memory import ShmBucketReader
+from openrlhf.engines.shared_memory import ShmBucketReader, checksum
 from openrlhf.errors import EngineError, WeightSyncError
-from openrlhf.utils.tensors import fingerprint
 
 MAX_NUM_ROWS = 256
 PREFILL_TOKENS = 8192  # padded tokens of one prefill, at most (a longer prompt goes alone)
@@ -61,9 +60,14 @@ class HFEngine:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         return cls(model.to(device).eval())
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_done: Callable[[int, list[Completion]], None] | None = None,
+    ) -> list[list[Completion]]:
         """Sample for all requests; answers in their order. Log-probs are those before top-p.
 
+        `on_done` is called with the position and the answer of each as soon as it is complete.
         Raises EngineError for an empty prompt, and in the middle of a weight update.
         """
         if not self._is_current:
@@ -77,6 +81,8 @@ class HFEngine:
         with self._lock, generating(self.model):
             for row in self._decode(requests):
                 answers[row.request][row.sample] = row.completion(self.weight_version)
+                if on_done is not None and None not in answers[row.request]:
+                    on_done(row.request, answers[row.request])
         return answers
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
@@ -96,8 +102,8 @@ class HFEngine:
                 raise WeightSyncError(f"unknown tensor {name} {tuple(tensor.shape)}")
             if name in self._received:
                 raise WeightSyncError(f"tensor {name} came twice")
-            self._received[name] = fingerprint(tensor)
             parameters[name].copy_(tensor)
+            self._received[name] = checksum(parameters[name])
 
     def finish_weight_update(self, weight_version: int) -> SyncReceipt:
         """Check that every parameter came and is held bit by bit; there is no cache to drop."""

@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from openrlhf.engines.base import NamedTensors, WeightBucket
@@ -22,6 +24,12 @@ from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import align, as_bytes, dtype_name, tensors_in
 
 NUM_SEGMENTS = 2
+CHUNK_BYTES = 1 << 20  # what is read from memory once and then used twice, out of a cache
+
+
+def checksum(tensor: Tensor) -> int:
+    """xxh3 of the raw bits, 64 of them: the fingerprint of tensors that go through host memory."""
+    return int(xxhash.xxh3_64_intdigest(_buffer(as_bytes(tensor).cpu())))
 
 
 class Segment:
@@ -34,19 +42,47 @@ class Segment:
         self.inode = os.fstat(self.descriptor).st_ino  # paths come again, this does not
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
+        self._mapped: np.ndarray | None = None  # (num_bytes,) uint8
+        self._num_owned = 0  # bytes from the beginning whose pages are there
 
-    def put(self, data: Tensor, begin: int) -> None:
-        """Copy bytes (n,) uint8 to `begin`; raises WeightSyncError when there is no memory.
-
-        Written, not mapped: new pages cost half as much, and a lack of memory kills nobody.
+    def put(self, data: Tensor, begin: int) -> int:
+        """Copy bytes (n,) uint8 to `begin` and answer the checksum of what was read; raises
+        WeightSyncError when there is no memory.
         """
-        rest = memoryview(data.cpu().numpy())
+        digest = xxhash.xxh3_64()
+        for chunk in data.cpu().split(CHUNK_BYTES):
+            digest.update(_buffer(chunk))
+            self._put(chunk, begin)
+            begin += len(chunk)
+        return int(digest.intdigest())
+
+    def _put(self, data: Tensor, begin: int) -> None:
+        """New pages are written: a mapping would kill the process where memory lacks. Pages that
+        are there already are mapped, which takes a third of the time.
+        """
+        num_mapped = min(max(self._num_owned - begin, 0), len(data))
+        if num_mapped:
+            # By one thread: the engine needs the others, and memory is not faster for two.
+            np.copyto(self._mapping()[begin : begin + num_mapped], data[:num_mapped].numpy())
+        if num_mapped < len(data):
+            self._write(data[num_mapped:], begin + num_mapped)
+
+    def _write(self, data: Tensor, begin: int) -> None:
+        rest = _buffer(data)
+        has_no_gap = begin <= align(self._num_owned)
         try:
             while rest:
                 num_written = os.pwrite(self.descriptor, rest, begin)
                 rest, begin = rest[num_written:], begin + num_written
         except OSError as error:
             raise WeightSyncError(f"no memory for a bucket of weights: {error}") from error
+        if has_no_gap:
+            self._num_owned = begin
+
+    def _mapping(self) -> np.ndarray:
+        if self._mapped is None:
+            self._mapped = np.frombuffer(mmap.mmap(self.descriptor, self.num_bytes), dtype=np.uint8)
+        return self._mapped
 
     def close(self) -> None:
         """Let go of the memory; it is freed when the last reader has done the same."""
@@ -87,15 +123,22 @@ class ShmBucketWriter:
         self._segments: list[Segment | None] = [None] * NUM_SEGMENTS
         self._turn = 0
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
-        """Fill and yield buckets; each may be read until the next but one is asked for."""
+    def write(
+        self, tensors: NamedTensors, fingerprints: dict[str, int] | None = None
+    ) -> Iterator[WeightBucket]:
+        """Fill and yield buckets; each may be read until the next but one is asked for.
+
+        `fingerprints` is given the checksum of every tensor as it was before it was copied.
+        """
+        fingerprints = {} if fingerprints is None else fingerprints
         filling = _Filling()
         for name, tensor in tensors:
             begin = align(filling.num_bytes)
             if filling.names and begin + tensor.nbytes > self.bucket_bytes:
                 yield self._finish(filling)
                 filling, begin = _Filling(), 0
-            self._put(tensor, begin)
+            segment = self._segment(begin + tensor.nbytes)
+            fingerprints[name] = segment.put(as_bytes(tensor), begin)
             filling.names.append(name)
             filling.dtypes.append(dtype_name(tensor.dtype))
             filling.shapes.append(tuple(tensor.shape))
@@ -116,9 +159,6 @@ class ShmBucketWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _put(self, tensor: Tensor, begin: int) -> None:
-        self._segment(begin + tensor.nbytes).put(as_bytes(tensor), begin)
 
     def _segment(self, num_bytes: int) -> Segment:
         """The segment whose turn it is, made larger for a tensor that is more than a bucket."""
@@ -150,15 +190,22 @@ class ShmBucketReader:
         return list(zip(bucket.names, views, strict=True))
 
     def close(self) -> None:
-        """Let go of all segments, at the end of an update."""
+        """Let go of all segments."""
         self._mapped.clear()
 
     def _open(self, bucket: WeightBucket) -> Tensor:
         path, inode, num_bytes = (bucket.handle[key] for key in ("shm", "inode", "segment_bytes"))
         assert isinstance(inode, int) and isinstance(num_bytes, int)
         if inode not in self._mapped:
+            if len(self._mapped) == NUM_SEGMENTS:  # the writer has a new one for the oldest
+                del self._mapped[next(iter(self._mapped))]
             self._mapped[inode] = _mapped(str(path), inode, num_bytes)
         return self._mapped[inode]
+
+
+def _buffer(data: Tensor) -> memoryview:
+    """Bytes (n,) uint8 in host memory, as libraries beside torch read them."""
+    return memoryview(data.numpy())
 
 
 def _mapped(path: str, inode: int, num_bytes: int) -> Tensor:

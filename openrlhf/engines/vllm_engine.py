@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,8 +23,10 @@ from openrlhf.engines.base import (
     SyncReceipt,
     WeightBucket,
 )
+from openrlhf.engines.host_memory import share_one_heap
 from openrlhf.engines.step_loop import StepLoop
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError
+from openrlhf.utils.logging import warn_once
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
@@ -67,6 +70,8 @@ class VLLMEngine:
         self._is_current = True  # False from the begin to the end of a weight update
         self._update_failed = False
         set_environment(config)
+        if not torch.cuda.is_available():
+            share_one_heap()  # before the engine has threads
         import vllm  # noqa: F401, PLC0415 - takes seconds, and reads the environment just set
 
         self._loop = StepLoop(lambda: _VLLMStepper(config), "vLLM engine")
@@ -78,12 +83,15 @@ class VLLMEngine:
         Waits while weights are replaced. Log-probs are those before top-p. Raises EngineError when
         the engine is down, a prompt does not fit, or this vLLM cannot report them with top_p < 1.
         """
+        return [future.result() for future in self.submit(requests)]
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        """The same without waiting: a future for each request."""
         if self._update_failed:
             raise EngineError(
                 "the engine holds half of a failed weight update; send the weights again"
             )
-        futures = self._loop.submit(requests)
-        return [future.result() for future in futures]
+        return self._loop.submit(requests)
 
     def num_samples_done(self) -> int:
         """Samples finished since the engine started."""
@@ -176,10 +184,10 @@ class _VLLMStepper:
         import vllm  # noqa: PLC0415 - takes seconds
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - as above
 
-        from openrlhf.engines import vllm_plugin  # noqa: PLC0415 - imports vLLM
+        from openrlhf.engines import vllm_held, vllm_plugin  # noqa: PLC0415 - import vLLM
 
         vllm_plugin.register()
-        self.vllm = vllm
+        self.vllm, self.check_held = vllm, vllm_held.check_held
         set_num_threads = torch.set_num_threads
         try:
             args = engine_args(config, vllm_plugin.RECEIPT_EXTENSION)
@@ -260,6 +268,8 @@ class _VLLMStepper:
     def finish(self, weight_version: int) -> dict[str, int]:
         """End the update and drop the prefix cache; answers what every worker received."""
         self.engine.collective_rpc("finish_weight_update")
+        if not self.check_held(self.engine.collective_rpc("held_bits")):
+            warn_once("what the engine holds after a sync cannot be compared for this model")
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise WeightSyncError("the engine could not drop its prefix cache")
         self.engine.set_weight_version(str(weight_version))
@@ -338,6 +348,9 @@ def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
     own["enable_sleep_mode"] = own.pop("enable_sleep") and has_gpus
     own["enforce_eager"] = config.enforce_eager or not has_gpus
     own["block_size"] = config.block_size or (None if has_gpus else CPU_BLOCK_SIZE)
+    # A piece of a prompt makes vLLM turn its request's generator back, which torch has for GPUs
+    # only: with seeds the engine would die.
+    own["enable_chunked_prefill"] = None if has_gpus else False
     executor = config.distributed_executor_backend or "mp"
     own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else executor
     return EngineArgs(

@@ -23,9 +23,15 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.shared_memory import ShmBucketReader
+from openrlhf.engines.shared_memory import ShmBucketReader, checksum
+from openrlhf.engines.vllm_held import HeldBits, SentBits, held_bits
 from openrlhf.engines.vllm_logprobs import report_full_logprobs
-from openrlhf.engines.vllm_weights import InPlaceUpdate, LayerwiseUpdate, ModelUpdate
+from openrlhf.engines.vllm_weights import (
+    InPlaceUpdate,
+    LayerwiseUpdate,
+    ModelUpdate,
+    is_tied_copy,
+)
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
@@ -72,9 +78,10 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
         super().__init__(*args, **kwargs)
         self.reader = ShmBucketReader()
         self.fingerprints: dict[str, int] = {}
+        self.sent: SentBits | None = None  # None: the update itself proves what is held
         is_whole = self.parallel_config.world_size == 1
-        in_place = self.device.type == "cpu" and is_whole
-        self.update: ModelUpdate = (InPlaceUpdate if in_place else LayerwiseUpdate)(
+        self.is_in_place = self.device.type == "cpu" and is_whole
+        self.update: ModelUpdate = (InPlaceUpdate if self.is_in_place else LayerwiseUpdate)(
             self.model, self.model_config
         )
 
@@ -84,6 +91,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
     def start_weight_update(self) -> None:
         """Get ready for the first bucket, also after an update that was given up half way."""
         self.fingerprints = {}
+        self.sent = None if self.is_in_place else SentBits()
         self.update.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -94,16 +102,19 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load the tensors of one bucket and remember their fingerprints."""
-        tensors = self.reader.read(WeightBucket(**vars(update_info)))
+        self.update.load(self._noted(self.reader.read(WeightBucket(**vars(update_info)))))
+
+    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             if name in self.fingerprints:
                 raise WeightSyncError(f"tensor {name} came twice")
-            self.fingerprints[name] = fingerprint(tensor)
-        self.update.load(tensors)
+            self.fingerprints[name] = checksum(tensor)
+            if self.sent is not None and not is_tied_copy(name, self.model_config):
+                self.sent.add(tensor)
+            yield name, tensor
 
     def finish_weight_update(self) -> None:
         """Make the weights live; raises WeightSyncError when they are not all there."""
-        self.reader.close()
         self.update.finish(tuple(self.fingerprints))
 
     def shutdown(self) -> None:
@@ -114,16 +125,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
 class _Recorder:
     """Stands in for the model while vLLM's own backend loads it, and notes what came."""
 
-    def __init__(self, model: torch.nn.Module, fingerprints: dict[str, int]) -> None:
+    def __init__(self, model: torch.nn.Module, engine: _Recording) -> None:
         self.model = model
-        self.fingerprints = fingerprints
+        self.engine = engine
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         return self.model.load_weights(self._noted(weights))
 
     def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            self.fingerprints[name] = fingerprint(tensor)
+            self.engine.fingerprints[name] = fingerprint(tensor)
+            if not is_tied_copy(name, self.engine.model_config):
+                self.engine.sent.add(tensor)
             yield name, tensor
 
 
@@ -131,15 +144,17 @@ class _Recording:
     """Adds a receipt to one of vLLM's own backends."""
 
     fingerprints: dict[str, int]
+    sent: SentBits
     model: Any
+    model_config: Any
 
     def start_weight_update(self) -> None:
-        self.fingerprints = {}
+        self.fingerprints, self.sent = {}, SentBits()
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
         model = self.model
-        self.model = _Recorder(model, self.fingerprints)
+        self.model = _Recorder(model, self)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:
@@ -164,6 +179,13 @@ class ReceiptExtension:
     def weight_fingerprints(self) -> dict[str, int]:
         """Fingerprints of all tensors received in the last update, by Hugging Face name."""
         return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined]
+
+    def held_bits(self) -> HeldBits | None:
+        """What the live parameters hold and should hold; None where that cannot be compared."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if engine.sent is None:  # the update has looked for itself
+            return HeldBits(0, 0, 0)
+        return held_bits(engine.model, engine.sent)
 
     def report_full_logprobs(self) -> bool:
         """Report log-probs as they are before top-p; answers whether this vLLM can."""

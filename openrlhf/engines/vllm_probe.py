@@ -1,8 +1,7 @@
-"""A functional check that packed weights are the weights that were received.
+"""Proof that the packed layers of a CPU model hold the weights they received, at every update.
 
-Packing is opaque, so each checked layer multiplies one fixed vector before and after it: with the
-plain weight, and as the live layer does. The first update checks every layer, later ones a few in
-turn.
+Packed weights are opaque, so each layer multiplies unit vectors, which must give whole columns of
+the received weight bit by bit, and now and then a dense vector, which looks at every value.
 """
 
 from __future__ import annotations
@@ -15,50 +14,66 @@ from torch import Tensor
 
 from openrlhf.errors import WeightSyncError
 
-NUM_PER_UPDATE = 2  # layers checked in an update after the first one
+NUM_COLUMNS = 4  # of every layer, at every update; one in each quarter, others every time
+NUM_DENSE = 2  # layers that also get the dense vector, in an update after the first one
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 
 
 class PackingCheck:
-    """Chooses which layers to check, and compares."""
+    """Packs layers and compares what they held before and after."""
 
     def __init__(self) -> None:
         self.num_layers = 0  # packed layers of the model, known after the first update
+        self.num_updates = 0
         self.index = 0  # of the layer in this update
-        self.first = 0  # the layer that is checked next
+        self.first = 0  # the layer that gets the dense vector next
 
     def begin(self) -> None:
         """Start counting layers."""
         self.index = 0
 
     def finish(self) -> None:
-        """Move on to the next layers."""
+        """Move on to the next layers and columns."""
         is_first = self.num_layers == 0
         self.num_layers = self.index
-        self.first = 0 if is_first else (self.first + NUM_PER_UPDATE) % max(self.num_layers, 1)
+        self.num_updates += 1
+        self.first = 0 if is_first else (self.first + NUM_DENSE) % max(self.num_layers, 1)
 
     def around(self, layer: Any, name: str, pack: Callable[[], None]) -> None:
-        """Pack a layer, checked when it is its turn; raises WeightSyncError naming it."""
+        """Pack a layer; raises WeightSyncError naming it when it holds something else then."""
         weight = layer._parameters.get("weight")
-        is_turn = self._is_turn()
+        is_dense = not self.num_layers or (self.index - self.first) % self.num_layers < NUM_DENSE
         self.index += 1
         pack()
-        if is_turn and weight is not None and weight.ndim == 2 and hasattr(layer, "cpu_linear"):
-            compare(layer, weight, name)
+        if weight is not None and weight.ndim == 2 and hasattr(layer, "cpu_linear"):
+            columns = self._columns(weight.shape[1])
+            compare(layer, weight.data, name, columns=columns, is_dense=is_dense)
 
-    def _is_turn(self) -> bool:
-        if not self.num_layers:
-            return True
-        return (self.index - self.first) % self.num_layers < NUM_PER_UPDATE
+    def _columns(self, num_columns: int) -> list[int]:
+        width = -(-num_columns // NUM_COLUMNS)
+        generator = torch.Generator().manual_seed(self.num_updates * 65_537 + self.index)
+        place = int(torch.randint(width, (), generator=generator))
+        return list(range(place, num_columns, width))
 
 
-def compare(layer: Any, weight: Tensor, name: str) -> None:
-    """Refuse a layer whose product with a fixed vector is not that of its plain weight (N, K)."""
-    probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    probe = probe.to(weight.dtype)
-    expected = torch.nn.functional.linear(probe, weight.data).float()
-    held = layer.cpu_linear(probe, layer.weight, None).float()
-    scale = expected.abs().max().clamp_min(1e-6)
-    difference = (held - expected).abs().max() / scale
-    if not difference <= TOLERANCE[weight.dtype]:
-        raise WeightSyncError(f"{name} does not hold what was received (off by {difference:.1e})")
+def compare(layer: Any, weight: Tensor, name: str, *, columns: list[int], is_dense: bool) -> None:
+    """Refuse a layer whose products are not those of its plain weight (N, K).
+
+    Products with unit vectors (`columns`, C of them) are columns, exactly; that with a dense one
+    is compared up to rounding.
+    """
+    vectors_CK = torch.zeros(len(columns) + is_dense, weight.shape[1], dtype=weight.dtype)
+    vectors_CK[range(len(columns)), columns] = 1
+    if is_dense:
+        vectors_CK[-1] = torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(0))
+    held_CN = layer.cpu_linear(vectors_CK, layer.weight, None)
+    if not torch.equal(held_CN[: len(columns)], weight[:, columns].T):
+        raise WeightSyncError(f"{name} does not hold what was received; columns seen: {columns}")
+    if is_dense:
+        expected_N = torch.nn.functional.linear(vectors_CK[-1:], weight)[0].float()
+        scale = expected_N.abs().max().clamp_min(1e-6)
+        difference = (held_CN[-1].float() - expected_N).abs().max() / scale
+        if not difference <= TOLERANCE[weight.dtype]:
+            raise WeightSyncError(
+                f"{name} does not hold what was received (off by {difference:.1e})"
+            )

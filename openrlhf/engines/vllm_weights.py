@@ -8,7 +8,7 @@ parameter out or brings a tensor that nothing takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +27,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from openrlhf.engines.host_memory import use_heap_for_large_pieces
+from openrlhf.engines.vllm_held import bit_sum, keeps_bits, plain_rows
 from openrlhf.engines.vllm_probe import PackingCheck
 from openrlhf.errors import WeightSyncError
 
@@ -42,8 +44,8 @@ class ModelUpdate(Protocol):
     def begin(self) -> None:
         """Get ready; what an earlier, unfinished update left behind is dropped."""
 
-    def load(self, tensors: Sequence[NamedTensor]) -> None:
-        """Load some tensors; they are not looked at again afterwards."""
+    def load(self, tensors: Iterable[NamedTensor]) -> None:
+        """Load some tensors, each taken once; they are not looked at again afterwards."""
 
     def finish(self, names: Sequence[str]) -> None:
         """Make the weights live; `names` is all that was received."""
@@ -90,13 +92,20 @@ class Slot:
     num_expected: int
     num_loaded: int = 0
     is_temporary: bool = False  # filled in scratch memory, then packed
+    is_borrowed: bool = False  # its memory is that of the tensor that was received
+    parts: int = 0  # tensors it is filled from
+    bits: int | None = 0  # bit_sum of what was received; None where parts are no whole words
 
     def __str__(self) -> str:
         return f"{self.title} ({self.num_loaded} of {self.num_expected} values)"
 
 
 class InPlaceUpdate:
-    """Replaces the weights of a model that lives whole on this CPU."""
+    """Replaces the weights of a model that lives whole on this CPU.
+
+    A layer is packed as soon as it is complete, while its weights are still in a cache, and at once
+    from the received tensor where that is the whole weight.
+    """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self.model = model
@@ -110,11 +119,14 @@ class InPlaceUpdate:
         self.num_taken = 0
         self.current_name = ""
         self.taken_names: set[str] = set()
+        self.complete: list[nn.Module] = []  # layers that can be packed now
+        self.is_whole: dict[str, bool] = {}  # slots seen so far: one tensor, taken as it is
 
     @torch.no_grad()
     def begin(self) -> None:
         """Give every layer plain parameters again, with loaders that count what they take."""
-        self.slots, self.unpacked = {}, {}
+        use_heap_for_large_pieces(is_on=True)
+        self.slots, self.unpacked, self.complete = {}, {}, []
         seen: set[int] = set()
         for layer_name, layer in self.layers:
             if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
@@ -132,24 +144,25 @@ class InPlaceUpdate:
         self.check.begin()
 
     @torch.no_grad()
-    def load(self, tensors: Sequence[NamedTensor]) -> None:
+    def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Load tensors in place and pack the layers that are complete."""
-        wanted = [(name, tensor) for name, tensor in tensors if not self._is_tied_copy(name)]
+        wanted: list[tuple[str, int]] = []  # names and numbers of values
         self.num_taken, self.taken_names = 0, set()
         try:
-            self.model.load_weights(self._named(wanted))
+            self.model.load_weights(self._named(tensors, wanted))
         except (ValueError, KeyError, RuntimeError, AssertionError) as error:
             raise WeightSyncError(f"the engine cannot load {self.current_name}: {error}") from error
-        num_given = sum(tensor.numel() for _, tensor in wanted)
+        num_given = sum(num_values for _, num_values in wanted)
         if self.num_taken != num_given:
             ignored = [name for name, _ in wanted if name not in self.taken_names]
             raise WeightSyncError(
                 f"the engine took {self.num_taken} of {num_given} values; unknown: {some(ignored)}"
             )
-        for layer in list(self.unpacked):
-            slots = self.slots.get(layer)
-            if slots and all(slot.num_loaded == slot.num_expected for slot in slots):
-                self._pack(layer)
+        self._pack_complete()
+        for layer in self.unpacked:
+            for slot in self.slots.get(layer, ()):
+                if slot.is_borrowed:  # the bucket is used again before the layer is complete
+                    self._own(slot)
 
     @torch.no_grad()
     def finish(self, names: Sequence[str]) -> None:
@@ -167,8 +180,9 @@ class InPlaceUpdate:
                 layer.process_weights_after_loading(self.model_config.dtype)
         if hasattr(self.model, "process_weights_after_loading"):
             self.model.process_weights_after_loading()
+        self._check_plain()
         self.check.finish()
-        self.scratch.clear()
+        use_heap_for_large_pieces(is_on=False)
         self.known_names = frozenset(names)
 
     def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor | None) -> Tensor | None:
@@ -185,25 +199,65 @@ class InPlaceUpdate:
         loader = getattr(loader, "counted_loader", loader)
 
         def counting(param: Tensor, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if slot.is_temporary and not slot.num_loaded:
-                param.data = self.scratch.take(param.data)
             slot.num_loaded += loaded.numel()
+            slot.parts += 1
             self.num_taken += loaded.numel()
             self.taken_names.add(self.current_name)
-            return loader(param, loaded, *args, **kwargs)
+            answer = None
+            if slot.is_temporary and self._can_borrow(slot, param, loaded):
+                param.data, slot.is_borrowed = loaded, True
+            else:
+                if slot.is_temporary and slot.parts == 1:
+                    param.data = self.scratch.take(param.data)
+                answer = loader(param, loaded, *args, **kwargs)
+                self._learn(slot, param, loaded)
+            self._note_complete(slot.layer)
+            return answer
 
         counting.counted_loader = loader  # type: ignore[attr-defined]
         param.weight_loader = counting
 
-    def _named(self, tensors: Sequence[NamedTensor]) -> Iterable[NamedTensor]:
-        for name, tensor in tensors:
-            self.current_name = name
-            yield name, tensor
+    def _can_borrow(self, slot: Slot, param: Tensor, loaded: Tensor) -> bool:
+        fits = loaded.shape == param.shape and loaded.dtype == param.dtype
+        return fits and loaded.is_contiguous() and self.is_whole.get(slot.title, False)
 
-    def _is_tied_copy(self, name: str) -> bool:
-        config = self.model_config.hf_text_config
-        is_head = name.endswith(("lm_head.weight", "embed_out.weight"))
-        return is_head and bool(getattr(config, "tie_word_embeddings", False))
+    def _learn(self, slot: Slot, param: Tensor, loaded: Tensor) -> None:
+        """Note whether the loader takes this tensor as the whole parameter, and as it is."""
+        if not slot.is_temporary:
+            self._add_bits(slot, loaded.to(param.dtype))
+        elif slot.title not in self.is_whole:
+            self.is_whole[slot.title] = loaded.shape == param.shape and torch.equal(param, loaded)
+
+    def _add_bits(self, slot: Slot, part: Tensor) -> None:
+        is_summable = part.nbytes % 8 == 0 or part.numel() == slot.num_expected
+        if slot.bits is not None:
+            slot.bits = slot.bits + bit_sum([part]) if is_summable else None
+
+    def _own(self, slot: Slot) -> None:
+        param = slot.layer._parameters[slot.name]
+        assert param is not None
+        memory = self.scratch.take(param.data)
+        param.data, slot.is_borrowed = memory.copy_(param.data), False
+
+    def _note_complete(self, layer: nn.Module) -> None:
+        slots = self.slots[layer]
+        if layer in self.unpacked and all(s.num_loaded == s.num_expected for s in slots):
+            self.complete.append(layer)
+
+    def _pack_complete(self) -> None:
+        for layer in self.complete:
+            self._pack(layer)
+        self.complete = []
+
+    def _named(
+        self, tensors: Iterable[NamedTensor], wanted: list[tuple[str, int]]
+    ) -> Iterator[NamedTensor]:
+        for name, tensor in tensors:
+            self._pack_complete()
+            if not is_tied_copy(name, self.model_config):
+                wanted.append((name, tensor.numel()))
+                self.current_name = name
+                yield name, tensor
 
     def _pack(self, layer: Any) -> None:
         name = self.unpacked.pop(layer)
@@ -215,7 +269,19 @@ class InPlaceUpdate:
         for slot in self.slots.get(layer, ()):
             param = plain.get(slot.name)
             if slot.is_temporary and layer._parameters.get(slot.name) is not param:
-                self.scratch.give(param.data)
+                if slot.is_borrowed:
+                    slot.is_borrowed = False
+                else:
+                    self.scratch.give(param.data)
+
+    def _check_plain(self) -> None:
+        """Compare the bits of the parameters that are not packed with those received."""
+        for slot in (slot for slots in self.slots.values() for slot in slots):
+            param = slot.layer._parameters.get(slot.name)
+            if slot.is_temporary or param is None or slot.bits is None or not keeps_bits(param):
+                continue
+            if bit_sum([plain_rows(slot.layer, param.data)]) != slot.bits % 2**64:
+                raise WeightSyncError(f"{slot.title} does not hold what was received")
 
 
 class LayerwiseUpdate:
@@ -233,7 +299,7 @@ class LayerwiseUpdate:
             info.loaded_weights, info.load_numel = [], 0
         initialize_layerwise_reload(self.model)
 
-    def load(self, tensors: Sequence[NamedTensor]) -> None:
+    def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Load tensors; those a layer holds back are copied, for the buffer is used again."""
         try:
             self.model.load_weights(iter(tensors))
@@ -251,13 +317,21 @@ class LayerwiseUpdate:
         untouched = [
             name
             for name, layer in self.model.named_modules()
-            if get_layerwise_info(layer).load_numel_total
+            if layer._parameters  # those with buffers only are made, not loaded
+            and get_layerwise_info(layer).load_numel_total
             and not get_layerwise_info(layer).load_numel
+            and not is_tied_copy(f"{name}.weight", self.model_config)
         ]
         finalize_layerwise_reload(self.model, self.model_config)
         if absent or (untouched and not self.known_names):
             raise WeightSyncError(f"incomplete update: missing {some(absent or untouched)}")
         self.known_names = frozenset(names)
+
+
+def is_tied_copy(name: str, model_config: Any) -> bool:
+    """Whether a tensor is an LM head that the model takes from its embedding."""
+    is_tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+    return is_tied and name.endswith(("lm_head.weight", "embed_out.weight"))
 
 
 def num_values(layer: nn.Module, param: Tensor) -> int:

@@ -19,12 +19,21 @@ from openrlhf.engines.base import (
     SyncReceipt,
 )
 from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 
 PROMPT = tuple(range(20, 60))
 
 
 def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerationRequest:
     return GenerationRequest("r", tuple(prompt), SamplingSettings(**sampling))
+
+
+def start(path: Path, **settings: Any) -> VLLMEngine:
+    """A small vLLM engine in this process."""
+    config = VLLMEngineConfig(
+        str(path), dtype="float32", max_model_len=512, max_num_seqs=32, **settings
+    )
+    return VLLMEngine(config)
 
 
 def load(path: Path) -> Any:

@@ -10,9 +10,8 @@ import torch
 
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
-from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.engines.shared_memory import ShmBucketWriter, checksum
 from openrlhf.errors import EngineError, WeightSyncError
-from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
     engine_greedy,
@@ -165,7 +164,7 @@ def test_three_updates_arrive(fixture, request):
     for version in (1, 2, 3):
         shake(trained, version)
         receipt = send(engine, weights(trained), version)
-        assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(trained)}
+        assert receipt.fingerprints == {n: checksum(t) for n, t in weights(trained)}
         assert receipt.weight_version == version
         assert receipt.is_cache_reset
         assert engine_greedy(engine) == greedy(trained)
@@ -203,8 +202,8 @@ def test_on_a_gpu_logprobs_and_fingerprints_are_the_same(tiny_model_dir):
     model = load(tiny_model_dir)
     shake(model, 1)
     receipt = send(engine, weights(model), 1)
-    held = {name: fingerprint(p) for name, p in engine.model.named_parameters()}
-    assert held == receipt.fingerprints == {n: fingerprint(t) for n, t in weights(model)}
+    held = {name: checksum(p) for name, p in engine.model.named_parameters()}
+    assert held == receipt.fingerprints == {n: checksum(t) for n, t in weights(model)}
     for prompt, [answer] in zip(
         RAGGED, engine.generate([request(p, max_new_tokens=16) for p in RAGGED]), strict=True
     ):

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.shared_memory import ShmBucketReader, ShmBucketWriter
+from openrlhf.engines.shared_memory import ShmBucketReader, ShmBucketWriter, checksum
 from openrlhf.errors import WeightSyncError
-from openrlhf.utils.tensors import fingerprint
 
 TENSORS = [
     ("a", torch.arange(10.0)),
@@ -50,6 +49,26 @@ def test_a_bucket_is_bounded_and_a_larger_tensor_travels_alone():
     assert [bucket.num_bytes <= 256 for bucket in buckets] == [True, False, True]
 
 
+def test_the_writer_answers_checksums_of_what_it_was_given():
+    fingerprints: dict[str, int] = {}
+    with ShmBucketWriter(256) as writer:
+        for _ in range(2):  # new pages are written, those that are there are mapped
+            read = {}
+            for bucket in writer.write(TENSORS, fingerprints):
+                read |= {n: checksum(t) for n, t in ShmBucketReader().read(bucket)}
+            assert fingerprints == read == {name: checksum(tensor) for name, tensor in TENSORS}
+
+
+def test_a_checksum_sees_every_bit_and_the_order():
+    tensor = torch.arange(600_000.0)  # more than one chunk
+    for index in (0, 299_999, 599_999):
+        changed = tensor.clone()
+        changed.view(torch.int32)[index] ^= 1
+        assert checksum(changed) != checksum(tensor)
+    assert checksum(tensor.flip(0)) != checksum(tensor)
+    assert checksum(tensor.view(1000, 600).T.contiguous().T) == checksum(tensor)
+
+
 def test_the_last_bucket_can_be_read_while_the_next_is_written():
     reader = ShmBucketReader()
     with ShmBucketWriter(64) as writer:
@@ -60,7 +79,7 @@ def test_the_last_bucket_can_be_read_while_the_next_is_written():
 
 
 def fingerprints_elsewhere(bucket: WeightBucket, answers: multiprocessing.Queue) -> None:
-    answers.put({name: fingerprint(tensor) for name, tensor in ShmBucketReader().read(bucket)})
+    answers.put({name: checksum(tensor) for name, tensor in ShmBucketReader().read(bucket)})
 
 
 def test_another_process_reads_the_same_bits():
@@ -70,7 +89,7 @@ def test_another_process_reads_the_same_bits():
         for bucket in writer.write(TENSORS):
             process = context.Process(target=fingerprints_elsewhere, args=(bucket, answers))
             process.start()
-            assert answers.get(timeout=30) == {name: fingerprint(t) for name, t in TENSORS}
+            assert answers.get(timeout=30) == {name: checksum(t) for name, t in TENSORS}
             process.join()
 
 

@@ -7,10 +7,9 @@ import threading
 import pytest
 import torch
 
-from openrlhf.engines.shared_memory import ShmBucketWriter
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.shared_memory import ShmBucketWriter, checksum
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, WeightSyncError
-from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
     engine_greedy,
@@ -21,17 +20,11 @@ from tests.engines.helpers import (
     restored,
     send,
     shake,
+    start,
     weights,
 )
 
 LONG_PROMPT = tuple(6 + k % 250 for k in range(200))  # more than one block of the cache
-
-
-def start(path, **settings) -> VLLMEngine:
-    config = VLLMEngineConfig(
-        str(path), dtype="float32", max_model_len=512, max_num_seqs=32, **settings
-    )
-    return VLLMEngine(config)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +105,15 @@ def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
     assert [a.token_ids for a in again] == [a.token_ids for a in answers]
 
 
+def test_prompts_with_seeds_are_served_beyond_the_tokens_of_one_step(engine):
+    prompts = [tuple(6 + (k + n) % 250 for k in range(200)) for n in range(24)]  # 4,800 tokens
+    requests = [request(prompt, seed=n, max_new_tokens=4) for n, prompt in enumerate(prompts)]
+    together = engine.generate(requests)
+    assert [len(answer.token_ids) for [answer] in together] == [4] * 24
+    [[last]] = engine.generate([request(prompts[-1], seed=23, max_new_tokens=4)])
+    assert last.token_ids == together[-1][0].token_ids
+
+
 def test_threads_are_served_at_the_same_time(engine, model):
     answers = {}
 
@@ -139,7 +141,7 @@ def three_updates(engine: VLLMEngine, trained) -> None:
     for version, bucket_bytes in [(1, 2**26), (2, 2**15), (3, 2**17)]:
         shake(trained, version)
         receipt = send(engine, weights(trained), version, bucket_bytes=bucket_bytes)
-        assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(trained)}
+        assert receipt.fingerprints == {n: checksum(t) for n, t in weights(trained)}
         assert (receipt.weight_version, receipt.is_cache_reset) == (version, True)
         assert engine_greedy(engine) == greedy(trained)
         [[answer]] = engine.generate([request(max_new_tokens=8)])
@@ -215,18 +217,55 @@ def test_a_dropped_bucket_is_detected(engine, model):
                 engine.finish_weight_update(1)
 
 
-def test_packed_weights_that_are_not_what_was_received_are_found(engine, model, monkeypatch):
-    from openrlhf.engines import vllm_probe
+class PacksOldWeights:
+    """Packs a layer as it was in an earlier update."""
+
+    def __init__(self, layer, old_weight):
+        self.layer = layer
+        self.real = layer.quant_method
+        self.old_weight = old_weight
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def process_weights_after_loading(self, layer):
+        layer.weight = torch.nn.Parameter(self.old_weight, requires_grad=False)
+        self.real.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+def test_a_layer_that_keeps_old_weights_is_found_at_any_update(engine, model, name):
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     with restored(engine, model, 0):
+        for _ in range(2):
+            send(engine, weights(model), 1)
+        live = engine._stepper.engine.model_executor.driver_worker.worker.get_model()
+        title, layer = next((n, m) for n, m in live.named_modules() if n.endswith(name))
+        size = (layer.output_size_per_partition, layer.input_size_per_partition)
+        fake = PacksOldWeights(layer, torch.full(size, 0.01))
+        QuantizeMethodBase.register(PacksOldWeights)
+        layer.quant_method = fake
+        try:
+            with pytest.raises(WeightSyncError, match=f"{title} does not hold what was received"):
+                send(engine, weights(model), 2)
+        finally:
+            layer.quant_method = fake.real
+
+
+def test_a_plain_parameter_that_lost_a_value_is_found(engine, model, monkeypatch):
+    with restored(engine, model, 0):
         worker = engine._stepper.engine.model_executor.driver_worker.worker
-        check = worker.weight_transfer_engine.update.check
-        monkeypatch.setattr(check, "num_layers", 0)  # as in the first update: every layer
-        real = vllm_probe.compare
-        monkeypatch.setattr(
-            vllm_probe, "compare", lambda layer, weight, name: real(layer, weight + 0.1, name)
-        )
-        with pytest.raises(WeightSyncError, match="does not hold what was received"):
+        norm = worker.get_model().model.norm
+        update = worker.weight_transfer_engine.update
+        real = update._check_plain
+
+        def check_after_a_loss():
+            norm.weight.data[1] += 1
+            real()
+
+        monkeypatch.setattr(update, "_check_plain", check_after_a_loss)
+        with pytest.raises(WeightSyncError, match="norm\\.weight does not hold what was received"):
             send(engine, weights(model), 1)
         monkeypatch.undo()
 

@@ -23,8 +23,9 @@ class InProcessWriter:
     is_closed = False
     fills_ahead = False
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         for name, tensor in tensors:
+            fingerprints[name] = fingerprint(tensor)
             yield WeightBucket(
                 (name,), ("float32",), (tuple(tensor.shape),), (0,), tensor.nbytes, {"t": tensor}
             )
@@ -90,8 +91,8 @@ class OrderedWriter(InProcessWriter):
         self.asked: list[str] = []
         self.is_next_asked = threading.Event()
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
-        for bucket in super().write(tensors):
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
+        for bucket in super().write(tensors, fingerprints):
             self.asked.append(bucket.names[0])
             if len(self.asked) > 1:
                 self.is_next_asked.set()

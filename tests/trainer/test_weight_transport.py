@@ -364,10 +364,10 @@ def test_what_is_told_is_what_vllm_reads():
     for info in TransferGroup(lambda: ("h", 1), 2, lambda *_: None).init_infos(2, "h", 1):
         nccl_engine.NCCLWeightTransferInitInfo(**info)
     ipc_engine.IPCWeightTransferInitInfo(packed=True)
-    for bucket in nccl(Wire(1)).write(WEIGHTS):
+    for bucket in nccl(Wire(1)).write(WEIGHTS, {}):
         nccl_engine.NCCLWeightTransferUpdateInfo(**bucket.handle["update_info"])
     received: NamedTensors = []
-    for bucket in IpcTransport(40, FakeMemory(), has_reader=True).write(WEIGHTS):
+    for bucket in IpcTransport(40, FakeMemory(), has_reader=True).write(WEIGHTS, {}):
         told = ipc_engine.IPCWeightTransferUpdateInfo(**bucket.handle["update_info"])
         [buffer] = told.ipc_handles["GPU-0"]
         dtypes = [getattr(torch, name) for name in told.dtype_names]

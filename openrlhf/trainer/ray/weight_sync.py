@@ -6,17 +6,14 @@ that cannot show the fingerprints of what was sent fails the sync by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from torch import Tensor
-
 from openrlhf.engines.base import NamedTensors, RolloutEngine, SyncReceipt, WeightBucket
 from openrlhf.errors import WeightSyncError
-from openrlhf.utils.tensors import fingerprint
 
 Answer = TypeVar("Answer")
 
@@ -28,9 +25,12 @@ class BucketWriter(Protocol):
     def fills_ahead(self) -> bool:
         """Whether a bucket stays readable while the next one is filled."""
 
-    def write(self, tensors: NamedTensors) -> Iterable[WeightBucket]:
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterable[WeightBucket]:
         """Buckets of bounded size; each is valid until the next one is asked for, or the next but
         one with `fills_ahead`.
+
+        `fingerprints` is given that of every tensor, taken from the trainer's own memory the way
+        the engines on the other side take it.
         """
 
     def push(self, bucket: WeightBucket) -> None:
@@ -66,7 +66,7 @@ def send_weights(
     try:
         all_results(on_all(lambda engine: engine.begin_weight_update()))
         receiving: list[Future[None]] = []
-        for bucket in writer.write(_fingerprinted(tensors, report)):
+        for bucket in writer.write(tensors, report.fingerprints):
             all_results(receiving)
             receiving = on_all(partial(_receive, bucket))
             writer.push(bucket)
@@ -125,9 +125,3 @@ def check_receipt(
 
 def _receive(bucket: WeightBucket, engine: RolloutEngine) -> None:
     engine.receive_bucket(bucket)
-
-
-def _fingerprinted(tensors: NamedTensors, report: SyncReport) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        report.fingerprints[name] = fingerprint(tensor)
-        yield name, tensor

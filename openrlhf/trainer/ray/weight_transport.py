@@ -21,7 +21,7 @@ from openrlhf.engines.shared_memory import ShmBucketWriter
 from openrlhf.errors import ConfigError, WeightSyncError
 from openrlhf.trainer.ray.device_buffer import DeviceBuffer, GpuMemory
 from openrlhf.trainer.ray.weight_sync import BucketWriter, all_results, drain
-from openrlhf.utils.tensors import tensors_in
+from openrlhf.utils.tensors import fingerprint, tensors_in
 
 IPC_BACKEND = "openrlhf_ipc"
 NCCL_BACKEND = "openrlhf_nccl"
@@ -107,9 +107,9 @@ class SharedMemoryTransport:
     def connect(self, engines: Sequence[RolloutEngine]) -> None:
         """Nothing has to be agreed on."""
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         """See BucketWriter."""
-        return self.writer.write(tensors)
+        return self.writer.write(tensors, fingerprints)
 
     def push(self, bucket: WeightBucket) -> None:
         """Engines read for themselves."""
@@ -139,8 +139,11 @@ class IpcTransport:
         """Say that tensors come packed."""
         _on_all(engines, [{"packed": True}] * len(engines))
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         """See BucketWriter; every rank must iterate."""
+        return self._write(noted(tensors, fingerprints))
+
+    def _write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
         for packing in self.buffer.packed(tensors):
             if self.buffer.is_used:
                 self.memory.synchronize()
@@ -161,7 +164,7 @@ class IpcTransport:
     def follow(self, tensors: NamedTensors) -> None:
         """Fill the same buckets for the engine on this rank's GPU."""
         try:
-            for _ in self.write(tensors):
+            for _ in self._write(tensors):
                 pass
         finally:
             self.close()
@@ -231,9 +234,9 @@ class NcclTransport:
         """Open the group with all engines."""
         self.group.connect(engines)
 
-    def write(self, tensors: NamedTensors) -> Iterator[WeightBucket]:
+    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         """See BucketWriter; copies into the buffer wait on its stream for the last broadcast."""
-        for packing in self.buffer.packed(tensors):
+        for packing in self.buffer.packed(noted(tensors, fingerprints)):
             yield packing.bucket(packing.update_info())
 
     def push(self, bucket: WeightBucket) -> None:
@@ -250,6 +253,13 @@ class NcclTransport:
     def close(self) -> None:
         """Let go of the buffer; the group stays."""
         self.buffer.free()
+
+
+def noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:
+    """The same tensors; the fingerprint of each is noted as it passes."""
+    for name, tensor in tensors:
+        fingerprints[name] = fingerprint(tensor)
+        yield name, tensor
 
 
 def open_nccl_group(device: torch.device, host: str, port: int, world_size: int) -> Any:
