@@ -28,6 +28,7 @@ from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
+from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import UNIMPLEMENTED, refuse_unimplemented
@@ -35,7 +36,7 @@ from tests.source import ROOT, modules
 from tests.tiny import write_jsonl
 
 TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)
-CONFIGS = (*TRAINERS, BatchInferenceConfig, LoraCombinerConfig, ChatConfig)
+CONFIGS = (*TRAINERS, BatchInferenceConfig, ServeRewardConfig, LoraCombinerConfig, ChatConfig)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = DOCUMENTS[0].read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -215,7 +216,7 @@ def examples_of(config: Any) -> Sized:
     )
 
     if isinstance(config, PPOConfig):
-        return ppo_setup.prepare_inputs(config).prompts
+        return ppo_setup.prepare_inputs(config, has_engines=False).prompts
     if isinstance(config, BatchInferenceConfig):
         return load_rows(config.data.dataset)
     recipes = {

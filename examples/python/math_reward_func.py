@@ -1,4 +1,4 @@
-"""Arithmetic with a known answer: 1 when the last number of the response equals the label, else 0.
+"""Mathematics with a known answer: 1 when the response ends in what equals the label, else 0.
 
 openrlhf train_ppo_ray ... --remote_rm_url examples/python/math_reward_func.py --label_key answer
 """
@@ -6,30 +6,20 @@ openrlhf train_ppo_ray ... --remote_rm_url examples/python/math_reward_func.py -
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+from openrlhf.rewards.math_grader import math_equal
+
+DIGIT_OR_BOX = re.compile(r"\d|\\boxed\{")
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[object]) -> dict[str, object]:
-    """Exact comparison of numbers: 0.5, 1/2 and .50 are equal; a response without a number scores
-    0.
+    """Compare as mathematics: 0.5, 1/2 and \\boxed{\\frac12} are equal. A box counts before what
+    stands last; a response without either scores 0.
     """
     responses = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
-    answers = [_last_number(response) for response in responses]
     scores = [
-        float(answer is not None and answer == _last_number(str(label)))
-        for answer, label in zip(answers, labels, strict=True)
+        float(math_equal(response, str(label)))
+        for response, label in zip(responses, labels, strict=True)
     ]
-    has_answer = [float(answer is not None) for answer in answers]
+    has_answer = [float(bool(DIGIT_OR_BOX.search(response))) for response in responses]
     return {"rewards": scores, "scores": scores, "extra_logs": {"has_answer": has_answer}}
-
-
-def _last_number(text: str) -> Fraction | None:
-    found = NUMBER.findall(text)
-    if not found:
-        return None
-    try:
-        return Fraction(found[-1].replace(",", ""))
-    except (ValueError, ZeroDivisionError):
-        return None

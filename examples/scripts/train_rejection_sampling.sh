@@ -3,57 +3,20 @@
 # them; repeated on the next slice of the prompts with the model that came out.
 #   MODEL, REWARD_MODEL, DATA name models and data (hub ids or local paths); OUT is the run folder;
 #   GENERATE_ARGS, SCORE_ARGS, TRAIN_ARGS are appended to one step and win over what stands here.
-# A script that was stopped goes on where it stopped.
+# A script that was stopped goes on where it stopped. The steps are in offline_steps.sh.
 set -euo pipefail
+source "$(dirname "$0")/offline_steps.sh"
 
-MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
-REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-mixture}
-DATA=${DATA:-OpenRLHF/prompt-collection-v0.1}
-INPUT_KEY=${INPUT_KEY:-context_messages}
 OUT=${OUT:-./checkpoint/llama3-8b-rejection}
-ITERATIONS=${ITERATIONS:-4}
-PROMPTS=${PROMPTS:-2048}
-SAMPLES=${SAMPLES:-4}
-GPUS=${GPUS:-8}
-ENGINE=${ENGINE:-generate_vllm}
-FORMAT=${FORMAT:---apply_chat_template}
-
-launcher=(python -m)
-if [ "$GPUS" -gt 1 ]; then
-    launcher=(torchrun --standalone --nproc_per_node "$GPUS" -m)
-fi
-
-policy=$MODEL
 mkdir -p "$OUT"
+policy=$MODEL
 for ((i = 0; i < ITERATIONS; i++)); do
-    if [ ! -f "$OUT/answers$i.jsonl" ]; then
-        python -m openrlhf.cli.batch_inference \
-            --eval_task "$ENGINE" --pretrain "$policy" \
-            --dataset "$DATA" --input_key "$INPUT_KEY" $FORMAT \
-            --iter "$i" --rollout_batch_size "$PROMPTS" --best_of_n "$SAMPLES" \
-            --prompt_max_len 1024 --max_new_tokens 1024 --temperature 1.0 \
-            --seed "$i" --enable_prefix_caching \
-            --output_path "$OUT/answers$i.jsonl" \
-            ${GENERATE_ARGS:-}
-    fi
-    if [ ! -f "$OUT/best$i.jsonl" ]; then
-        "${launcher[@]}" openrlhf.cli.batch_inference \
-            --eval_task rm --pretrain "$REWARD_MODEL" \
-            --dataset "$OUT/answers$i.jsonl" $FORMAT \
-            --max_len 2048 --micro_batch_size 8 --bf16 --post_processor rs \
-            --output_path "$OUT/best$i.jsonl" \
-            ${SCORE_ARGS:-}
-    fi
-    if [ ! -f "$OUT/model$i/config.json" ]; then
-        "${launcher[@]}" openrlhf.cli.train_sft \
-            --pretrain "$policy" \
-            --dataset "$OUT/best$i.jsonl" --input_key input --output_key output $FORMAT \
-            --max_len 2048 --train_batch_size 128 --micro_train_batch_size 2 \
-            --max_epochs 1 --learning_rate 2e-6 \
-            --zero_stage 3 --bf16 --gradient_checkpointing \
-            --save_path "$OUT/model$i" --ckpt_path "$OUT/model$i/checkpoints" \
-            ${TRAIN_ARGS:-}
-    fi
+    answer "$policy" "$OUT/answers$i.jsonl" \
+        --iter "$i" --rollout_batch_size "$PROMPTS" --best_of_n "$SAMPLES" \
+        --seed "$i" --enable_prefix_caching
+    score "$OUT/answers$i.jsonl" "$OUT/best$i.jsonl" --post_processor rs
+    train train_sft "$policy" "$OUT/best$i.jsonl" "$OUT/model$i" \
+        --input_key input --output_key output --learning_rate 2e-6 --zero_stage 3
     policy=$OUT/model$i
 done
 echo "last model: $policy"

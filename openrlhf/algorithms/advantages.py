@@ -60,6 +60,26 @@ def _group_mean_and_size(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor,
     return (sum_G / size_G)[owner_B], size_G[owner_B]
 
 
+def shape_episodes(
+    shape: Callable[[Tensor, Tensor], Tensor],
+    rewards_B: Tensor,
+    group_ids_B: Tensor,
+    episode_ids_B: Tensor | None,
+) -> Tensor:
+    """Shaped rewards where samples with the same id are parts of one episode, (B,).
+
+    The parts have the same reward; their episode is compared once and all get its result.
+    """
+    if episode_ids_B is None:
+        return shape(rewards_B, group_ids_B)
+    ids_E, owner_B = episode_ids_B.unique(return_inverse=True)
+    position_B = torch.arange(len(owner_B), device=owner_B.device)
+    first_E = torch.zeros_like(ids_E).scatter_reduce(
+        0, owner_B, position_B, "amin", include_self=False
+    )
+    return shape(rewards_B[first_E], group_ids_B[first_E])[owner_B]
+
+
 def token_rewards(
     rewards_B: Tensor, kl_N: Tensor, num_actions_B: Tensor, *, kl_coef: float
 ) -> Tensor:
@@ -138,16 +158,24 @@ class AdvantageEstimator:
         *,
         kl_coef: float,
         clip_range: tuple[float, float],
+        episode_ids_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of the whole rollout batch, (N,) each, in fp32.
 
         `kl_N` is 0 where the reward holds no KL term. `values_N` is needed by, and only by, gae.
-        Samples without actions have no part in the baseline of their group.
+        Samples without actions have no part in the baseline of their group; parts of an episode,
+        which share a reward, count in it once.
         """
         assert not self.needs_critic or values_N is not None, f"{self.name} needs values"
         has_actions_B = num_actions_B > 0
         num_actions_B = num_actions_B[has_actions_B]
-        shaped_B = self.shape(rewards_B[has_actions_B].float(), group_ids_B[has_actions_B])
+        episode_ids_B = None if episode_ids_B is None else episode_ids_B[has_actions_B]
+        shaped_B = shape_episodes(
+            self.shape,
+            rewards_B[has_actions_B].float(),
+            group_ids_B[has_actions_B],
+            episode_ids_B,
+        )
         shaped_B = shaped_B.clamp(*clip_range)
         rewards_N = token_rewards(shaped_B, kl_N.float(), num_actions_B, kl_coef=kl_coef)
         advantages_N, returns_N = self._accumulate(rewards_N, values_N, num_actions_B)

@@ -21,11 +21,14 @@ MAX_ABS_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The ratio is held in [1 - low, 1 + high]; where A < 0, the loss is at most dual * |A|."""
+    """How far the policy may move: the ratio is held in [1 - low, 1 + high], and where A < 0 the
+    loss is at most dual * |A|. `gates`: how steep SAPO's soft gate is for A > 0 and for A <= 0.
+    """
 
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
+    gates: tuple[float, float] = (1.0, 1.05)
 
 
 class PolicyLossTerms(NamedTuple):
@@ -71,6 +74,54 @@ def gspo_loss(
     return _clipped_surrogate(sequence_N, log_ratio_N.detach(), advantages_N, clip)
 
 
+def cispo_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    *,
+    advantages_N: Tensor,
+    num_actions_B: Tensor,
+    clip: ClipRange,
+) -> PolicyLossTerms:
+    """-stopgrad(min(ratio, 1 + high)) A logp: every token keeps a gradient, its weight is capped.
+
+    CISPO, arXiv 2506.13585.
+    """
+    log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B).detach()
+    assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
+    ratio_N = _exp(log_ratio_N)
+    weights_N = ratio_N.clamp(max=1 + clip.high)
+    loss_N = -weights_N * advantages_N * logprobs_N.float()
+    return PolicyLossTerms(loss_N, ratio_N, weights_N < ratio_N, log_ratio_N)
+
+
+def sapo_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    *,
+    advantages_N: Tensor,
+    num_actions_B: Tensor,
+    clip: ClipRange,
+) -> PolicyLossTerms:
+    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau by the sign of A: the gradient fades with the
+    distance from ratio 1 instead of ending at a bound. `is_clipped_N`: less than half is left.
+
+    SAPO, arXiv 2511.20347.
+    """
+    log_ratio_N = _log_ratio(logprobs_N, old_logprobs_N, num_actions_B)
+    assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
+    ratio_N = _exp(log_ratio_N)
+    above, below = clip.gates
+    tau_N = torch.where(advantages_N > 0, above, below)
+    gate_N = torch.sigmoid(tau_N * (ratio_N - 1))
+    weight_N = (4 * gate_N * (1 - gate_N)).detach()  # of the gradient, 1 at ratio 1
+    loss_N = -gate_N * (4 / tau_N) * advantages_N
+    return PolicyLossTerms(loss_N, ratio_N.detach(), weight_N < 0.5, log_ratio_N.detach())
+
+
+def _exp(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+
+
 def _log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, num_actions_B: Tensor) -> Tensor:
     assert logprobs_N.shape == old_logprobs_N.shape, "log-probs of the same tokens are needed"
     assert len(logprobs_N) == int(num_actions_B.sum()), "samples do not add up to the tokens"
@@ -82,7 +133,7 @@ def _clipped_surrogate(
 ) -> PolicyLossTerms:
     """The pessimistic surrogate; with dual clip -max(min(...), dual A) where A < 0 (1912.09729)."""
     assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
-    ratio_N = log_ratio_N.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO).exp()
+    ratio_N = _exp(log_ratio_N)
     free_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high) * advantages_N
     surrogate_N = torch.minimum(free_N, clipped_N)
@@ -124,6 +175,8 @@ class PolicyLoss:
 POLICY_LOSSES = {
     "ppo": PolicyLoss(ppo_loss),
     "gspo": PolicyLoss(gspo_loss, own_aggregation="seq_mean"),
+    "cispo": PolicyLoss(cispo_loss),
+    "sapo": PolicyLoss(sapo_loss),
 }
 AGGREGATIONS = ("token_mean", "seq_mean", "seq_sum_norm")
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "ppo": ("train_ppo_ray", "reinforcement learning on Ray: PPO, REINFORCE++, RLOO, GRPO"),
     "ppo-local": ("train_ppo", "the same in the launching process(es), without Ray"),
     "infer": ("batch_inference", "answer prompts or score answers in bulk"),
+    "serve-rm": ("serve_rm", "a reward model behind HTTP"),
     "merge-lora": ("lora_combiner", "merge an adapter into its base model"),
     "chat": ("interactive_chat", "talk to a model in the terminal"),
 }

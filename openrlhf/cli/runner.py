@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Generic
 
 from openrlhf.config.cli import ConfigT, Parsed, parse_config
-from openrlhf.config.help import print_help
+from openrlhf.config.help import help_text
 from openrlhf.config.unimplemented import refuse_unimplemented
 from openrlhf.errors import OpenRLHFError
 
@@ -33,7 +34,7 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     """Parse and run; leaves by SystemExit when anything went wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
-        print_help(command.config_class, command.name)
+        show_help(command)
         return
     is_debug = "--debug" in words
     try:
@@ -50,6 +51,15 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(4) from error
+
+
+def show_help(command: Command[ConfigT]) -> None:
+    """Print the help text; a reader such as `head` may have enough of it."""
+    width = shutil.get_terminal_size().columns
+    try:
+        print(help_text(command.config_class, command.name, width=width), flush=True)
+    except BrokenPipeError:  # Python would complain once more when it closes its output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:

@@ -76,11 +76,9 @@ def option(
     """
     aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
     about = {name: details.pop(name) for name in ("bare", "env", "secret_env") if name in details}
-    also = " ".join(f"--{alias.name}" for alias in aliases if not alias.name.startswith("."))
-    text = f"{description} Also {also}." if also else description
     start = {"default_factory" if callable(default) else "default": default}
     extra = {"option": OptionInfo(aliases, **about)}  # type: ignore[arg-type]
-    known = {**start, **details, "description": text, "json_schema_extra": extra}
+    known = {**start, **details, "description": description, "json_schema_extra": extra}
     return Field(**known)  # type: ignore[call-overload]
 
 

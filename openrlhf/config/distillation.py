@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf.config.base import Base, is_changed, is_given, option, switch
+from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.supervised import (
+    IDLE_IN_PRETRAIN_MODE,
+    PACKED_WEIGHTS,
+    AnsweredDataConfig,
     EvalOnTestConfig,
     SFTLoggerConfig,
     SFTModelConfig,
@@ -60,15 +64,11 @@ class KDLossConfig(Base):
     )
 
 
-class KDDataConfig(SupervisedDataConfig):
+class KDDataConfig(SupervisedDataConfig, AnsweredDataConfig):
     """`data.*` of train_kd."""
 
-    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
     output_key: str | None = option(
         "output", "Column of the answer; none: the last message of a chat.", "output_key"
-    )
-    input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
     )
 
 
@@ -126,10 +126,13 @@ class KDConfig(SupervisedConfig):
 
     def note_settings_of_on_policy_distillation(self) -> Iterator[str]:
         """Without it nothing is sampled; with it the answers are not the data's."""
-        for name in ("max_new_tokens", "temperature"):
-            if is_changed(self, f"kd.{name}") and not self.kd.on_policy_enable:
-                flag = "temperature" if name == "temperature" else f"kd_{name}"
-                yield f"--{flag} has no effect without --kd_on_policy."
+        sampling = Idle(
+            ("kd.max_new_tokens", "kd.temperature"),
+            lambda config: not config.kd.on_policy_enable,
+            "without --kd_on_policy",
+        )
+        packed = Idle(("teacher.offload",), lambda config: config.ds.load_in_4bit, PACKED_WEIGHTS)
+        yield from idle_settings(self, [IDLE_IN_PRETRAIN_MODE, sampling, packed])
         if self.kd.on_policy_enable and self.kd.coef < 1:
             yield (
                 f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "

@@ -56,14 +56,32 @@ class PPOConfig(RunConfig):
         if not is_given(self, "rollout.micro_batch_size"):
             smaller = min(self.rollout.micro_batch_size, self.num_rollout_samples)
             yield "rollout.micro_batch_size", smaller
-        for first, second in self.colocated_pairs():
-            if not is_given(self, f"{second}.num_nodes"):
-                yield f"{second}.num_nodes", getattr(self, first).num_nodes
+        yield from self._shapes_of_partners()
         for name in ("gradient_checkpointing_enable", "gradient_checkpointing_reentrant"):
             if not is_given(self, f"critic.{name}"):
                 yield f"critic.{name}", getattr(self.actor, name)
         if self.data.max_len is not None:
             yield from self._shares_of_total_length(self.data.max_len)
+
+    def _shapes_of_partners(self) -> Iterator[tuple[str, object]]:
+        """Models that share GPUs: the first has the shape of a partner, where nobody gave its own;
+        then all others have the shape of the first.
+        """
+        for name in ("num_nodes", "num_gpus_per_node"):
+            for first, second in self.colocated_pairs():
+                if self._is_set(second, name) and not self._is_set(first, name):
+                    yield f"{first}.{name}", getattr(getattr(self, second), name)
+                    break
+            for first, second in self.colocated_pairs():
+                if not self._is_set(second, name):
+                    yield f"{second}.{name}", getattr(getattr(self, first), name)
+
+    def _is_set(self, section: str, name: str) -> bool:
+        """Whether somebody gave it a value; a saved config gives "unset" too."""
+        return (
+            is_given(self, f"{section}.{name}")
+            and getattr(getattr(self, section), name) is not None
+        )
 
     def _shares_of_total_length(self, total: int) -> Iterator[tuple[str, object]]:
         has_prompt = is_given(self, "data.prompt_max_len")
@@ -82,6 +100,12 @@ class PPOConfig(RunConfig):
     def has_critic(self) -> bool:
         """Whether a value model is trained: with the estimator gae only."""
         return self.algo.advantage.estimator == "gae"
+
+    @property
+    def critic_source(self) -> str | None:
+        """Model a critic starts from: its own, else the first reward model, else the policy."""
+        named = (self.critic.model_name_or_path, *self.reward.model_paths)
+        return next(filter(None, named), self.actor.model_name_or_path)
 
     @property
     def num_rollout_samples(self) -> int:
@@ -119,7 +143,16 @@ class PPOConfig(RunConfig):
         if all(is_blank(source) for source in sources):
             yield (
                 "There is no reward. Type --reward_pretrain with a model, "
-                "--remote_rm_url with a .py file, or --agent_func_path."
+                "--remote_rm_url with a .py file or a URL, or --agent_func_path."
+            )
+
+    def check_reward_models_stand_alone(self) -> Iterator[str]:
+        """Nothing says what a model and a function together would mean."""
+        model, url = self.reward.model_name_or_path, self.reward.remote_url
+        if not is_blank(model) and not is_blank(url):
+            yield (
+                f"--reward_pretrain {model} and --remote_rm_url {url} both give rewards. Leave one "
+                "out (--critic_pretrain names the model that a critic starts from)."
             )
 
     def check_groups_have_several_samples(self) -> Iterator[str]:
@@ -212,8 +245,7 @@ class PPOConfig(RunConfig):
 
     def check_reward_weights_match_the_models(self) -> Iterator[str]:
         """One weight for each reward model."""
-        models = [name for name in (self.reward.model_name_or_path or "").split(",") if name]
-        weights = self.reward.weights
+        models, weights = self.reward.model_paths, self.reward.weights
         if weights is not None and len(weights) != len(models):
             yield (
                 f"--reward_weights has {len(weights)} values for {len(models)} models of "

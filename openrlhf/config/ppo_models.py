@@ -6,12 +6,16 @@ users type.
 
 from __future__ import annotations
 
-from typing import Literal
+from pydantic import field_validator
 
 from openrlhf.config.base import Base, option, switch
 from openrlhf.config.common import AdamConfig, OptimizerConfig
 
+POLICY_LOSS_NAMES = ("ppo", "gspo", "cispo", "sapo")
 GPUS_HELP = "GPUs on each node (CPU ranks where there is no GPU); unset: "
+FROZEN_GPUS_HELP = (
+    GPUS_HELP + "as the model it is colocated with, else all visible ones that others leave."
+)
 
 
 class ActorAdamConfig(AdamConfig):
@@ -31,7 +35,10 @@ class ActorConfig(OptimizerConfig):
 
     num_nodes: int = option(1, "Nodes of the actor.", "actor_num_nodes", ge=1)
     num_gpus_per_node: int | None = option(
-        None, GPUS_HELP + "all visible ones, one CPU rank.", "actor_num_gpus_per_node", ge=1
+        None,
+        GPUS_HELP + "as a colocated model that has it set, else all visible ones, one CPU rank.",
+        "actor_num_gpus_per_node",
+        ge=1,
     )
     model_name_or_path: str | None = option(
         None, "Policy to start from: hub id or path.", "pretrain", "model_name_or_path"
@@ -43,9 +50,25 @@ class ActorConfig(OptimizerConfig):
     gradient_checkpointing_reentrant: bool = switch(
         "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
-    policy_loss_type: Literal["ppo", "gspo", "cispo"] = option(
-        "ppo", "Token ratio (ppo) or sequence ratio (gspo).", "policy_loss_type"
+    policy_loss_type: str = option(
+        "ppo",
+        "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
+        "your own function as module:name or file.py:name.",
+        "policy_loss_type",
     )
+    sapo_tau: tuple[float, float] = option(
+        (1.0, 1.05), "Steepness of SAPO's gate for good and for bad tokens.", "sapo_tau"
+    )
+
+    @field_validator("policy_loss_type")
+    @classmethod
+    def check_policy_loss_type(cls, value: str) -> str:
+        """A name that is known, or an import path."""
+        if value not in POLICY_LOSS_NAMES and ":" not in value:
+            names = ", ".join(POLICY_LOSS_NAMES)
+            raise ValueError(f"use one of {names}, or module:name or file.py:name of a function")
+        return value
+
     eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice.", "eps_clip_low_high"
@@ -73,7 +96,10 @@ class CriticConfig(OptimizerConfig):
 
     num_nodes: int = option(1, "Nodes of the critic.", "critic_num_nodes", ge=1)
     num_gpus_per_node: int | None = option(
-        None, GPUS_HELP + "as the actor.", "critic_num_gpus_per_node", ge=1
+        None,
+        GPUS_HELP + "as the model it is colocated with, else all visible ones.",
+        "critic_num_gpus_per_node",
+        ge=1,
     )
     model_name_or_path: str | None = option(
         None,
@@ -99,9 +125,7 @@ class RefConfig(Base):
     """`ref.*`: the frozen policy that KL is measured from."""
 
     num_nodes: int = option(1, "Nodes of the reference model.", "ref_num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(
-        None, GPUS_HELP + "as the actor.", "ref_num_gpus_per_node", ge=1
-    )
+    num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "ref_num_gpus_per_node", ge=1)
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
 
 
@@ -109,20 +133,48 @@ class RewardConfig(Base):
     """`reward.*`: where rewards come from and how they are shaped."""
 
     num_nodes: int = option(1, "Nodes of the reward model.", "reward_num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(
-        None, GPUS_HELP + "as the actor.", "reward_num_gpus_per_node", ge=1
-    )
+    num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "reward_num_gpus_per_node", ge=1)
     model_name_or_path: str | None = option(
         None, "Reward models, with commas between.", "reward_pretrain"
     )
     weights: tuple[float, ...] | None = option(
-        None, "Weights of several reward models; unset: equal.", "reward_weights"
+        None, "Weights of several reward models; unset: 1 each.", "reward_weights"
     )
     remote_url: str | None = option(
-        None, "A .py file with reward_func, or URLs of reward servers.", "remote_rm_url"
+        None,
+        "A .py file with reward_func, or URLs of reward servers with commas between.",
+        "remote_rm_url",
     )
     failure: str = option(
         "fail", "When a reward cannot be had: fail, drop_group or retry(n).", "reward_failure"
+    )
+    max_dropped: float = option(
+        0.5,
+        "Share of a step's prompts that --reward_failure drop_group may drop; more end the run.",
+        "reward_max_dropped",
+        ge=0,
+        lt=1,
+    )
+    timeout_s: float = option(
+        300.0,
+        "Seconds for one call of a reward function, or for all tries of a request to servers.",
+        "reward_timeout_s",
+        gt=0,
+    )
+    try_timeout_s: float = option(
+        60.0, "Seconds for one try at a reward server.", "reward_try_timeout_s", gt=0
+    )
+    memory_gib: float = option(
+        8.0,
+        "Memory in GiB of each process that calls a reward function.",
+        "reward_memory_gib",
+        gt=0,
+    )
+    num_workers: int | None = option(
+        None,
+        "Processes that call a reward function; unset: one a core, at least 4, at most 16.",
+        "reward_num_workers",
+        ge=1,
     )
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
     normalize_enable: bool = switch(
@@ -143,3 +195,15 @@ class RewardConfig(Base):
         "stop_properly_penalty_coef",
         le=1,
     )
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """Every local reward model named."""
+        names = (self.model_name_or_path or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
+
+    @property
+    def is_function_file(self) -> bool:
+        """Whether the reward comes from a function in a local file."""
+        url = self.remote_url or ""
+        return url.endswith(".py") and "," not in url and "://" not in url

@@ -92,7 +92,18 @@ class AdvantageConfig(Base):
         "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
-        "tis", "Kind of correction."
+        "tis",
+        "tis: ratios of tokens, clipped; icepop: tokens outside masked; seq-mask-tis: sequences "
+        "whose geometric mean is outside masked, ratios of tokens truncated.",
+        "is_correction_type",
+    )
+    is_correction_level: Literal["token", "sequence", "geometric"] | None = option(
+        None, "What a ratio is of; unset: by the type.", "is_correction_level"
+    )
+    is_correction_treatment: Literal["truncate", "clip", "mask"] | None = option(
+        None,
+        "What becomes of ratios outside the band; unset: by the type.",
+        "is_correction_treatment",
     )
     is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0), "Band of importance ratios.", "vllm_is_truncated_threshold"
@@ -103,6 +114,14 @@ class AdvantageConfig(Base):
     def read_one_threshold(cls, value: object) -> object:
         """Old commands type the upper bound alone."""
         return (0.0, *value) if isinstance(value, tuple) and len(value) == 1 else value
+
+    @field_validator("is_correction_threshold")
+    @classmethod
+    def check_band(cls, value: tuple[float, float]) -> tuple[float, float]:
+        """A band that lets something pass."""
+        if not 0 <= value[0] < value[1]:
+            raise ValueError(f"two numbers are needed, the first smaller and not negative: {value}")
+        return value
 
 
 class KLConfig(Base):
@@ -157,7 +176,9 @@ class PPOTrainConfig(TrainConfig):
     colocate_critic_reward: bool = switch(
         "Critic and reward model share GPUs.", "colocate_critic_reward"
     )
-    enable_ema: bool = switch("Export an average of the weights.", "enable_ema")
+    enable_ema: bool = switch(
+        "Export an average of the weights; the last ones go to its folder policy.", "enable_ema"
+    )
     ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
     async_enable: bool = switch("Generate while training.", "async_train")
     async_queue_size: int = option(

@@ -7,10 +7,9 @@ users type. A rule is a method `check_...` (refused) or `note_...` (said, then o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, is_changed, is_given, option, switch
-from openrlhf.config.checks import is_blank
+from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
@@ -18,12 +17,15 @@ from openrlhf.config.common import (
     WandbConfig,
     timed_name,
 )
+from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.supervised import (
+    PACKED_WEIGHTS,
+    AnsweredDataConfig,
     EvalOnTestConfig,
     ModelConfig,
+    OneByOneTrainConfig,
     SupervisedConfig,
     SupervisedDataConfig,
-    SupervisedTrainConfig,
 )
 
 PreferenceLossName = Literal[
@@ -41,6 +43,7 @@ PreferenceLossName = Literal[
 REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
 EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
+OWN_REFERENCE = "with --lora_rank: the model without its adapter is the reference"
 
 
 class PairDataConfig(SupervisedDataConfig):
@@ -67,18 +70,6 @@ class RMModelConfig(ModelConfig):
         "Subtract the column `margin` from the difference.", "margin_loss"
     )
     compute_fp32_loss_enable: bool = switch("Compute the loss in fp32.", "compute_fp32_loss")
-
-
-class RMTrainConfig(SupervisedTrainConfig):
-    """`train.*` of train_rm."""
-
-    micro_batch_size: int = option(
-        1,
-        "Pairs in a micro-batch of one device.",
-        "micro_train_batch_size",
-        "per_device_train_batch_size",
-        gt=0,
-    )
 
 
 class RMAdamConfig(AdamConfig):
@@ -109,10 +100,12 @@ class RMLoggerConfig(LoggerConfig):
 class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
+    has_value_head: ClassVar[bool] = True
+
     adam: RMAdamConfig = RMAdamConfig()
     model: RMModelConfig = RMModelConfig()
     data: PairDataConfig = PairDataConfig()
-    train: RMTrainConfig = RMTrainConfig()
+    train: OneByOneTrainConfig = OneByOneTrainConfig()
     ckpt: RMCheckpointConfig = RMCheckpointConfig()
     logger: RMLoggerConfig = RMLoggerConfig()
 
@@ -239,30 +232,42 @@ class DPOConfig(SupervisedConfig):
                 f"--label_smoothing {EXO_LABEL_SMOOTHING}."
             )
 
-    def note_settings_of_other_losses(self) -> Iterator[str]:
-        """A setting that the formula of the loss does not have."""
-        model = self.model
-        unused = {
-            "ipo_length_average": model.ipo_length_average and model.loss_type != "ipo",
-            "simpo_gamma": is_changed(self, "model.simpo_gamma") and model.loss_type != "simpo",
-        }
-        for name, is_unused in unused.items():
-            if is_unused:
-                yield f"--{name} has no effect with --loss_type {model.loss_type}."
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference: there is no second model."""
+        own = (None, "", self.model.model_name_or_path)
+        return self.ds.lora.rank > 0 and self.ref.model_name_or_path in own
 
-    def note_loss_without_a_reference(self) -> Iterator[str]:
-        """Some losses look at the policy alone."""
-        unused = {
-            "ref_pretrain": not is_blank(self.ref.model_name_or_path),
-            "ref_offload": self.ref.offload,
-            "precompute_ref_log_probs": self.ref.precompute_log_probs,
-        }
-        for name, is_set in unused.items():
-            if is_set and not self.has_reference:
-                yield (
-                    f"--{name} has no effect with --loss_type {self.model.loss_type}, which has "
-                    "no reference model."
-                )
+    def note_settings_of_other_losses(self) -> Iterator[str]:
+        """A setting that the formula of the loss does not have; some look at the policy alone."""
+        chosen = f"with --loss_type {self.model.loss_type}"
+        of_reference = ("ref.model_name_or_path", "ref.offload", "ref.precompute_log_probs")
+        rules = (
+            Idle(
+                ("model.ipo_length_average",),
+                lambda config: config.model.loss_type != "ipo",
+                chosen,
+            ),
+            Idle(("model.simpo_gamma",), lambda config: config.model.loss_type != "simpo", chosen),
+            Idle(
+                of_reference,
+                lambda config: not config.has_reference,
+                f"{chosen}, which has no reference model",
+            ),
+            Idle(
+                ("ref.offload",),
+                lambda config: config.has_reference and config.is_own_reference,
+                OWN_REFERENCE,
+            ),
+            Idle(
+                ("ref.offload",),
+                lambda config: (
+                    config.has_reference and not config.is_own_reference and config.ds.load_in_4bit
+                ),
+                PACKED_WEIGHTS,
+            ),
+        )
+        yield from idle_settings(self, rules)
 
 
 class KTOModelConfig(ModelConfig):
@@ -283,17 +288,10 @@ class KTOModelConfig(ModelConfig):
     )
 
 
-class KTODataConfig(SupervisedDataConfig):
+class KTODataConfig(SupervisedDataConfig, AnsweredDataConfig):
     """`data.*` of train_kto."""
 
-    input_key: str = option("input", "Column of the prompt or messages.", "input_key")
-    output_key: str | None = option(
-        None, "Column of the answer; unset: the last message of a chat.", "output_key"
-    )
     label_key: str = option("label", "Column of the label: 1 good, 0 bad.", "label_key")
-    input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
-    )
 
 
 class KTOCheckpointConfig(CheckpointConfig):
@@ -341,6 +339,11 @@ class KTOConfig(SupervisedConfig):
                 f"--train_batch_size must be at least 2: {self.train.batch_size}. Type "
                 "--train_batch_size 2."
             )
+
+    def note_reference_is_the_own_base(self) -> Iterator[str]:
+        """The policy without its adapter is the reference: there is no second model."""
+        rule = Idle(("ref.offload",), lambda config: config.ds.lora.rank > 0, OWN_REFERENCE)
+        yield from idle_settings(self, [rule])
 
     def note_default_model(self) -> Iterator[str]:
         """A model that nobody typed is named."""

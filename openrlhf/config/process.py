@@ -20,9 +20,9 @@ from openrlhf.config.common import (
 from openrlhf.config.supervised import (
     EvalOnTestConfig,
     ModelConfig,
+    OneByOneTrainConfig,
     SupervisedConfig,
     SupervisedDataConfig,
-    SupervisedTrainConfig,
 )
 
 
@@ -45,18 +45,6 @@ class PRMDataConfig(SupervisedDataConfig):
 
     input_key: str = option("input", "Column of the text with its step ends.", "input_key")
     label_key: str = option("label", "Column of the labels, one for each step end.", "label_key")
-
-
-class PRMTrainConfig(SupervisedTrainConfig):
-    """`train.*` of train_prm."""
-
-    micro_batch_size: int = option(
-        1,
-        "Samples in a micro-batch of one device.",
-        "micro_train_batch_size",
-        "per_device_train_batch_size",
-        gt=0,
-    )
 
 
 class PRMAdamConfig(AdamConfig):
@@ -90,7 +78,7 @@ class PRMConfig(SupervisedConfig):
     adam: PRMAdamConfig = PRMAdamConfig()
     model: PRMModelConfig = PRMModelConfig()
     data: PRMDataConfig = PRMDataConfig()
-    train: PRMTrainConfig = PRMTrainConfig()
+    train: OneByOneTrainConfig = OneByOneTrainConfig()
     eval: EvalOnTestConfig = EvalOnTestConfig()
     ckpt: PRMCheckpointConfig = PRMCheckpointConfig()
     logger: PRMLoggerConfig = PRMLoggerConfig()

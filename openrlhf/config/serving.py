@@ -9,49 +9,77 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf.config.base import Base, is_changed, option, switch
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import DeepSpeedConfig, LoadConfig, PrecisionConfig
+from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.run import CommandConfig
-from openrlhf.config.supervised import DatasetConfig
+from openrlhf.config.supervised import AnsweredDataConfig
 
-# Leaves that only some tasks of batch_inference read, with the flag to name them by.
-VLLM_LEAVES = {
-    "vllm.tensor_parallel_size": "tp_size",
-    "vllm.max_num_seqs": "max_num_seqs",
-    "vllm.enable_prefix_caching": "enable_prefix_caching",
-    "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-}
-GENERATION_LEAVES = {
-    "data.prompt_max_len": "prompt_max_len",
-    "data.overlong_prompts": "overlong_prompts",
-    "rollout.max_new_tokens": "max_new_tokens",
-    "rollout.best_of_n": "best_of_n",
-    "rollout.greedy_sampling": "greedy_sampling",
-    "rollout.top_p": "top_p",
-    "rollout.temperature": "temperature",
-    "rollout.repetition_penalty": "repetition_penalty",
-    "rollout.iter": "iter",
-    "rollout.batch_size": "rollout_batch_size",
-    "csft.enable": "enable_csft",
-    "csft.prompt": "csft_prompt",
-}
-SCORING_LEAVES = {
-    "data.overlong_rows": "overlong_rows",
-    "reward.normalize_enable": "normalize_reward",
-    "reward.template": "reward_template",
-}
+# Leaves that only some tasks of batch_inference read.
+VLLM_LEAVES = (
+    "vllm.tensor_parallel_size",
+    "vllm.max_num_seqs",
+    "vllm.enable_prefix_caching",
+    "vllm.gpu_memory_utilization",
+)
+GENERATION_LEAVES = (
+    "data.prompt_max_len",
+    "data.overlong_prompts",
+    "rollout.max_new_tokens",
+    "rollout.best_of_n",
+    "rollout.greedy_sampling",
+    "rollout.top_p",
+    "rollout.temperature",
+    "rollout.repetition_penalty",
+    "rollout.iter",
+    "rollout.batch_size",
+    "csft.enable",
+    "csft.prompt",
+)
+SCORING_LEAVES = (
+    "data.output_key",
+    "data.max_len",
+    "data.overlong_rows",
+    "ds.zero_stage",
+    "ds.value_head_prefix",
+    "reward.normalize_enable",
+    "reward.template",
+)
 # vLLM chooses these itself.
-FORWARD_LEAVES = {
-    "micro_batch_size": "micro_batch_size",
-    "ds.attn_implementation": "attn_implementation",
-    "ds.experts_implementation": "ds.experts_implementation",
+FORWARD_LEAVES = ("micro_batch_size", "ds.attn_implementation", "ds.experts_implementation")
+UNUSED_LEAVES: dict[str | None, tuple[str, ...]] = {
+    "generate_vllm": (*SCORING_LEAVES, *FORWARD_LEAVES),
+    "generate": (*SCORING_LEAVES, *VLLM_LEAVES),
+    "rm": (*GENERATION_LEAVES, *VLLM_LEAVES),
 }
-UNUSED_LEAVES = {
-    "generate_vllm": {**SCORING_LEAVES, **FORWARD_LEAVES},
-    "generate": {**SCORING_LEAVES, **VLLM_LEAVES},
-    "rm": {**GENERATION_LEAVES, **VLLM_LEAVES},
-}
+IDLE_PROMPT = Idle(("csft.prompt",), lambda config: not config.csft.enable, "without --enable_csft")
+IDLE_CHANCES = Idle(
+    ("rollout.top_p", "rollout.temperature"),
+    lambda config: config.rollout.greedy_sampling,
+    "with --greedy_sampling",
+)
+IDLE_TOP_P = Idle(
+    ("rollout.top_p",),
+    lambda config: config.rollout.is_greedy and not config.rollout.greedy_sampling,
+    "with --temperature 0",
+)
+IDLE_TEMPLATE = Idle(
+    ("data.input_template",),
+    lambda config: config.data.apply_chat_template,
+    "with --apply_chat_template",
+)
+IDLE_OF_GENERATION = (
+    IDLE_PROMPT,
+    IDLE_CHANCES,
+    IDLE_TOP_P,
+    Idle(("rollout.batch_size",), lambda config: config.rollout.iter is None, "without --iter"),
+)
+IDLE_OF_CSFT = Idle(
+    ("reward.normalize_enable", "reward.template"),
+    lambda config: config.reward.post_processor != "csft",
+    "without --post_processor csft",
+)
 
 
 class ServedModelConfig(Base):
@@ -82,18 +110,23 @@ class CSFTConfig(Base):
     """`csft.*`: prompts for a model trained by conditional SFT."""
 
     enable: bool = switch("Append the prompt that asks for a reward.", "enable_csft")
-    prompt: str = option("<rm_score>: 5.00", "That prompt.", "csft_prompt")
+    prompt: str = option(
+        "<rm_score>: 5.00",
+        "That prompt; with {input} in it, a text around the prompt instead, as --reward_template.",
+        "csft_prompt",
+    )
 
 
-class InferenceDataConfig(DatasetConfig):
+class InferenceDataConfig(AnsweredDataConfig):
     """`data.*` of batch_inference."""
 
-    input_key: str = option("input", "Column of the prompt or messages.", "input_key")
     output_key: str = option("output", "Column of the answer.", "output_key")
     input_template: str | None = option(
         None, "Text around a plain prompt, with {} for it.", "input_template"
     )
-    max_samples: int = option(100_000_000, "Most rows of a dataset.", "max_samples", gt=0)
+    max_samples: int = option(
+        100_000_000, "Most rows of each data set and of all together.", "max_samples", gt=0
+    )
     prompt_max_len: int = option(1024, "Most tokens in a prompt.", "prompt_max_len", gt=0)
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
         "filter",
@@ -217,20 +250,14 @@ class BatchInferenceConfig(CommandConfig):
             if template is not None and name not in template:
                 yield f"--reward_template has no {name}: {template}. Write {name} into it."
 
-    def note_settings_of_other_tasks(self) -> Iterator[str]:
-        """A setting that the task does not read."""
-        unused = UNUSED_LEAVES.get(self.eval_task or "", {})
-        for path, flag in unused.items():
-            if is_changed(self, path):
-                yield f"--{flag} has no effect with --eval_task {self.eval_task}."
-
-    def note_settings_of_csft(self) -> Iterator[str]:
-        """Scores are written into prompts by one post-processor."""
-        if self.eval_task != "rm" or self.reward.post_processor == "csft":
-            return
-        for path in ("reward.normalize_enable", "reward.template"):
-            if is_changed(self, path):
-                yield f"--{SCORING_LEAVES[path]} has no effect without --post_processor csft."
+    def note_settings_without_effect(self) -> Iterator[str]:
+        """A setting that the task does not read, or not without another one."""
+        unused = UNUSED_LEAVES.get(self.eval_task, ())
+        yield from idle_settings(
+            self, [Idle(unused, lambda config: True, f"with --eval_task {self.eval_task}")]
+        )
+        of_task = [IDLE_OF_CSFT] if self.eval_task == "rm" else IDLE_OF_GENERATION
+        yield from idle_settings(self, [IDLE_TEMPLATE, *of_task])
 
 
 class LoraCombinerConfig(CommandConfig):
@@ -298,3 +325,7 @@ class ChatConfig(CommandConfig):
         """There is no default model."""
         if is_blank(self.model.model_name_or_path):
             yield "No model is named. Type --pretrain with a hub id or a path."
+
+    def note_settings_without_effect(self) -> Iterator[str]:
+        """A setting that nothing reads beside another one."""
+        yield from idle_settings(self, [IDLE_TEMPLATE, IDLE_PROMPT, IDLE_CHANCES, IDLE_TOP_P])

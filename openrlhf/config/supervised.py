@@ -21,6 +21,7 @@ from openrlhf.config.common import (
     WandbConfig,
     timed_name,
 )
+from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.run import RunConfig
 
 
@@ -56,11 +57,18 @@ class DatasetConfig(Base):
         None, "Rows: hub ids or paths, with commas between.", "dataset", "dataset_name"
     )
     dataset_probs: str | None = option(
-        None, "Mixing probabilities, with commas; unset: one after the other.", "dataset_probs"
+        None,
+        "Mixing probabilities of --dataset, with commas; unset: one data set after the other.",
+        "dataset_probs",
     )
     dataset_split: str = option("train", "Split of the rows.", "dataset_split")
     max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
-    max_samples: int = option(1_000_000, "Most rows of a dataset.", "max_samples", gt=0)
+    max_samples: int = option(
+        1_000_000,
+        "Most rows of each data set and of all together; evaluation data is capped alike.",
+        "max_samples",
+        gt=0,
+    )
     apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", "tokenizer_chat_template"
@@ -69,6 +77,18 @@ class DatasetConfig(Base):
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
     )
     disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+
+
+class AnsweredDataConfig(DatasetConfig):
+    """`data.*` of commands that read prompts with answers."""
+
+    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
+    output_key: str | None = option(
+        None, "Column of the answer; unset: the last message of a chat.", "output_key"
+    )
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+    )
 
 
 class SupervisedDataConfig(DatasetConfig):
@@ -85,16 +105,9 @@ class EvalOnTestConfig(EvalConfig):
     split: str = option("test", "Split of the evaluation data.", "eval_split")
 
 
-class SFTDataConfig(SupervisedDataConfig):
+class SFTDataConfig(SupervisedDataConfig, AnsweredDataConfig):
     """`data.*` of train_sft."""
 
-    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
-    output_key: str | None = option(
-        None, "Column of the answer; unset: the last message of a chat.", "output_key"
-    )
-    input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
-    )
     multiturn: bool = switch("Learn every assistant turn.", "multiturn")
 
 
@@ -102,6 +115,18 @@ class SupervisedTrainConfig(TrainConfig):
     """`train.*` of supervised commands."""
 
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
+
+
+class OneByOneTrainConfig(SupervisedTrainConfig):
+    """`train.*` of commands whose samples are large: pairs, or long solutions."""
+
+    micro_batch_size: int = option(
+        1,
+        "Samples (or pairs) in a micro-batch of one device.",
+        "micro_train_batch_size",
+        "per_device_train_batch_size",
+        gt=0,
+    )
 
 
 class SFTTrainConfig(SupervisedTrainConfig):
@@ -129,8 +154,71 @@ class SFTLoggerConfig(LoggerConfig):
     wandb: SFTWandbConfig = SFTWandbConfig()
 
 
+PACKED_WEIGHTS = "with --load_in_4bit: packed weights stay on the device"
+IDLE = (
+    Idle(
+        ("train.max_tokens_per_gpu",),
+        lambda config: not config.train.dynamic_batch_enable,
+        "without --use_dynamic_batch",
+    ),
+    Idle(
+        ("train.micro_batch_size",),
+        lambda config: config.train.dynamic_batch_enable,
+        "with --use_dynamic_batch",
+    ),
+    Idle(
+        ("ds.lora.alpha", "ds.lora.target_modules", "ds.lora.dropout"),
+        lambda config: config.ds.lora.rank == 0,
+        "without --lora_rank",
+    ),
+    Idle(
+        ("muon.lr", "muon.momentum"),
+        lambda config: config.optim != "muon",
+        "without --optim muon",
+    ),
+    Idle(
+        ("model.gradient_checkpointing_reentrant",),
+        lambda config: not config.model.gradient_checkpointing_enable,
+        "without --gradient_checkpointing",
+    ),
+    Idle(
+        ("eval.split", "eval.steps"),
+        lambda config: is_blank(config.eval.dataset),
+        "without --eval_dataset",
+    ),
+    Idle(
+        ("ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"),
+        lambda config: config.ckpt.save_steps <= 0,
+        "without --save_steps",
+    ),
+    Idle(
+        ("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
+        lambda config: config.logger.wandb.key is None,
+        "without --use_wandb",
+    ),
+    Idle(("ds.enable_sleep",), lambda config: True, "here: nothing but training needs the memory"),
+    Idle(
+        ("ds.value_head_prefix",),
+        lambda config: not config.has_value_head,
+        "here: the model has no value head",
+    ),
+    Idle(
+        ("data.input_template",),
+        lambda config: config.data.apply_chat_template,
+        "with --apply_chat_template",
+    ),
+)
+IDLE_IN_PRETRAIN_MODE = Idle(
+    ("data.input_template", "data.output_key"),
+    lambda config: config.model.pretrain_mode_enable,
+    "with --pretrain_mode",
+)
+
+
 class SupervisedConfig(RunConfig, OptimizerConfig):
     """What the config of every supervised trainer has; each has its own defaults."""
+
+    has_value_head: ClassVar[bool] = False
 
     model: ModelConfig = ModelConfig()
     data: SupervisedDataConfig = SupervisedDataConfig()
@@ -158,14 +246,14 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     def note_settings_without_effect(self) -> Iterator[str]:
         """What is accepted for old commands, or needs something that was not asked for."""
         yield from muon_notes(self)
+        yield from idle_settings(self, IDLE)
         if self.data.dataloader_num_workers:
             yield "--dataloader_num_workers has no effect: the trainer packs batches itself."
-        is_reentrant = self.model.gradient_checkpointing_reentrant
-        if is_reentrant and not self.model.gradient_checkpointing_enable:
-            flag = "--gradient_checkpointing"
-            yield f"{flag}_use_reentrant has no effect without {flag}."
-        if not self.eval.dataset and self.eval.steps > 0:
-            yield f"--eval_steps {self.eval.steps} has no effect without --eval_dataset."
+        if self.data.dataset_probs and "," in (self.eval.dataset or ""):
+            yield (
+                "--dataset_probs has no effect on --eval_dataset: its data sets are read one after "
+                "the other."
+            )
 
 
 class SFTConfig(SupervisedConfig):
@@ -189,3 +277,7 @@ class SFTConfig(SupervisedConfig):
         for name in ("multiturn", "apply_chat_template"):
             if self.model.pretrain_mode_enable and getattr(self.data, name):
                 yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
+    def note_settings_of_answers(self) -> Iterator[str]:
+        """Plain text has no prompts and answers."""
+        yield from idle_settings(self, [IDLE_IN_PRETRAIN_MODE])

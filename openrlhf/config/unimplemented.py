@@ -25,16 +25,8 @@ class Unimplemented(NamedTuple):
     scope: str = "CommandConfig"
 
 
-def is_one_python_file(value: str) -> bool:
-    """Whether a reward source is a single local file."""
-    return value.endswith(".py") and "," not in value and "://" not in value
-
-
 UNIMPLEMENTED: tuple[Unimplemented, ...] = (
     Unimplemented("actor.freeze_visual_encoder", "vision-language models"),
-    Unimplemented("actor.policy_loss_type", "CISPO", lambda value: value in ("ppo", "gspo")),
-    Unimplemented("algo.advantage.is_correction_enable", "importance correction"),
-    Unimplemented("algo.dynamic_filtering_enable", "dynamic sampling"),
     Unimplemented("ckpt.best_metric_key", "best checkpoints"),
     Unimplemented("ckpt.load_enable", "resuming", scope="PPOConfig"),
     Unimplemented(
@@ -50,16 +42,8 @@ UNIMPLEMENTED: tuple[Unimplemented, ...] = (
     Unimplemented("ds.tensor_parallel_size", "tensor parallel training"),
     Unimplemented("ds.use_universal_ckpt", "universal checkpoints"),
     Unimplemented("ds.zpg", "ZeRO++"),
-    Unimplemented("reward.failure", "outliving a failed reward"),
-    Unimplemented(
-        "reward.model_name_or_path", "several reward models", lambda value: "," not in value
-    ),
-    Unimplemented("reward.remote_url", "reward servers", is_one_python_file),
-    Unimplemented("reward.weights", "several reward models"),
     Unimplemented("rollout.vllm_generate_batch_size", "generating ahead"),
-    Unimplemented("train.agent_func_path", "agents"),
     Unimplemented("train.async_enable", "asynchronous training"),
-    Unimplemented("train.enable_ema", "averaged weights"),
     Unimplemented("train.partial_rollout_enable", "partial rollouts"),
     Unimplemented("use_ms", "ModelScope"),
     Unimplemented("vllm.sync_with_ray", "weight sync through Ray"),

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from openrlhf.config.preference import PairDataConfig
 from openrlhf.datasets.chat import (
     Message,
     RowError,
@@ -49,6 +50,20 @@ class PreferenceFormat(RowFormat):
     margin_key: str = "margin"
     max_len: int = 512
     drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
+
+    @classmethod
+    def of(cls, data: PairDataConfig, *, with_margin: bool = False) -> PreferenceFormat:
+        """As a command's `data.*` says."""
+        return cls(
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            with_margin=with_margin,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+            max_len=data.max_len,
+            overlong=data.overlong_rows,
+        )
 
 
 @dataclass(frozen=True)

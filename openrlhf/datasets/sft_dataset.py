@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
+from typing_extensions import Self
 
+from openrlhf.config.supervised import AnsweredDataConfig
 from openrlhf.datasets.chat import (
     STANDARD_PROMPT_COLUMNS,
     Message,
@@ -47,6 +49,19 @@ class AnsweredFormat(RowFormat):
     input_key: str = "input"
     output_key: str | None = None  # None: the last message of the input column's dialogue
     input_template: str | None = "User: {}\nAssistant: "
+
+    @classmethod
+    def of(cls, data: AnsweredDataConfig, **more: Any) -> Self:
+        """As a command's `data.*` says; `more` are the fields of the kind of row."""
+        return cls(
+            input_key=data.input_key,
+            output_key=data.output_key,
+            input_template=data.input_template,
+            apply_chat_template=data.apply_chat_template,
+            max_len=data.max_len,
+            overlong=data.overlong_rows,
+            **more,
+        )
 
 
 @dataclass(frozen=True)

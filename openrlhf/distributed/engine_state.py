@@ -32,15 +32,22 @@ ENGINE = "engine.json"
 def save(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> None:
     """Write weights and optimizer into `folder`, `facts` (JSON) beside them; all ranks call.
 
-    If one rank fails, all raise CheckpointError.
+    Frozen weights, such as the base of an adapter, are left out: a start brings them. If one rank
+    fails, all raise CheckpointError.
     """
     problems: list[str] = []
     with _replaced(engine, problems):
-        engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        engine.save_checkpoint(
+            str(folder.parent),
+            tag=folder.name,
+            save_latest=False,
+            exclude_frozen_parameters=has_frozen(engine),
+        )
     if collectives.is_main():
         content = {
             "zero_stage": engine.zero_optimization_stage(),
             "world_size": collectives.world_size(),
+            "trained": trained_names(engine),
             **facts,
         }
         with noting(problems):
@@ -63,11 +70,27 @@ def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
                 refuse_code(path)
     _raise_together(problems)
     with _replaced(engine, problems):
-        loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        # Their names were compared above where not all weights are in the files.
+        is_strict = not has_frozen(engine)
+        loaded, _ = engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=is_strict
+        )
     if loaded is None:
         problems.append(f"{folder} holds no weights for this engine.")
     _raise_together(problems)
     return facts
+
+
+def has_frozen(engine: DeepSpeedEngine) -> bool:
+    """Whether the model has weights that are not trained."""
+    return not all(parameter.requires_grad for parameter in engine.module.parameters())
+
+
+def trained_names(engine: DeepSpeedEngine) -> list[str]:
+    """Names of the trained weights of a model that has others; empty where all are trained."""
+    if not has_frozen(engine):
+        return []
+    return sorted(name for name, p in engine.module.named_parameters() if p.requires_grad)
 
 
 def refuse_code(path: Path) -> None:
@@ -141,5 +164,11 @@ def _read_facts(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
             f"{folder} was written by {world_size} ranks with ZeRO-{stage}, this run has "
             f"{own_size} with ZeRO-{int(own_stage)}. Start {world_size} ranks with "
             f"--zero_stage {stage}, or leave --load_checkpoint out and start from an export."
+        )
+    differing = set(facts.get("trained", own := trained_names(engine))) ^ set(own)
+    if differing:
+        raise CheckpointError(
+            f"{folder} was written with other weights in training: {sorted(differing)[0]} is "
+            "trained in one of the two only. Train the same layers, or leave --load_checkpoint out."
         )
     return facts

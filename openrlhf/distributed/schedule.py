@@ -7,6 +7,7 @@ k; after the last update the rate stands at the schedule's end value and stays t
 from __future__ import annotations
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from openrlhf.config.common import OptimizerConfig
@@ -79,7 +80,10 @@ class LearningRate:
         return {"num_done": self.num_done, "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up where `state_dict` was taken, at the peak rate of then; another one is said."""
+        """Take up where `state_dict` was taken, at the peak rate of then; another one is said.
+
+        The shape and the length are this schedule's own.
+        """
         own = getattr(self._scheduler, "base_lrs", None)
         saved = state["scheduler"].get("base_lrs", own)
         if saved != own and collectives.is_main():
@@ -89,6 +93,10 @@ class LearningRate:
             )
         self.num_done = state["num_done"]
         self._scheduler.load_state_dict(state["scheduler"])
+        if isinstance(self._scheduler, LambdaLR):  # its rate was that of a run of another length
+            at = self._scheduler.last_epoch = min(self.num_done, self._last_step)
+            pairs = zip(self._scheduler.base_lrs, self._scheduler.lr_lambdas, strict=True)
+            self._scheduler._last_lr = [base_lr * factor(at) for base_lr, factor in pairs]
         for group, lr in zip(
             self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True
         ):

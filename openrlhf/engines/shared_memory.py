@@ -13,8 +13,8 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -42,7 +42,7 @@ class Segment:
         self.inode = os.fstat(self.descriptor).st_ino  # paths come again, this does not
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
-        self._mapped: np.ndarray | None = None  # (num_bytes,) uint8
+        self._mapped: Any = None
         self._num_owned = 0  # bytes from the beginning whose pages are there
 
     def put(self, data: Tensor, begin: int) -> int:
@@ -63,7 +63,7 @@ class Segment:
         num_mapped = min(max(self._num_owned - begin, 0), len(data))
         if num_mapped:
             # By one thread: the engine needs the others, and memory is not faster for two.
-            np.copyto(self._mapping()[begin : begin + num_mapped], data[:num_mapped].numpy())
+            self._mapping()[begin : begin + num_mapped] = data[:num_mapped].numpy()
         if num_mapped < len(data):
             self._write(data[num_mapped:], begin + num_mapped)
 
@@ -79,9 +79,11 @@ class Segment:
         if has_no_gap:
             self._num_owned = begin
 
-    def _mapping(self) -> np.ndarray:
+    def _mapping(self) -> Any:
+        """The memory as a numpy array, (num_bytes,) uint8."""
         if self._mapped is None:
-            self._mapped = np.frombuffer(mmap.mmap(self.descriptor, self.num_bytes), dtype=np.uint8)
+            mapped = mmap.mmap(self.descriptor, self.num_bytes)
+            self._mapped = torch.frombuffer(mapped, dtype=torch.uint8).numpy()
         return self._mapped
 
     def close(self) -> None:
@@ -115,7 +117,12 @@ class _Filling:
 
 
 class ShmBucketWriter:
-    """Writes tensors into buckets of at most `bucket_bytes`; a larger tensor travels alone."""
+    """Writes tensors into buckets of about `bucket_bytes`.
+
+    Tensors of one module ("model.layers.0.mlp.*") stay together, as an engine may use them as one
+    where they lie: a bucket begins early with a new module, and may hold twice as much for an old
+    one. A tensor that is larger still travels alone.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         assert bucket_bytes > 0
@@ -134,7 +141,7 @@ class ShmBucketWriter:
         filling = _Filling()
         for name, tensor in tensors:
             begin = align(filling.num_bytes)
-            if filling.names and begin + tensor.nbytes > self.bucket_bytes:
+            if self._is_full(filling, name, begin + tensor.nbytes):
                 yield self._finish(filling)
                 filling, begin = _Filling(), 0
             segment = self._segment(begin + tensor.nbytes)
@@ -160,6 +167,17 @@ class ShmBucketWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _is_full(self, filling: _Filling, name: str, num_bytes: int) -> bool:
+        if not filling.names:
+            return False
+        limit = self.bucket_bytes
+        module = module_of(name)
+        if module and module == module_of(filling.names[-1]):
+            limit *= 2
+        elif module and filling.num_bytes > limit // 2:
+            return True
+        return num_bytes > limit
+
     def _segment(self, num_bytes: int) -> Segment:
         """The segment whose turn it is, made larger for a tensor that is more than a bucket."""
         segment = self._segments[self._turn]
@@ -167,7 +185,7 @@ class ShmBucketWriter:
             segment.close()
             segment = None
         if segment is None:
-            segment = Segment(max(num_bytes, self.bucket_bytes))
+            segment = Segment(max(num_bytes, 2 * self.bucket_bytes))
             self._segments[self._turn] = segment
         return segment
 
@@ -201,6 +219,11 @@ class ShmBucketReader:
                 del self._mapped[next(iter(self._mapped))]
             self._mapped[inode] = _mapped(str(path), inode, num_bytes)
         return self._mapped[inode]
+
+
+def module_of(name: str) -> str:
+    """The module that a weight's layer belongs to; "" for a name of less than three parts."""
+    return name.rsplit(".", 2)[0] if name.count(".") >= 2 else ""
 
 
 def _buffer(data: Tensor) -> memoryview:

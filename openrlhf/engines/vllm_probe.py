@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf.errors import WeightSyncError
 
-NUM_COLUMNS = 4  # of every layer, at every update; one in each quarter, others every time
+NUM_PLACES, WIDTH = 2, 2  # columns of every layer at every update: neighbours, in either half
 NUM_DENSE = 2  # layers that also get the dense vector, in an update after the first one
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 
@@ -50,10 +50,12 @@ class PackingCheck:
             compare(layer, weight.data, name, columns=columns, is_dense=is_dense)
 
     def _columns(self, num_columns: int) -> list[int]:
-        width = -(-num_columns // NUM_COLUMNS)
+        """Others at every update; neighbours come from memory together."""
+        part = max(num_columns // NUM_PLACES, 1)
         generator = torch.Generator().manual_seed(self.num_updates * 65_537 + self.index)
-        place = int(torch.randint(width, (), generator=generator))
-        return list(range(place, num_columns, width))
+        place = int(torch.randint(max(part - WIDTH + 1, 1), (), generator=generator))
+        starts = range(place, num_columns, part)
+        return [k for start in starts for k in range(start, min(start + WIDTH, num_columns))]
 
 
 def compare(layer: Any, weight: Tensor, name: str, *, columns: list[int], is_dense: bool) -> None:

@@ -9,7 +9,6 @@ parameter out or brings a tensor that nothing takes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from openrlhf.engines.host_memory import use_heap_for_large_pieces
 from openrlhf.engines.vllm_held import bit_sum, keeps_bits, plain_rows
 from openrlhf.engines.vllm_probe import PackingCheck
+from openrlhf.engines.vllm_slots import Part, Scratch, Slot, end_to_end
 from openrlhf.errors import WeightSyncError
 
 MAX_NAMES_SHOWN = 5
@@ -49,55 +49,6 @@ class ModelUpdate(Protocol):
 
     def finish(self, names: Sequence[str]) -> None:
         """Make the weights live; `names` is all that was received."""
-
-
-class Scratch:
-    """Memory for plain weights that live only until they are packed.
-
-    The same pages serve one layer after the other: new ones would cost as much as the copy.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []  # (n,) uint8 each
-
-    def take(self, like: Tensor) -> Tensor:
-        """Unset memory with the shape and type of `like`: the smallest free piece that is enough,
-        or new.
-        """
-        fitting = [piece for piece in self._free if len(piece) >= like.nbytes]
-        piece = min(fitting, key=len, default=None)
-        if piece is None:
-            piece = torch.empty(like.nbytes, dtype=torch.uint8)
-        else:
-            self._free = [free for free in self._free if free is not piece]
-        return piece[: like.nbytes].view(like.dtype).view(like.shape)
-
-    def give(self, tensor: Tensor) -> None:
-        """Take back what `take` gave."""
-        base = tensor.untyped_storage()
-        self._free.append(torch.empty(0, dtype=torch.uint8).set_(base))
-
-    def clear(self) -> None:
-        """Free what is not in use."""
-        self._free = []
-
-
-@dataclass
-class Slot:
-    """One parameter of the vLLM model while it is filled."""
-
-    layer: nn.Module
-    name: str
-    title: str
-    num_expected: int
-    num_loaded: int = 0
-    is_temporary: bool = False  # filled in scratch memory, then packed
-    is_borrowed: bool = False  # its memory is that of the tensor that was received
-    parts: int = 0  # tensors it is filled from
-    bits: int | None = 0  # bit_sum of what was received; None where parts are no whole words
-
-    def __str__(self) -> str:
-        return f"{self.title} ({self.num_loaded} of {self.num_expected} values)"
 
 
 class InPlaceUpdate:
@@ -120,7 +71,8 @@ class InPlaceUpdate:
         self.current_name = ""
         self.taken_names: set[str] = set()
         self.complete: list[nn.Module] = []  # layers that can be packed now
-        self.is_whole: dict[str, bool] = {}  # slots seen so far: one tensor, taken as it is
+        # Places of the tensors that make up a slot, laid end to end; None where that is not so.
+        self.stacks: dict[str, tuple[object, ...] | None] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -161,8 +113,7 @@ class InPlaceUpdate:
         self._pack_complete()
         for layer in self.unpacked:
             for slot in self.slots.get(layer, ()):
-                if slot.is_borrowed:  # the bucket is used again before the layer is complete
-                    self._own(slot)
+                self._own(slot)  # the bucket is used again before the layer is complete
 
     @torch.no_grad()
     def finish(self, names: Sequence[str]) -> None:
@@ -200,44 +151,66 @@ class InPlaceUpdate:
 
         def counting(param: Tensor, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
             slot.num_loaded += loaded.numel()
-            slot.parts += 1
             self.num_taken += loaded.numel()
             self.taken_names.add(self.current_name)
             answer = None
-            if slot.is_temporary and self._can_borrow(slot, param, loaded):
-                param.data, slot.is_borrowed = loaded, True
+            if slot.is_temporary:
+                self._take(slot, param, Part(loaded, args, kwargs))
             else:
-                if slot.is_temporary and slot.parts == 1:
-                    param.data = self.scratch.take(param.data)
                 answer = loader(param, loaded, *args, **kwargs)
-                self._learn(slot, param, loaded)
+                self._add_bits(slot, loaded.to(param.dtype))
             self._note_complete(slot.layer)
             return answer
 
         counting.counted_loader = loader  # type: ignore[attr-defined]
         param.weight_loader = counting
 
-    def _can_borrow(self, slot: Slot, param: Tensor, loaded: Tensor) -> bool:
-        fits = loaded.shape == param.shape and loaded.dtype == param.dtype
-        return fits and loaded.is_contiguous() and self.is_whole.get(slot.title, False)
+    def _take(self, slot: Slot, param: Any, part: Part) -> None:
+        """Use a tensor where it lies, if it and its neighbours are the parameter; else copy it."""
+        slot.parts.append(part)
+        is_last = slot.num_loaded == slot.num_expected
+        stack = self.stacks.get(slot.title)
+        if stack is None or slot.is_split:
+            self._copy(slot, param, part)
+            if is_last and slot.title not in self.stacks and not slot.is_split:
+                self._learn(slot, param)
+        elif part.place != stack[len(slot.parts) - 1]:
+            self._own(slot)
+        elif is_last:
+            joined = end_to_end([part.tensor for part in slot.parts], param)
+            if joined is None:
+                self._own(slot)
+            else:
+                param.data, slot.is_borrowed = joined, True
 
-    def _learn(self, slot: Slot, param: Tensor, loaded: Tensor) -> None:
-        """Note whether the loader takes this tensor as the whole parameter, and as it is."""
-        if not slot.is_temporary:
-            self._add_bits(slot, loaded.to(param.dtype))
-        elif slot.title not in self.is_whole:
-            self.is_whole[slot.title] = loaded.shape == param.shape and torch.equal(param, loaded)
+    def _copy(self, slot: Slot, param: Any, part: Part) -> None:
+        if not slot.is_scratch:
+            param.data, slot.is_scratch = self.scratch.take(param.data), True
+        param.weight_loader.counted_loader(param, part.tensor, *part.args, **part.kwargs)
+
+    def _learn(self, slot: Slot, param: Tensor) -> None:
+        """Note whether the loaders laid the tensors end to end, as they are."""
+        tensors = [part.tensor for part in slot.parts]
+        is_stack = all(t.shape[1:] == param.shape[1:] for t in tensors)
+        is_stack = is_stack and torch.equal(torch.cat(tensors), param)
+        self.stacks[slot.title] = tuple(p.place for p in slot.parts) if is_stack else None
+
+    def _own(self, slot: Slot) -> None:
+        """Copy what was not copied yet: from now on its tensors need not stay."""
+        param: Any = slot.layer._parameters[slot.name]
+        if slot.is_borrowed:
+            memory = self.scratch.take(param.data)
+            param.data, slot.is_borrowed, slot.is_scratch = memory.copy_(param.data), False, True
+        elif slot.parts and not slot.is_split and self.stacks.get(slot.title) is not None:
+            for part in slot.parts:
+                self._copy(slot, param, part)
+        slot.is_split = slot.is_split or bool(slot.parts)
+        slot.parts = []
 
     def _add_bits(self, slot: Slot, part: Tensor) -> None:
         is_summable = part.nbytes % 8 == 0 or part.numel() == slot.num_expected
         if slot.bits is not None:
             slot.bits = slot.bits + bit_sum([part]) if is_summable else None
-
-    def _own(self, slot: Slot) -> None:
-        param = slot.layer._parameters[slot.name]
-        assert param is not None
-        memory = self.scratch.take(param.data)
-        param.data, slot.is_borrowed = memory.copy_(param.data), False
 
     def _note_complete(self, layer: nn.Module) -> None:
         slots = self.slots[layer]
@@ -268,11 +241,10 @@ class InPlaceUpdate:
         )
         for slot in self.slots.get(layer, ()):
             param = plain.get(slot.name)
-            if slot.is_temporary and layer._parameters.get(slot.name) is not param:
-                if slot.is_borrowed:
-                    slot.is_borrowed = False
-                else:
-                    self.scratch.give(param.data)
+            if slot.is_scratch and layer._parameters.get(slot.name) is not param:
+                self.scratch.give(param.data)
+            slot.is_borrowed = slot.is_scratch = False
+            slot.parts = []
 
     def _check_plain(self) -> None:
         """Compare the bits of the parameters that are not packed with those received."""

@@ -6,25 +6,19 @@ saved with it, and that a frozen base is the reference of an adapter trained on 
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peft
-import torch
 from torch import nn
 from typing_extensions import Unpack
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import (
-    LoadOptions,
-    load_causal_lm,
-    load_sequence_model,
-)
+from openrlhf.models.adapter_files import merge_adapter_into
+from openrlhf.models.loading import LoadOptions, load_causal_lm, load_reward_base
+from openrlhf.utils.adapter_folder import is_reward_adapter, read_adapter_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,24 +76,6 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.PeftModel:
-    """A model with the adapter saved at `path` on it.
-
-    Raises ConfigError when the folder holds no adapter, or one that does not fit the model.
-    """
-    folder = Path(path)
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{path} holds no adapter_config.json. Give the folder of an adapter.")
-    try:
-        return peft.PeftModel.from_pretrained(model, folder)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"The adapter at {path} does not fit {model.config._name_or_path}: {reason}. "
-            "Give the base it was trained on."
-        ) from error
-
-
 def merge_adapter(
     base_path: str, adapter_path: str, *, is_rm: bool = False, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
@@ -108,40 +84,25 @@ def merge_adapter(
     A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
     `load_adapter` does.
     """
-    _check_kind(Path(adapter_path), is_rm=is_rm)
+    _check_kind(adapter_path, is_rm=is_rm)
     if is_rm:
-        model = _reward_base(base_path, adapter_path, **options)
+        model = load_reward_base(base_path, adapter_path, **options)
     else:
         model = load_causal_lm(base_path, **options)
-    adapted = load_adapter(model, adapter_path)
-    with torch.no_grad():
-        return adapted.merge_and_unload()
+    merged = merge_adapter_into(model, adapter_path)
+    merged.name_or_path = merged.config._name_or_path = base_path
+    return merged
 
 
-def _check_kind(folder: Path, *, is_rm: bool) -> None:
+def _check_kind(path: str, *, is_rm: bool) -> None:
     """Refuse to merge a reward model's adapter as a language model's, which would lose the head."""
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        return  # load_adapter says so
-    has_head = json.loads(path.read_text()).get("task_type") == "SEQ_CLS"
+    if read_adapter_config(path) is None:
+        raise ConfigError(f"{path} holds no adapter_config.json. Give the folder of an adapter.")
+    has_head = is_reward_adapter(path)
     if has_head and not is_rm:
-        raise ConfigError(f"{folder} is the adapter of a reward model. Type --is_rm.")
+        raise ConfigError(f"{path} is the adapter of a reward model. Type --is_rm.")
     if is_rm and not has_head:
-        raise ConfigError(f"--is_rm: the adapter at {folder} has no value head. Leave --is_rm out.")
-
-
-def _reward_base(
-    base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
-) -> PreTrainedModel:
-    """The base with a head of the name, and the scale, that stand in the adapter's folder."""
-    stored: dict[str, object] = {}
-    if (Path(adapter_path) / "config.json").is_file():
-        stored = json.loads((Path(adapter_path) / "config.json").read_text())
-    head = stored.get("value_head_prefix")
-    name = head if isinstance(head, str) else None
-    model = load_sequence_model(base_path, value_head_prefix=name, **options)
-    model.config.update({key: stored[key] for key in ("mean", "std") if key in stored})
-    return model
+        raise ConfigError(f"--is_rm: the adapter at {path} has no value head. Leave --is_rm out.")
 
 
 def _linear_names(model: nn.Module) -> str:

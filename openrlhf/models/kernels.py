@@ -29,9 +29,24 @@ def require_cuda_package(flag: str, package: str, *, pip_name: str, is_cuda: boo
         raise ConfigError(f"{flag}: {' and '.join(lacks)}. {remedy}, or leave {flag} out.")
 
 
-def check_4bit(*, is_cuda: bool) -> None:
-    """`--load_in_4bit` needs bitsandbytes and a GPU."""
-    require_cuda_package("--load_in_4bit", "bitsandbytes", pip_name="bitsandbytes", is_cuda=is_cuda)
+def check_4bit() -> None:
+    """`--load_in_4bit` needs bitsandbytes, which has kernels for GPUs and slow ones for CPUs."""
+    if not is_installed("bitsandbytes"):
+        raise ConfigError(
+            "--load_in_4bit: the bitsandbytes package is not installed. "
+            "Install bitsandbytes, or leave --load_in_4bit out."
+        )
+
+
+def keep_4bit_trainable(model: PreTrainedModel) -> None:
+    """Keep a CPU's 4-bit weights as they are packed for training.
+
+    In evaluation bitsandbytes (0.50) repacks them for a kernel without a backward pass and never
+    turns back: later gradients would miss the path through the base.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_experts(implementation: str | None) -> None:

@@ -7,6 +7,7 @@ value head put fresh on a model that never had one. Which attention a model gets
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -23,8 +24,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.kernels import apply_liger, check_4bit, check_experts
+from openrlhf.models.adapter_files import SCALE_FIELDS, merge_adapter_into
+from openrlhf.models.kernels import (
+    apply_liger,
+    check_4bit,
+    check_experts,
+    keep_4bit_trainable,
+)
 from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +53,8 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model path {path!r} does not exist. "
             "Give a folder with a config.json, or a hub id such as org/name."
         )
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"Model path {path!r} holds an adapter. Merge it into its base first: "
-            f"openrlhf merge-lora --model_path BASE --lora_path {path} --output_path FOLDER "
-            "(--is_rm for a reward model)."
-        )
+    if (base := base_of_adapter(path)) is not None:
+        return _config_of_adapter(path, base, trust_remote_code=trust_remote_code)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"Model path {path!r} holds no config.json. Give the folder that save_pretrained wrote."
@@ -63,6 +67,25 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
             "Give a folder with a config.json, or the id of a model that can be reached."
         ) from error
+
+
+def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The base's config, with what the adapter's folder says of its head."""
+    try:
+        config = load_config(base, trust_remote_code=trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"The adapter at {path!r} lacks its base. {error}") from error
+    if is_reward_adapter(path):
+        config.num_labels = 1
+        config.update({"value_head_prefix": HEAD, **_stored_head(path)})
+    return config
+
+
+def _stored_head(path: str) -> dict[str, object]:
+    """Name of the head and scale of its scores, as they stand beside a reward model's adapter."""
+    file = Path(path).expanduser() / "config.json"
+    stored = json.loads(file.read_text()) if file.is_file() else {}
+    return {name: stored[name] for name in ("value_head_prefix", *SCALE_FIELDS) if name in stored}
 
 
 def default_device_type() -> str:
@@ -162,7 +185,7 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
     if options.get("experts_implementation") is not None:
         kwargs["experts_implementation"] = options["experts_implementation"]
     if options.get("load_in_4bit"):
-        check_4bit(is_cuda=default_device_type() == "cuda")
+        check_4bit()
         kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -194,8 +217,18 @@ def check_loading_info(
 
 
 def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> PreTrainedModel:
-    """A causal language model for packed rows; wrong or missing weights are a ConfigError."""
+    """A causal language model for packed rows; wrong or missing weights are a ConfigError.
+
+    The folder of an adapter gives its base with the adapter merged.
+    """
     path = os.fspath(path)
+    if (base := base_of_adapter(path)) is not None:
+        refuse_merging_in_4bit(path, options)
+        if is_reward_adapter(path):
+            raise ConfigError(
+                f"{path} holds the adapter of a reward model. Give a language model or its adapter."
+            )
+        return merge_adapter_into(load_causal_lm(base, **options), path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     kwargs = from_pretrained_kwargs(config, options)
     with quiet_transformers():
@@ -221,9 +254,20 @@ def load_sequence_model(
     """A model with one scalar head: its own, or a fresh one on a causal language model.
 
     The head is the module named `config.value_head_prefix`. With the default name `score` a saved
-    model loads in AutoModelForSequenceClassification(num_labels=1) as it is.
+    model loads in AutoModelForSequenceClassification(num_labels=1) as it is. The folder of an
+    adapter, with a head or without, gives its base with the adapter merged.
     """
     path = os.fspath(path)
+    if (base := base_of_adapter(path)) is not None:
+        refuse_merging_in_4bit(path, options)
+        if is_reward_adapter(path):
+            model = load_reward_base(base, path, **options)
+        else:
+            prefix, fresh = value_head_prefix, allow_fresh_head
+            model = load_sequence_model(
+                base, value_head_prefix=prefix, allow_fresh_head=fresh, **options
+            )
+        return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     has_stored_head = is_value_model(config)
     if not has_stored_head and not allow_fresh_head:
@@ -252,8 +296,31 @@ def load_sequence_model(
     return model
 
 
+def load_reward_base(
+    base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
+    """The base with a head of the name, and the scale, that stand in a reward adapter's folder."""
+    stored = _stored_head(adapter_path)
+    head = stored.pop("value_head_prefix", None)
+    name = head if isinstance(head, str) else None
+    model = load_sequence_model(base_path, value_head_prefix=name, **options)
+    model.config.update(stored)
+    return model
+
+
+def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
+    """Merged weights would be rounded to 4 bits once more."""
+    if options.get("load_in_4bit"):
+        raise ConfigError(
+            f"--load_in_4bit: {path} holds an adapter, and merging rounds 4-bit weights again. "
+            f"Merge it first: {merge_command(path, base_of_adapter(path) or 'BASE')}"
+        )
+
+
 def finish_loading(model: PreTrainedModel, options: LoadOptions) -> None:
     """What every model gets once its weights are in place."""
+    if options.get("load_in_4bit"):
+        keep_4bit_trainable(model)
     own_memory(model)
     if options.get("use_liger_kernel"):
         apply_liger(model)

@@ -1,39 +1,17 @@
-"""Rewards from a user's Python function.
+"""Rewards from a user's Python function, called in this process: it must return by itself.
 
-Two shapes are understood: `reward_func(queries, prompts, labels)` that answers a dict of rewards,
-scores and extra_logs, and the Hugging Face shape `f(prompts, completions, **columns)` that answers
-a list of floats. The function runs in this process; it must return by itself.
+Training calls it through process_pool.py, where it can be killed; this is the same function for
+scripts and tests.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
-from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results, result_from_answer
-from openrlhf.utils.user_code import blaming, load_module, public_names
+from openrlhf.rewards.user_function import UserFunction, load_reward_function
 
-FUNCTION_NAME = "reward_func"
-RewardFunction = Callable[..., object]
-
-
-def load_reward_function(path: str | Path) -> RewardFunction:
-    """`reward_func` of a file, else its single public function; ConfigError when there is "
-    "neither."""
-    module = load_module(path)
-    function = getattr(module, FUNCTION_NAME, None) or _only_function(module, path)
-    if not callable(function):
-        raise ConfigError(
-            f"{path}: {FUNCTION_NAME} is a {type(function).__name__}, not a function."
-        )
-    _refuse_unknown_shape(function, path)
-    return function
-
-
-OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them
+__all__ = ["FunctionReward", "load_reward_function"]
 
 
 class FunctionReward:
@@ -43,74 +21,13 @@ class FunctionReward:
         """`batch_size`: most samples handed to one call; None hands over all at once."""
         self.path = str(path)
         self.batch_size = batch_size
-        self.function = load_reward_function(path)
-        self._call = _call_completions if _wants_completions(self.function) else _call_queries
+        self.user_function = UserFunction(path)
 
     def score(self, batch: RewardBatch) -> RewardResult:
         """Score every sample; raises RewardError naming the file and the sample."""
-        size = self.batch_size or max(len(batch), 1)
-        slices = [batch.slice(start, start + size) for start in range(0, len(batch), size)]
-        return concat_results([self._score_slice(part) for part in slices], source=self.path)
+        parts = batch.parts(self.batch_size or max(len(batch), 1))
+        return concat_results([self._score_part(part) for part in parts], source=self.path)
 
-    def _score_slice(self, batch: RewardBatch) -> RewardResult:
-        with blaming(self.path, RewardError):
-            answer = self._call(self.function, batch)
-        if isinstance(answer, Mapping):
-            return result_from_answer(answer, batch=batch, source=self.path)
-        return result_from_answer({"rewards": answer}, batch=batch, source=self.path)
-
-
-def _call_queries(function: RewardFunction, batch: RewardBatch) -> object:
-    accepted = inspect.signature(function).parameters
-    optional = {"responses": list(batch.responses), "columns": dict(batch.columns)}
-    assert tuple(optional) == OPTIONAL_ARGUMENTS
-    return function(
-        list(batch.queries),
-        list(batch.prompts),
-        list(batch.labels),
-        **{name: value for name, value in optional.items() if name in accepted},
-    )
-
-
-def _call_completions(function: RewardFunction, batch: RewardBatch) -> object:
-    arguments: dict[str, object] = {
-        "labels": list(batch.labels),
-        **{name: list(values) for name, values in batch.columns.items()},
-        "prompts": list(batch.prompts),
-        "completions": list(batch.responses),
-    }
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return function(**arguments)
-    names = {p.name for p in parameters}
-    return function(**{name: value for name, value in arguments.items() if name in names})
-
-
-def _wants_completions(function: RewardFunction) -> bool:
-    return "completions" in inspect.signature(function).parameters
-
-
-def _only_function(module: ModuleType, path: str | Path) -> RewardFunction:
-    names = public_names(module)
-    functions = [name for name in names if inspect.isfunction(getattr(module, name))]
-    if len(functions) != 1:
-        found = ", ".join(names) or "nothing public"
-        raise ConfigError(
-            f"{path} has no {FUNCTION_NAME}; found: {found}. "
-            f"Define {FUNCTION_NAME}(queries, prompts, labels) in it."
-        )
-    return getattr(module, functions[0])
-
-
-def _refuse_unknown_shape(function: RewardFunction, path: str | Path) -> None:
-    if _wants_completions(function):
-        return
-    signature = inspect.signature(function)
-    try:
-        given = {name: [] for name in OPTIONAL_ARGUMENTS if name in signature.parameters}
-        signature.bind([], [], [], **given)
-    except TypeError as error:
-        raise ConfigError(
-            f"{path}: {getattr(function, '__name__', 'the function')}{signature} cannot be called. "
-            "Write reward_func(queries, prompts, labels) or f(prompts, completions, **columns)."
-        ) from error
+    def _score_part(self, batch: RewardBatch) -> RewardResult:
+        answer = self.user_function.answer(batch)
+        return result_from_answer(answer.as_dict(), batch=batch, source=self.path)

@@ -25,7 +25,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
-from openrlhf.trainer.post_processors import wrap_input
+from openrlhf.trainer.post_processors import wish_template, wrap_input
+from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.logging import counter, progress
 from openrlhf.utils.tokenizer import eos_token_ids
 
@@ -56,8 +57,6 @@ class PromptTask(BatchTask):
         with counter("tokenising prompts") as show:
             self.prompts = PromptDataset(rows, self.tokenizer, prompt_format, progress=show)
         self.notices = self.prompts.notices
-        if config.ds.zero_stage == 3:
-            self.notices.append("--zero_stage 3 has no effect: engines hold the whole model")
         self.max_model_len = int(self.prompts.lengths.max()) + config.rollout.max_new_tokens
         self._check_positions()
         self._sampling = sampling_settings(config, self._stop_token_ids())
@@ -178,8 +177,13 @@ class PromptTask(BatchTask):
 
 
 def check_ranks(config: BatchInferenceConfig, topology: Topology) -> None:
-    """vLLM starts its own processes; a launcher's would each do all of the work."""
-    if config.eval_task == "generate_vllm" and topology.world_size > 1:
+    """vLLM starts its own processes, so that a launcher's would each do all of the work, and reads
+    whole models.
+    """
+    if config.eval_task != "generate_vllm":
+        return
+    refuse_adapter(config.model.model_name_or_path or "", "--pretrain")
+    if topology.world_size > 1:
         raise ConfigError(
             f"--eval_task generate_vllm was started as {topology.world_size} ranks. Start it with "
             "python -m openrlhf.cli.batch_inference and name the GPUs with --tp_size."
@@ -212,8 +216,8 @@ def slice_of(num_prompts: int, size: int, iteration: int) -> range:
 
 
 def asked_for_reward(rows: Dataset, column: str, csft_prompt: str) -> Dataset:
-    """The rows with the wish for a reward behind each prompt, as conditional SFT writes it."""
-    template = f"{{input}} {csft_prompt.strip()} "
+    """The rows with the wish for a reward in each prompt, as conditional SFT writes it."""
+    template = wish_template(csft_prompt)
 
     def ask(row: dict[str, Any]) -> dict[str, Any]:
         value = row[column]

@@ -7,7 +7,8 @@ keep what is done, and write all rows in input order at once. Knows nothing of e
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,21 @@ def write_output(task: BatchTask, parts: AnswerParts, output: Path) -> None:
     rows = [row for index in task.items for row in found[index]]
     kept, lines = post_process(rows, task.config.reward)
     write_lines(output, (json.dumps(row, ensure_ascii=False) for row in kept))
-    for line in lines:
+    for line in [*summary(rows), *lines]:
         notice(line)
     notice(f"{len(kept)} rows written to {output}")
     parts.remove()
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """What the rewards of scored rows are like."""
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    if rewards:
+        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+        yield (
+            f"rewards of {len(rewards)} answers: mean {mean:.3f}, standard deviation {spread:.3f}, "
+            f"from {min(rewards):.3f} to {max(rewards):.3f}"
+        )
 
 
 def post_process(

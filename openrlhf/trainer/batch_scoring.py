@@ -35,15 +35,7 @@ class ScoreTask(BatchTask):
             raise ConfigError(
                 f"The model at {self.model_path!r} has no value head. Give a trained reward model."
             )
-        data = config.data
-        row_format = SFTFormat(
-            input_key=data.input_key,
-            output_key=data.output_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            max_len=data.max_len,
-            overlong=data.overlong_rows,
-        )
+        row_format = SFTFormat.of(config.data)
         with counter("tokenising rows") as show:
             self.examples = SFTDataset(self.rows, self.tokenizer, row_format, progress=show)
         self.notices = self.examples.notices

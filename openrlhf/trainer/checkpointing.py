@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.run import RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.checkpoint import STATE, CheckpointStore, Saved, Staged
 from openrlhf.distributed.manifest import write_json
 from openrlhf.distributed.random_state import random_state, set_random_state
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.trainer.base_trainer import BaseTrainer
+from openrlhf.trainer.resume_settings import Settings, check_settings, settings_of
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
 
 MODEL = "model"  # the engine's folder in a checkpoint
 MAX_FAILED_SAVES = 3  # in a row
+FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,46 @@ class Opened:
     store: CheckpointStore
     data: DataFacts
     saved: Saved | None
+    settings: Settings = field(default_factory=dict)  # of this start, for the next one
 
     @property
     def resume_step(self) -> int | None:
         """The step the run goes on from; None: it starts new."""
         return None if self.saved is None else self.saved.step
 
+    def is_done(self, run_dir: Path, *, max_epochs: int) -> bool:
+        """Whether nothing is left to do: every epoch is trained and the model of the last step was
+        exported to `run_dir`. All ranks call; a run folder that is written to again is not done.
+        """
+        epoch = -1 if self.saved is None else self.saved.state["loop"]["position"]["epoch"]
 
-def open_checkpoints(config: CheckpointConfig, data: DataFacts) -> Opened:
+        def look() -> bool:
+            noted = _read_json(run_dir / FINISHED)
+            if epoch >= max_epochs and noted == self._finish(self.resume_step):
+                notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
+                return True
+            (run_dir / FINISHED).unlink(missing_ok=True)
+            return False
+
+        is_done, problems = _on_main(look)
+        _raise(problems)
+        return bool(is_done)
+
+    def note_finished(self, run_dir: Path, step: int) -> None:
+        """Note that `run_dir` holds the model of the last step; the main rank calls."""
+        write_json(run_dir / FINISHED, self._finish(step))
+
+    def _finish(self, step: int | None) -> dict[str, Any]:
+        return {"step": step, "data": asdict(self.data)}
+
+
+def open_checkpoints(
+    config: CheckpointConfig, data: DataFacts, command: RunConfig | None = None
+) -> Opened:
     """Tidy the checkpoint root and find what the run goes on from; all ranks call.
 
-    Raises ConfigError where the data or the seed are not those of the checkpoint.
+    `command` is the whole config, whose changes are said. Raises DataError or ConfigError where
+    the data, or settings that the checkpoint depends on, are not those it was written under.
     """
     store = CheckpointStore(Path(config.path), max_num=config.max_num, max_gib=config.max_mem)
     saved, problems = _on_main(lambda: _start(store, config))
@@ -75,12 +107,23 @@ def open_checkpoints(config: CheckpointConfig, data: DataFacts) -> Opened:
     _raise(collectives.gather_problems(problems))
     if saved is not None:
         data.check(saved.state["data"], saved.path)
+        _compare_settings(command, saved)
     if config.save_steps > 0:
         aside, problems = _on_main(lambda: store.set_aside(after_step=saved.step if saved else -1))
         _raise(problems)
         if aside is not None and collectives.is_main():
             warn(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
-    return Opened(store, data, saved)
+    return Opened(store, data, saved, {} if command is None else settings_of(command))
+
+
+def _compare_settings(command: RunConfig | None, saved: Saved) -> None:
+    """Say what changed since the checkpoint was written; raises ConfigError for what may not."""
+    before = saved.state.get("settings", {})
+    if command is None:
+        return
+    for line in check_settings(command, before, path=saved.path, step=saved.step):
+        if collectives.is_main():
+            warn(line)
 
 
 def _start(store: CheckpointStore, config: CheckpointConfig) -> Saved | None:
@@ -113,6 +156,7 @@ class Checkpointer:
         self.store = opened.store
         self.saved = opened.saved
         self.data = opened.data
+        self.settings = opened.settings
         self.config = config
         self.num_failed = 0  # in a row
         self._export = export
@@ -126,11 +170,13 @@ class Checkpointer:
         if collectives.is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
         own = self.saved.path / _rank_file(self.trainer.strategy.topology.rank)
-        # With another number of ranks there is no such thing as "its" random numbers.
-        if self.saved.state["world_size"] == self.trainer.strategy.topology.world_size:
+        before, now = self.saved.state["world_size"], self.trainer.strategy.topology.world_size
+        if before == now:
             state = json.loads(own.read_text())
             set_random_state(state["random"])
             self.trainer.pending = Metrics.from_state_dict(state["metrics"])
+        elif collectives.is_main():  # there is no such thing as a rank's own random numbers
+            warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
     def save_if_due(self) -> None:
         """The hook of the loop: save every `--save_steps` steps and after the last."""
@@ -191,8 +237,17 @@ class Checkpointer:
         return {
             "loop": self.trainer.state_dict(),
             "data": asdict(self.data),
+            "settings": self.settings,
             "world_size": self.trainer.strategy.topology.world_size,
         }
+
+
+def _read_json(path: Path) -> Any:
+    """What a file holds; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _rank_file(rank: int) -> str:

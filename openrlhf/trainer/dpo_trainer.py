@@ -90,7 +90,7 @@ class DPOTrainer(BaseTrainer[PreferencePair, PairBatch]):
 
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
         """Ask the reference about all pairs first, where that is wanted; then train."""
-        if self.precompute and self.reference is not None:
+        if self.precompute and self.reference is not None and not self.is_finished:
             self.precompute_reference()
         super().fit(after_step=after_step)
 
@@ -176,7 +176,8 @@ class DPORecipe(Recipe[DPOConfig]):
         progress: Progress | None,
     ) -> PreferenceDataset:
         """A better and a worse answer to each prompt."""
-        return PreferenceDataset(rows, tokenizer, format_of(config), progress=progress)
+        form = PreferenceFormat.of(config.data)
+        return PreferenceDataset(rows, tokenizer, form, progress=progress)
 
     def check(self, config: DPOConfig, tokenizer: Tokenizer) -> None:
         """Another reference has the policy's tokens."""
@@ -223,17 +224,3 @@ def loss_of(config: DPOConfig) -> PreferenceLoss:
         simpo_gamma=model.simpo_gamma,
     )
     return preference_loss(model.loss_type, options)
-
-
-def format_of(config: DPOConfig) -> PreferenceFormat:
-    """How rows become pairs."""
-    data = config.data
-    return PreferenceFormat(
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-        prompt_key=data.prompt_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-    )

@@ -22,7 +22,7 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
 )
-from openrlhf.trainer.post_processors import wrap_input
+from openrlhf.trainer.post_processors import wish_template, wrap_input
 from openrlhf.utils.tokenizer import (
     TextEncoder,
     Tokenizer,
@@ -31,7 +31,7 @@ from openrlhf.utils.tokenizer import (
     load_tokenizer,
 )
 
-HELP = "Type /reset to start anew, /exit to leave; Ctrl-C stops an answer."
+HELP = "Type /reset to start anew, /exit to leave; Ctrl-C stops an answer, then the chat."
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the answer
 UNFINISHED = "\ufffd"  # what a part of a character decodes to
 
@@ -55,7 +55,7 @@ class Conversation:
         self._encoder = TextEncoder(tokenizer)
         self._start = read_start(data.ta_prompt)
         csft = config.csft
-        self._wish = f"{{input}} {csft.prompt.strip()} " if csft.enable else "{input}"
+        self._wish = wish_template(csft.prompt) if csft.enable else "{input}"
         if self._is_chat:
             chat_template_of(tokenizer)
         else:
@@ -160,27 +160,25 @@ class Chat:
         self.model = load_model(config, path)
 
     def talk(self, lines: TextIO) -> None:
-        """Answer lines until /exit or the end of input."""
+        """Answer lines until /exit, the end of input, or Ctrl-C while nothing is answered."""
         self._say(HELP + "\n")
+        try:
+            self._take_turns(lines)
+        except KeyboardInterrupt:
+            self._say("\nGoodbye.\n")
+
+    def _take_turns(self, lines: TextIO) -> None:
         while True:
             self._say("> ")
-            line = self._read(lines)
-            if line is None or line == "/exit":
+            line = lines.readline()
+            words = line.strip()
+            if not line or words == "/exit":
                 return
-            if line == "/reset":
+            if words == "/reset":
                 self.conversation.reset()
                 self._say("The conversation starts anew.\n")
-            elif line:
-                self._answer(line)
-
-    def _read(self, lines: TextIO) -> str | None:
-        """The next line without its end; None at the end of input, blank after Ctrl-C."""
-        try:
-            line = lines.readline()
-        except KeyboardInterrupt:
-            line = "\n"
-            self._say(f"\n{HELP}\n")
-        return line.strip() if line else None
+            elif words:
+                self._answer(words)
 
     def _answer(self, line: str) -> None:
         try:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.distillation import KDConfig
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample, SFTFormat
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import gathered
@@ -25,9 +24,10 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
+from openrlhf.trainer.base_trainer import LoopParts
 from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
 from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class KDTrainer(BaseTrainer[SFTExample, PackedBatch]):
+class KDTrainer(SFTTrainer):
     """The loss against a teacher on the answers of the data."""
 
     def __init__(
@@ -57,23 +57,8 @@ class KDTrainer(BaseTrainer[SFTExample, PackedBatch]):
         aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
     ) -> None:
-        super().__init__(strategy, engine, **loop)
+        super().__init__(strategy, engine, aux_loss_coef=aux_loss_coef, **loop)
         self.teacher = teacher
-        self.aux_loss_coef = aux_loss_coef
-
-    def counts(self, samples: Sequence[SFTExample]) -> dict[str, float]:
-        """Tokens that are learned."""
-        return {"num_tokens": float(sum(int(sample.loss_mask.sum()) for sample in samples))}
-
-    def collate(self, samples: Sequence[SFTExample]) -> PackedBatch:
-        """One row of all sequences."""
-        return PackedBatch.from_sequences(
-            [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
-        )
-
-    def empty_sample(self) -> SFTExample:
-        """Two tokens, the second learned."""
-        return SFTExample(torch.zeros(2, dtype=torch.int64), torch.tensor([False, True]))
 
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]
@@ -141,7 +126,8 @@ class KDRecipe(Recipe[KDConfig]):
         progress: Progress | None,
     ) -> SFTDataset:
         """Dialogues, prompts with answers, or plain text."""
-        return SFTDataset(rows, tokenizer, format_of(config), progress=progress)
+        form = SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
+        return SFTDataset(rows, tokenizer, form, progress=progress)
 
     def load_model(self, config: KDConfig, model_path: str) -> Student:
         """The causal language model that learns."""
@@ -188,17 +174,3 @@ def teacher_path(config: KDConfig) -> str:
     path = config.teacher.model_name_or_path
     assert path is not None, "KDConfig.check_teacher_is_named"
     return path
-
-
-def format_of(config: KDConfig) -> SFTFormat:
-    """How rows become examples."""
-    data = config.data
-    return SFTFormat(
-        input_key=data.input_key,
-        output_key=data.output_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        pretrain_mode=config.model.pretrain_mode_enable,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-    )

@@ -206,7 +206,8 @@ class KTORecipe(Recipe[KTOConfig]):
         progress: Progress | None,
     ) -> UnpairedPreferenceDataset:
         """Prompts with an answer and its label."""
-        return UnpairedPreferenceDataset(rows, tokenizer, format_of(config), progress=progress)
+        form = UnpairedFormat.of(config.data, label_key=config.data.label_key)
+        return UnpairedPreferenceDataset(rows, tokenizer, form, progress=progress)
 
     def load_model(self, config: KTOConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""
@@ -232,17 +233,3 @@ class KTORecipe(Recipe[KTOConfig]):
 def run_kto(config: KTOConfig) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     run_supervised(KTORecipe(), config)
-
-
-def format_of(config: KTOConfig) -> UnpairedFormat:
-    """How rows become labelled answers."""
-    data = config.data
-    return UnpairedFormat(
-        input_key=data.input_key,
-        output_key=data.output_key,
-        label_key=data.label_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-    )

@@ -63,6 +63,15 @@ def rewards_in_prompts(
     ]
 
 
+def wish_template(csft_prompt: str) -> str:
+    """Where a wish for a reward stands: behind the prompt, as the default template writes it.
+
+    A wish with `{input}` in it says itself where, as a model learnt it by another template.
+    Example: "<rm_score>: 5.00" gives "{input} <rm_score>: 5.00 ".
+    """
+    return csft_prompt if "{input}" in csft_prompt else f"{{input}} {csft_prompt.strip()} "
+
+
 def wrap_input(value: Any, template: str) -> Any:
     """The template's text around a prompt: around its text, or around the last user message."""
     if isinstance(value, str):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.topology import Topology
-from openrlhf.engines.base import RolloutEngine
+from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     Schedule,
@@ -31,10 +30,23 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     RemoteExperienceMaker,
     RewardRules,
 )
-from openrlhf.trainer.ppo_utils.samples_generator import Generator, SamplesGenerator, Scorer
-from openrlhf.trainer.ppo_utils.scoring import FunctionScorer, ModelScorer
+from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.samples_generator import (
+    Generator,
+    SamplesGenerator,
+    SampleSource,
+)
+from openrlhf.trainer.ppo_utils.scoring import (
+    FailurePolicy,
+    GroupScorer,
+    ModelScorer,
+    Scorer,
+    SourceScorer,
+    model_names,
+)
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
-from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
+from openrlhf.trainer.ray.agent_host import agent_samples_generator
+from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, reward_roles, role_counts
 from openrlhf.trainer.ray.launcher import ray_session
 from openrlhf.trainer.ray.local_group import LocalCluster
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -44,7 +56,6 @@ from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
 from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator
 from openrlhf.utils.logging import (
-    format_count,
     notice,
     print_banner,
     redirect_framework_logs,
@@ -61,9 +72,9 @@ Groups = dict[str, WorkerGroup]
 def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
     _say(notices)
-    inputs = prepare_inputs(config)
+    inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
     redirect_framework_logs(inputs.run_dir, "driver")
-    with ray_session():
+    with inputs, ray_session():
         counts = role_counts(
             config,
             view_cluster(),
@@ -79,9 +90,9 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         _say(notices)
-    inputs = prepare_inputs(config)
+    inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
-    with LocalCluster(config, str(inputs.run_dir), topology) as cluster:
+    with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
         _run(config, inputs, cluster, is_main=topology.is_main)
 
 
@@ -102,8 +113,16 @@ def _run(
     sizes = _init_models(config, groups, schedule)
     if is_main:
         _banner(config, inputs, schedule, sizes, cluster.counts)
-    scorer = cluster.shared(_scorer(inputs, groups))
-    samples = _samples_generator(inputs, groups, engines, scorer)
+    generator: Generator = (
+        EnginePool(engines)
+        if engines
+        else GroupGenerator(
+            groups["actor"],
+            PolicyModelActor.generate,
+            is_own_process=isinstance(cluster, LocalCluster),
+        )
+    )
+    samples = _samples_generator(config, inputs, groups, cluster, generator)
     parts = _assemble(config, inputs, schedule, groups, samples=samples, is_main=is_main)
     parts.phases.start([group for role, group in groups.items() if role in ("actor", "critic")])
     trainer = PPOTrainer(config, parts)
@@ -116,8 +135,8 @@ def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Grou
     groups: Groups = {"actor": cluster.start_group("actor", PolicyModelActor)}
     if needs_reference(config):
         groups["ref"] = cluster.start_group("ref", ReferenceModelActor)
-    if config.reward.model_name_or_path:
-        groups["reward"] = cluster.start_group("reward", RewardModelActor)
+    for role in reward_roles(config):
+        groups[role] = cluster.start_group(role, RewardModelActor)
     if needs_critic(config):
         groups["critic"] = cluster.start_group("critic", CriticModelActor)
     return groups
@@ -131,7 +150,7 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
         "actor": (PolicyModelActor, (schedule.num_actor_updates,)),
         "critic": (CriticModelActor, (schedule.num_critic_updates,)),
         "ref": (ReferenceModelActor, ()),
-        "reward": (RewardModelActor, ()),
+        **{role: (RewardModelActor, (path,)) for role, path in reward_roles(config).items()},
     }
     pending = {}
     for role, group in groups.items():
@@ -140,24 +159,13 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
     return {role: wait()[0] for role, wait in pending.items()}
 
 
-def _samples_generator(
-    inputs: RunInputs, groups: Groups, engines: Sequence[RolloutEngine], scorer: Scorer
-) -> SamplesGenerator:
-    generator: Generator = (
-        EnginePool(engines)
-        if engines
-        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
-    )
-    return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
-
-
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
     schedule: Schedule,
     groups: Groups,
     *,
-    samples: SamplesGenerator,
+    samples: SampleSource,
     is_main: bool,
 ) -> PPOParts:
     pool = samples.generator
@@ -175,6 +183,7 @@ def _assemble(
         ),
         prompts=inputs.prompts,
         eval_prompts=inputs.eval_prompts,
+        group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
         tracker=_tracker(config, inputs.run_dir) if is_main else NullTracker(),
@@ -184,11 +193,36 @@ def _assemble(
     )
 
 
-def _scorer(inputs: RunInputs, groups: Groups) -> Scorer:
-    if inputs.reward_function is not None:
-        return FunctionScorer(inputs.reward_function)
-    rewards = ForwardPass(groups["reward"], RewardModelActor.compute_rewards, axis="sample")
-    return ModelScorer(rewards)
+def _samples_generator(
+    config: PPOConfig,
+    inputs: RunInputs,
+    groups: Groups,
+    cluster: RayCluster | LocalCluster,
+    generator: Generator,
+) -> SampleSource:
+    """What makes scored samples: engines and rewards, or agents that act through the engines."""
+    if config.train.agent_func_path:
+        engines = generator.engines if isinstance(generator, EnginePool) else []
+        return agent_samples_generator(
+            config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
+        )
+    scorer = cluster.shared(_scorer(config, inputs, groups))
+    return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
+
+
+def _scorer(config: PPOConfig, inputs: RunInputs, groups: Groups) -> GroupScorer:
+    reward = config.reward
+    if inputs.reward_source is not None:
+        scorer: Scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size)
+    else:
+        forwards = {
+            name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
+            for name, role in zip(
+                model_names(reward.model_paths), reward_roles(config), strict=True
+            )
+        }
+        scorer = ModelScorer(forwards, reward.weights, is_sequential=config.train.colocate_all)
+    return GroupScorer(scorer, FailurePolicy.parse(reward.failure, reward.max_dropped))
 
 
 def _experience_maker(
@@ -225,6 +259,14 @@ def _experience_maker(
     )
 
 
+def _group_filter(config: PPOConfig) -> GroupFilter | None:
+    algo = config.algo
+    if not algo.dynamic_filtering_enable:
+        return None
+    low, high = algo.dynamic_filtering_range
+    return GroupFilter(low, high, algo.dynamic_filtering_max_empty)
+
+
 def _tracker(config: PPOConfig, run_dir: Path) -> Tracker:
     return make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
 
@@ -251,21 +293,12 @@ def _banner(
     sizes: dict[str, int],
     counts: RoleCounts,
 ) -> None:
-    rollout, train = config.rollout, config.train
-    group = rollout.n_samples_per_prompt
-    engines = f"{counts.num_engines} x vLLM" if counts.num_engines else "the actor itself"
-    models = {
-        role: f"{format_count(size)} parameters on {counts.ranks[role]} rank(s)"
-        for role, size in sizes.items()
-    }
-    run = {
-        "estimator": config.algo.advantage.estimator,
-        "devices": counts.describe(),
-        "dtype": "fp32" if _is_fp32(config) else config.ds.param_dtype,
-        "batch": f"{rollout.batch_size} prompts x {group} samples = {rollout.batch_size * group}; "
-        f"{schedule.updates_per_rollout} update(s) of {train.batch_size} samples a step",
-        "steps": f"{schedule.num_steps} "
-        f"({len(inputs.prompts)} prompts x {train.num_episodes} episode(s))",
-        "folder": os.fspath(inputs.run_dir),
-    }
-    print_banner({"models": models | {"generation": engines}, "run": run})
+    sections = banner_sections(
+        config,
+        schedule,
+        counts,
+        sizes=sizes,
+        num_prompts=len(inputs.prompts),
+        dtype="fp32" if _is_fp32(config) else config.ds.param_dtype,
+    )
+    print_banner(sections)

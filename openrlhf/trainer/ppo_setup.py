@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from openrlhf.algorithms.advantages import ESTIMATORS
@@ -16,8 +17,13 @@ from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
-from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.base import StreamingSource
+from openrlhf.rewards.process_pool import FunctionPool, PoolSettings, default_num_workers
+from openrlhf.rewards.remote import RemoteReward, RemoteSettings
+from openrlhf.rewards.worker_process import WorkerLimits
+from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
+from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.logging import counter, notice
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
@@ -30,10 +36,18 @@ class RunInputs:
     tokenizer: Tokenizer
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
-    reward_function: FunctionReward | None
+    reward_source: StreamingSource | None  # a function file or servers; None: local models
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     vocab_size: int
+
+    def __enter__(self) -> RunInputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the processes or connections of the reward source."""
+        if self.reward_source is not None:
+            self.reward_source.close()
 
 
 @dataclass(frozen=True)
@@ -46,10 +60,17 @@ class Schedule:
     updates_per_rollout: int  # of a full rollout batch
 
 
-def prepare_inputs(config: PPOConfig) -> RunInputs:
-    """Load and check tokenizer, prompts and reward function; raises ConfigError or DataError."""
+def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
+    """Load and check tokenizer, prompts and reward source; raises ConfigError or DataError.
+
+    `has_engines`: vLLM generates, and must be installed; else the policy itself does.
+    """
+    if has_engines:
+        check_vllm_is_installed()
     model_path = _name(config.actor.model_name_or_path)
-    vocab_size = _check_models(config)
+    if config.train.agent_func_path:
+        AgentFile(config.train.agent_func_path)
+    vocab_size = _check_models(config, has_engines=has_engines)
     tokenizer = load_tokenizer(
         model_path,
         chat_template=config.data.tokenizer_chat_template,
@@ -67,7 +88,7 @@ def prepare_inputs(config: PPOConfig) -> RunInputs:
         eval_prompts=_prompts(config, tokenizer, config.eval.dataset, config.eval.split)
         if config.eval.dataset
         else None,
-        reward_function=_reward_function(config),
+        reward_source=_reward_source(config, run_dir),
         sampling=SamplingSettings(
             num_samples=rollout.n_samples_per_prompt,
             temperature=rollout.temperature,
@@ -84,6 +105,16 @@ def prepare_inputs(config: PPOConfig) -> RunInputs:
         ),
         vocab_size=vocab_size,
     )
+
+
+def check_vllm_is_installed() -> None:
+    """Raise ConfigError where it is not; without importing it, which takes seconds."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is to generate, and it is not installed. Type pip install '.[vllm]' in the "
+            "checkout (make install on a machine without GPUs), or --vllm_num_engines 0: then the "
+            "policy generates itself."
+        )
 
 
 def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
@@ -124,11 +155,11 @@ def _name(value: str | None) -> str:
     return value
 
 
-def _check_models(config: PPOConfig) -> int:
+def _check_models(config: PPOConfig, *, has_engines: bool) -> int:
     """Check that every model named is there; answers the policy's vocabulary size."""
     trust = config.trust_remote_code
     names = [config.critic.model_name_or_path]
-    names += (config.reward.model_name_or_path or "").split(",")
+    names += config.reward.model_paths
     problems = []
     for name in filter(None, names):
         try:
@@ -137,18 +168,24 @@ def _check_models(config: PPOConfig) -> int:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    policy = load_config(_name(config.actor.model_name_or_path), trust_remote_code=trust)
-    text_config = policy.get_text_config()
-    _check_positions(config, text_config.to_dict().get("max_position_embeddings"))
-    return int(text_config.vocab_size)
+    path = _name(config.actor.model_name_or_path)
+    if has_engines:
+        refuse_adapter(path, "--pretrain")
+    policy = load_config(path, trust_remote_code=trust)
+    for name in (path, *config.reward.model_paths):
+        _check_positions(config, name)
+    return int(policy.get_text_config().vocab_size)
 
 
-def _check_positions(config: PPOConfig, num_positions: int | None) -> None:
+def _check_positions(config: PPOConfig, name: str) -> None:
+    """A model reads prompt and response as a whole."""
+    model = load_config(name, trust_remote_code=config.trust_remote_code).get_text_config()
+    num_positions = model.to_dict().get("max_position_embeddings")
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
     if num_positions is not None and prompt + response > num_positions:
         raise ConfigError(
             f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
-            f"{num_positions} positions of the model. Type --prompt_max_len "
+            f"{num_positions} positions of the model {name}. Type --prompt_max_len "
             f"{max(num_positions - response, 1)} or a smaller --generate_max_len."
         )
 
@@ -180,10 +217,24 @@ def _prompts(
     return prompts
 
 
-def _reward_function(config: PPOConfig) -> FunctionReward | None:
-    url = config.reward.remote_url
-    if url is None:
+def _reward_source(config: PPOConfig, run_dir: Path) -> StreamingSource | None:
+    reward, batch_size = config.reward, config.rollout.micro_batch_size
+    if not reward.remote_url:
         return None
-    if not url.endswith(".py"):
-        raise ConfigError(f"--remote_rm_url {url}: only a .py file with reward_func works today")
-    return FunctionReward(url, batch_size=config.rollout.micro_batch_size)
+    if not reward.is_function_file:
+        settings = RemoteSettings(
+            batch_size=batch_size,
+            timeout_s=reward.timeout_s,
+            try_timeout_s=min(reward.try_timeout_s, reward.timeout_s),
+        )
+        return RemoteReward(reward.remote_url, settings)
+    limits = WorkerLimits(timeout_s=reward.timeout_s, memory_gib=reward.memory_gib)
+    return FunctionPool(
+        reward.remote_url,
+        PoolSettings(
+            batch_size=batch_size,
+            num_workers=reward.num_workers or default_num_workers(),
+            limits=limits,
+            log_dir=run_dir / "logs",
+        ),
+    )

@@ -6,21 +6,22 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptRecord
+from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
-from openrlhf.trainer.ppo_utils.ledger import Ledger
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
+from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -40,11 +41,12 @@ class PPOParts:
     engines: Sequence[
         RolloutEngine
     ]  # that need weights sent; empty when the policy generates itself
-    samples_generator: SamplesGenerator
+    samples_generator: SampleSource
     experience_maker: RemoteExperienceMaker
     phases: DevicePhases
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
+    group_filter: GroupFilter | None
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     tracker: Tracker
@@ -61,38 +63,57 @@ class PPOTrainer:
         self.parts = parts
         kl = config.algo.kl
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
-        self.ledger = Ledger()
-        self.trained_rows: set[int] = set()  # of this step, from what reached the update
+        self.trained_groups: set[int] = set()  # of this step, from what reached the update
         self.weight_version = 0  # of the policy; counts its updates
         self.history: list[dict[str, float]] = []
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
-        self.cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
-        self.num_steps = self.cursor.num_batches(config.rollout.batch_size)
+        cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
+        self.num_steps = cursor.num_batches(config.rollout.batch_size)  # at most
+        self.sampler = StepSampler(
+            parts.prompts,
+            cursor,
+            batch_size=config.rollout.batch_size,
+            group_filter=parts.group_filter,
+        )
 
     def fit(self) -> None:
         """Run all episodes; evaluate before the first step, every `--eval_steps`, at the end."""
         self.broadcast_to_vllm()
         self.evaluate(global_step=0)
-        for global_step, prompts in enumerate(self.prompt_batches(), start=1):
+        global_step = 0
+        while not self.sampler.cursor.is_exhausted:
             metrics = Metrics()
             with timed("step_total", metrics):
-                rollouts = self.generate(prompts, global_step, metrics)
+                rollouts = self.generate(global_step + 1, metrics)
+                if not rollouts:
+                    self.say("the last prompts had no signal to learn from")
+                    self.evaluate(global_step)
+                    break
+                global_step += 1
                 metrics.merge(self.train_step(rollouts, global_step))
+            self.sampler.settle(self.trained_groups)
             self.report(global_step, metrics, rollouts)
             if self.is_eval_step(global_step):
                 self.evaluate(global_step)
         self.parts.tracker.close()
 
-    def generate(
-        self, prompts: Sequence[PromptRecord], global_step: int, metrics: Metrics
-    ) -> list[Rollout]:
-        """Scored rollouts of a batch of prompts."""
+    def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
+        """Scored rollouts of the step's prompts, as many groups with a signal as a step has."""
+        generator, sampling = self.parts.samples_generator, self.parts.sampling
         with self.parts.phases.rollout():
-            rollouts, rollout_metrics = self.parts.samples_generator.generate_samples(
-                prompts, self.parts.sampling, tag=f"step{global_step}"
+            samples = self.sampler.collect(
+                lambda prompts, tag: generator.generate_samples(prompts, sampling, tag=tag),
+                tag=f"step{global_step}",
             )
-        metrics.merge(rollout_metrics)
-        return rollouts
+        metrics.merge(samples.metrics)
+        self.say_failed(samples.failed)
+        return samples.rollouts
+
+    def say_failed(self, failed: Mapping[int, str]) -> None:
+        """Print how many prompts were dropped, by row, and why the first of them was."""
+        if failed:
+            row, reason = next(iter(failed.items()))
+            self.say(f"dropped {len(failed)} prompt(s) without rewards; row {row}: {reason}")
 
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
         """One RL step after generation."""
@@ -105,8 +126,7 @@ class PPOTrainer:
                 )
             with timed("ppo_train", metrics):
                 metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
-        groups = set(experience.group_ids.tolist())
-        self.trained_rows.update(r.row_id for r in rollouts if r.group_id in groups)
+        self.trained_groups = set(experience.group_ids.tolist())
         self.check_mismatch(metrics, global_step)
         if self.trains_actor(global_step) or self.parts.phases.needs_weights:
             with timed("broadcast", metrics):
@@ -165,10 +185,11 @@ class PPOTrainer:
         if prompts is None:
             return {}
         with self.parts.phases.rollout():
-            rollouts, _ = self.parts.samples_generator.generate_samples(
+            samples = self.parts.samples_generator.generate_samples(
                 list(prompts), self.parts.eval_sampling, tag=f"eval{global_step}"
             )
-        values = evaluation_metrics(rollouts, self.parts.eval_sampling.num_samples)
+        self.say_failed(samples.failed)
+        values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
         self.say(eval_line(global_step, values))
         return values
@@ -176,26 +197,7 @@ class PPOTrainer:
     def is_eval_step(self, global_step: int) -> bool:
         """Whether evaluation follows this step."""
         every = self.config.eval.steps
-        return global_step == self.num_steps or (every > 0 and global_step % every == 0)
-
-    def prompt_batches(self) -> Iterator[list[PromptRecord]]:
-        """Batches of prompts over all episodes, settled in the ledger once they were trained on."""
-        while not self.cursor.is_exhausted:
-            episode = self.cursor.episode
-            rows = self.cursor.draw(self.config.rollout.batch_size)
-            keys = [(episode, row) for row in rows]
-            self.ledger.draw(keys)
-            prompts = [self.parts.prompts[row] for row in rows]
-            self.trained_rows.clear()
-            yield prompts
-            trained = [
-                key
-                for key, prompt in zip(keys, prompts, strict=True)
-                if prompt.row_id in self.trained_rows
-            ]
-            self.ledger.settle(trained, "trained")
-            self.ledger.check()
-            assert not self.ledger.pending, f"prompts {self.ledger.pending} were never trained on"
+        return self.sampler.cursor.is_exhausted or (every > 0 and global_step % every == 0)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
         """Refuse samples that were not made by the policy as it is now."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from openrlhf.algorithms.reward_loss import pairwise_losses
-from openrlhf.config.preference import PairDataConfig, RMConfig
+from openrlhf.config.preference import RMConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat, PreferencePair
 from openrlhf.distributed import collectives
 from openrlhf.distributed.export import export_hf
@@ -24,7 +24,8 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import CheckpointError
 from openrlhf.models.actor import unwrap_peft
-from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
+from openrlhf.models.adapter_files import load_adapter
+from openrlhf.models.adapters import add_lora, is_adapted
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SampleSet
@@ -140,7 +141,7 @@ class RMRecipe(Recipe[RMConfig]):
         self, config: RMConfig, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
     ) -> PreferenceDataset:
         """Pairs, with margins when they are asked for."""
-        pair_format = pair_format_of(config.data, with_margin=config.model.margin_loss_enable)
+        pair_format = PreferenceFormat.of(config.data, with_margin=config.model.margin_loss_enable)
         return PreferenceDataset(rows, tokenizer, pair_format, progress=progress)
 
     def load_model(self, config: RMConfig, model_path: str) -> RewardLearner:
@@ -222,17 +223,3 @@ def check_export(
 def run_rm(config: RMConfig) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     run_supervised(RMRecipe(), config)
-
-
-def pair_format_of(data: PairDataConfig, *, with_margin: bool = False) -> PreferenceFormat:
-    """How rows become pairs."""
-    return PreferenceFormat(
-        prompt_key=data.prompt_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        with_margin=with_margin,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-    )

@@ -93,7 +93,12 @@ class SFTRecipe(Recipe[SFTConfig]):
         progress: Progress | None,
     ) -> SFTDataset:
         """Dialogues, prompts with answers, or plain text."""
-        return SFTDataset(rows, tokenizer, format_of(config), progress=progress)
+        form = SFTFormat.of(
+            config.data,
+            multiturn=config.data.multiturn,
+            pretrain_mode=config.model.pretrain_mode_enable,
+        )
+        return SFTDataset(rows, tokenizer, form, progress=progress)
 
     def load_model(self, config: SFTConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""
@@ -108,18 +113,3 @@ class SFTRecipe(Recipe[SFTConfig]):
 def run_sft(config: SFTConfig) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     run_supervised(SFTRecipe(), config)
-
-
-def format_of(config: SFTConfig) -> SFTFormat:
-    """How rows become examples."""
-    data = config.data
-    return SFTFormat(
-        input_key=data.input_key,
-        output_key=data.output_key,
-        input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
-        multiturn=data.multiturn,
-        pretrain_mode=config.model.pretrain_mode_enable,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-    )

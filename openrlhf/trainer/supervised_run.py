@@ -30,6 +30,7 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, Opened, open_checkpoints
+from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
     counter,
     format_count,
@@ -140,11 +141,16 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         save_resolved(config, run_dir / "config.yaml")
         for line in inputs.samples.notices:
             warn(line)
+        if base_of_adapter(inputs.model_path) is not None:
+            notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
         for line in inputs.eval_samples.notices if inputs.eval_samples else ():
             warn(f"evaluation: {line}")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
-    opened = open_checkpoints(config.ckpt, facts)
+    opened = open_checkpoints(config.ckpt, facts, config)
+    if opened.is_done(run_dir, max_epochs=config.train.max_epochs):
+        strategy.shut_down()
+        return
     run = prepare_run(recipe, config, inputs, strategy, opened)
     trainer = recipe.make_trainer(run)
     check_vocabulary(trainer, run)
@@ -157,6 +163,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     trainer.fit(after_step=checkpointer.save_if_due)
     recipe.export(run, run_dir)
     if strategy.is_main:
+        opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")
     strategy.shut_down()
 

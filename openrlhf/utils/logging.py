@@ -12,6 +12,7 @@ import logging
 import os
 import statistics
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ FRAMEWORK_SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+# PEFT looks for these keys among modules alone; experts are parameters, and they take their ranks.
+FALSE_WARNINGS = (
+    "The following rank_pattern keys did not match any targeted module",
+    "The following alpha_pattern keys did not match any targeted module",
+)
 
 Values = Mapping[str, float]
 
@@ -267,6 +274,8 @@ def quiet_frameworks() -> None:
     for name, value in FRAMEWORK_SWITCHES.items():
         os.environ.setdefault(name, value)
     logging.getLogger("DeepSpeed").addFilter(_is_news)
+    for start in FALSE_WARNINGS:
+        warnings.filterwarnings("ignore", message=start, category=RuntimeWarning)
     imported = sys.modules.get("transformers.utils.logging")
     if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
         imported.disable_progress_bar()

@@ -37,6 +37,9 @@ class Rollout:
     reward: float | None = None
     score: float | None = None  # raw 0-1 task score, where the reward source gives one
     extra_logs: dict[str, float] = field(default_factory=dict)
+    # Shared by the parts of an agent's episode, which share a reward; empty: a sample of its own.
+    episode_id: str = ""
+    reward_parts: dict[str, float] = field(default_factory=dict)  # by model, of several models
 
     @property
     def num_actions(self) -> int:

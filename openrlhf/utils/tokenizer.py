@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.errors import ConfigError
+from openrlhf.utils.adapter_folder import base_of_adapter
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -42,8 +43,10 @@ def load_tokenizer(
     """The tokenizer of a model, with a pad token but never a new id (embeddings keep their size).
 
     `chat_template` replaces the tokenizer's own: Jinja text, or the path of a file that holds it.
+    An adapter that was saved without a tokenizer has its base's.
     Raises ConfigError when there is no such folder or hub name, or when it needs code of its own.
     """
+    name_or_path = _folder_with_tokenizer(name_or_path)
     _refuse_missing_folder(name_or_path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -275,6 +278,12 @@ def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
     return first_token.startswith(("▁", "Ġ"))
 
 
+def _folder_with_tokenizer(name_or_path: str) -> str:
+    base = base_of_adapter(name_or_path)
+    has_own = (Path(name_or_path).expanduser() / "tokenizer_config.json").is_file()
+    return name_or_path if base is None or has_own else _folder_with_tokenizer(base)
+
+
 def _refuse_missing_folder(name_or_path: str) -> None:
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
@@ -321,6 +330,8 @@ def _borrow_pad_token(tokenizer: Tokenizer) -> None:
 
 
 def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int]:
+    if (base := base_of_adapter(model_name_or_path)) is not None:
+        return _configured_eos(base, trust_remote_code)
     try:
         config = transformers.GenerationConfig.from_pretrained(model_name_or_path)
     except OSError:  # not every model has a generation config

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -66,6 +68,21 @@ def load_attribute(path: str | Path, name: str) -> object:
         found = ", ".join(public_names(module)) or "nothing public"
         raise ConfigError(f"{path} has no {name}; found: {found}. Define {name} in it.")
     return getattr(module, name)
+
+
+def import_function(where: str) -> Callable[..., object]:
+    """The function at `package.module:name` or `file.py:name`; raises ConfigError."""
+    place, _, name = where.rpartition(":")
+    if place.endswith(".py"):
+        found = load_attribute(place, name)
+    else:
+        try:
+            found = getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
+    if not callable(found):
+        raise ConfigError(f"{where} is a {type(found).__name__}, not a function.")
+    return found
 
 
 def public_names(module: ModuleType) -> list[str]:

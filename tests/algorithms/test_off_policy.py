@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from openrlhf.algorithms.off_policy import Mismatch, mismatch_report
+from openrlhf.algorithms.off_policy import (
+    PRESETS,
+    Correction,
+    Mismatch,
+    importance_weights,
+    make_correction,
+    mismatch_report,
+)
 
 
 def test_report_by_hand():
@@ -37,3 +44,67 @@ def test_a_temperature_forgotten_on_one_side_is_seen():
     engine = (logits / 0.6).log_softmax(-1)[:, 0]
     assert mismatch_report(logits.log_softmax(-1)[:, 0], engine).kl > 1e-3
     assert mismatch_report((logits / 0.6).log_softmax(-1)[:, 0], engine).kl == 0.0
+
+
+# Two samples with the ratios 1, 4 and 0.25, 1; their geometric means are 2 and 0.5.
+RATIOS = torch.tensor([1.0, 4.0, 0.25, 1.0])
+NUM_ACTIONS = torch.tensor([2, 2])
+
+
+def weights(level: str, treatment: str, low: float = 0.5, high: float = 2.0) -> list[float]:
+    correction = Correction(level, treatment, low, high)
+    found = importance_weights(correction, RATIOS.log(), torch.zeros(4), NUM_ACTIONS)
+    return found.weights_N.tolist()
+
+
+@pytest.mark.parametrize(
+    ("level", "treatment", "expected"),
+    [
+        ("token", "truncate", [1.0, 2.0, 0.25, 1.0]),
+        ("token", "clip", [1.0, 2.0, 0.5, 1.0]),
+        ("token", "mask", [1.0, 0.0, 0.0, 1.0]),
+        ("sequence", "truncate", [2.0, 2.0, 0.25, 0.25]),
+        ("sequence", "clip", [2.0, 2.0, 0.5, 0.5]),
+        ("sequence", "mask", [0.0, 0.0, 0.0, 0.0]),
+        ("geometric", "truncate", [2.0, 2.0, 0.5, 0.5]),
+        ("geometric", "clip", [2.0, 2.0, 0.5, 0.5]),
+    ],
+)
+def test_importance_weights_by_hand(level, treatment, expected):
+    assert weights(level, treatment) == pytest.approx(expected)
+
+
+def test_a_geometric_mask_takes_whole_sequences():
+    assert weights("geometric", "mask", 0.6, 3.0) == pytest.approx([2.0, 2.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected", "cut"),
+    [
+        ("tis", [1.0, 3.0, 0.6, 1.0], [False, True, True, False]),
+        ("icepop", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),
+        ("seq-mask-tis", [1.0, 3.0, 0.0, 0.0], [False, False, True, True]),
+    ],
+)
+def test_the_presets_by_hand(preset, expected, cut):
+    correction = make_correction(preset, (0.6, 3.0))
+    found = importance_weights(correction, RATIOS.log(), torch.zeros(4), NUM_ACTIONS)
+    assert found.weights_N.tolist() == pytest.approx(expected)
+    assert found.is_cut_N.tolist() == cut
+
+
+def test_a_level_or_treatment_of_ones_own_replaces_that_of_the_preset():
+    made = make_correction("tis", (0.0, 2.0), level="sequence")
+    assert made == Correction("sequence", "clip", 0.0, 2.0)
+    made = make_correction("seq-mask-tis", (0.5, 2.0), treatment="truncate")
+    assert made == Correction("geometric", "truncate", 0.5, 2.0)
+    assert set(PRESETS) == {"tis", "icepop", "seq-mask-tis"}
+
+
+def test_weights_carry_no_gradient_and_equal_policies_have_weight_one():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    for preset in PRESETS:
+        correction = make_correction(preset, (0.5, 5.0))
+        found = importance_weights(correction, logprobs, logprobs.detach(), torch.tensor([2]))
+        assert found.weights_N.tolist() == [1.0, 1.0] and not found.weights_N.requires_grad
+        assert not found.is_cut_N.any()

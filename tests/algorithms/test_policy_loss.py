@@ -12,10 +12,13 @@ from openrlhf.algorithms.policy_loss import (
     POLICY_LOSSES,
     ClipRange,
     aggregate,
+    cispo_loss,
     gspo_loss,
     ppo_loss,
+    sapo_loss,
     value_loss,
 )
+from openrlhf.config.ppo_models import POLICY_LOSS_NAMES
 
 
 def ppo(ratios, advantages, **clip):
@@ -127,7 +130,7 @@ def test_ppo_and_gspo_agree_on_sequences_of_one_token():
 
 def test_registry_names_the_losses_and_their_own_aggregation():
     own = {name: loss.own_aggregation for name, loss in POLICY_LOSSES.items()}
-    assert own == {"ppo": None, "gspo": "seq_mean"}
+    assert own == {"ppo": None, "gspo": "seq_mean", "cispo": None, "sapo": None}
 
 
 def test_value_loss_by_hand():
@@ -191,3 +194,39 @@ def test_an_unknown_aggregation_is_refused():
             num_seqs_global=1,
             max_new_tokens=1,
         )
+
+
+def loss_terms(function, ratios, advantages, **clip):
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log().float().requires_grad_()
+    return logprobs, function(
+        logprobs,
+        torch.zeros(len(ratios)),
+        advantages_N=torch.tensor(advantages),
+        num_actions_B=torch.tensor([len(ratios)]),
+        clip=ClipRange(**clip),
+    )
+
+
+def test_cispo_by_hand():
+    logprobs, terms = loss_terms(cispo_loss, [1.0, 3.0, 0.5], [2.0, 2.0, -1.0], high=1.0)
+    # -min(ratio, 2) A logp
+    assert terms.loss_N.tolist() == pytest.approx([0.0, -4 * math.log(3), 0.5 * math.log(0.5)])
+    assert terms.is_clipped_N.tolist() == [False, True, False]
+    terms.loss_N.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, -4.0, 0.5])  # none is lost by clipping
+
+
+def test_sapo_by_hand():
+    logprobs, terms = loss_terms(sapo_loss, [1.0, 3.0, 3.0], [1.0, 2.0, -2.0], gates=(1.0, 2.0))
+    gate = [0.5, 1 / (1 + math.exp(-2.0)), 1 / (1 + math.exp(-4.0))]
+    assert terms.loss_N.tolist() == pytest.approx([-2.0, -8 * gate[1], 4 * gate[2]])
+    terms.loss_N.sum().backward()
+    # d/dlogp = -4 p (1 - p) ratio A: the full gradient at ratio 1, less and less away from it
+    fades = [4 * p * (1 - p) for p in gate]
+    expected = [-1.0, -fades[1] * 3 * 2, fades[2] * 3 * 2]
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+    assert terms.is_clipped_N.tolist() == [False, True, True]  # weights 1, 0.42 and 0.07
+
+
+def test_the_names_of_the_config_are_the_losses_there_are():
+    assert tuple(POLICY_LOSSES) == POLICY_LOSS_NAMES

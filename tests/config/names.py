@@ -314,6 +314,20 @@ BATCH_INFERENCE_NAMES = (
     ("normalize_reward", "reward.normalize_enable", ""),
     ("reward_template", "reward.template", "some/name"),
 )
+SERVE_RM_NAMES = (
+    ("bf16", "ds.param_dtype", ""),
+    ("flash_attn", "ds.attn_implementation", ""),
+    ("attn_implementation", "ds.attn_implementation", "some/name"),
+    ("load_in_4bit", "ds.load_in_4bit", ""),
+    ("packing_samples", "ds.packing_samples", ""),
+    ("value_head_prefix", "ds.value_head_prefix", "some/name"),
+    ("max_len", "data.max_len", "7"),
+    ("overlong_texts", "data.overlong_texts", "truncate_left"),
+    ("disable_fast_tokenizer", "data.disable_fast_tokenizer", ""),
+    ("reward_pretrain", "reward.model_name_or_path", "some/name"),
+    ("reward_weights", "reward.weights", "0.5"),
+    ("normalize_reward", "reward.normalize_enable", ""),
+)
 LORA_COMBINER_NAMES = (("bf16", "ds.param_dtype", ""),)
 CHAT_NAMES = (
     *SERVED_MODEL,

@@ -337,6 +337,21 @@ BATCH_INFERENCE: dict[str, object] = {
     "csft_prompt": "<rm_score>: 5.00",
     "use_ms": False,
 }
+SERVE_RM: dict[str, object] = {
+    "reward_pretrain": None,
+    "normalize_reward": False,
+    "value_head_prefix": "score",
+    "max_len": 2048,
+    "port": 5000,
+    "host": "0.0.0.0",
+    "load_in_4bit": False,
+    "bf16": False,
+    "flash_attn": False,
+    "disable_fast_tokenizer": False,
+    "packing_samples": False,
+    "batch_size": None,
+    "use_ms": False,
+}
 LORA_COMBINER: dict[str, object] = {
     "model_path": None,
     "lora_path": None,

@@ -16,9 +16,10 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
-HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
+HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich", "tyro")
+MAX_HELP_SECONDS = 0.7  # 0.25 on an idle machine
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
-COMMANDS += ["infer", "merge-lora", "chat"]
+COMMANDS += ["infer", "serve-rm", "merge-lora", "chat"]
 
 
 def run(*argv, env=None):
@@ -58,18 +59,27 @@ def test_help_of_every_command_imports_no_heavy_library():
     ]
 
 
-@pytest.mark.parametrize(
-    "argv", [("-m", "openrlhf.cli.train_ppo_ray"), ("-m", "openrlhf.cli.main", "sft")]
-)
-def test_help_answers_in_under_a_second(argv):
-    # Processor time of the quickest of three: other work on the machine must not fail this.
+@pytest.mark.parametrize("name", console.COMMANDS)
+def test_help_answers_at_once(name):
+    # Processor time, and the best of three: other work on the machine must not fail this.
     def seconds():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(*argv, "--help").returncode == 0
+        assert run("-m", "openrlhf.cli.main", name, "--help").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 1
+    assert any(seconds() < MAX_HELP_SECONDS for _ in range(3))
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    command = f"{sys.executable} -m openrlhf.cli.train_ppo_ray --help"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_shows_dotted_and_flat_names():

@@ -248,7 +248,7 @@ def test_the_command_of_the_french_cheat_sheet():
     for typed in (CHEAT_SHEET, CHEAT_SHEET.replace("$WANDB_API_KEY", "")):
         config = parse(PPOConfig, typed)
         assert config.actor.num_gpus_per_node == 4
-        assert config.ref.num_gpus_per_node is None
+        assert config.ref.num_gpus_per_node == 4  # shares the actor's
         assert config.train.colocate_actor_ref
         assert config.vllm.num_engines == 2
         assert config.rollout.n_samples_per_prompt == 8

@@ -20,6 +20,7 @@ from openrlhf.config.preference import (
     RMConfig,
 )
 from openrlhf.config.process import PRMConfig
+from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.sources import read_all
 from openrlhf.config.supervised import SFTConfig
@@ -34,6 +35,7 @@ NAMES = {
     PRMConfig: names.PRM_NAMES,
     KDConfig: names.KD_NAMES,
     BatchInferenceConfig: names.BATCH_INFERENCE_NAMES,
+    ServeRewardConfig: names.SERVE_RM_NAMES,
     LoraCombinerConfig: names.LORA_COMBINER_NAMES,
     ChatConfig: names.CHAT_NAMES,
 }

@@ -97,6 +97,11 @@ def notices(line):
             "Leave it out or type --reward_pretrain.",
         ),
         (
+            "--reward_pretrain a",
+            "--reward_pretrain a and --remote_rm_url r.py both give rewards. Leave one out "
+            "(--critic_pretrain names the model that a critic starts from).",
+        ),
+        (
             "--reward_failure ignore",
             "--reward_failure is unknown: ignore. Type fail, drop_group or retry(3).",
         ),
@@ -143,7 +148,7 @@ def test_what_is_missing_is_named():
         "No policy model is named. Type --pretrain with a hub id or a path.",
         "No prompts are named. Type --prompt_data with a hub id or a path.",
         "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
-        "file, or --agent_func_path.",
+        "file or a URL, or --agent_func_path.",
     ]
     assert problems(SFTConfig, "") == [
         "No model is named. Type --pretrain with a hub id or a path.",
@@ -160,7 +165,7 @@ def test_all_problems_are_listed_together():
         "--adam_betas takes 2 values: 1. Type them with spaces between.",
         "No policy model is named. Type --pretrain with a hub id or a path.",
         "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
-        "file, or --agent_func_path.",
+        "file or a URL, or --agent_func_path.",
         "--advantage_estimator rloo needs --gamma 1: 0.5. Type --gamma 1.",
     ]
 

@@ -13,6 +13,7 @@ from openrlhf.config.flags import flag_table
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
+from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.supervised import SFTConfig
 from tests.config import tables
@@ -28,6 +29,7 @@ COMMANDS = {
     "train_kd": (KDConfig, {**tables.SUPERVISED, **tables.KD}),
     "train_ppo_ray": (PPOConfig, {**SHARED, **tables.PPO}),
     "batch_inference": (BatchInferenceConfig, tables.BATCH_INFERENCE),
+    "serve_rm": (ServeRewardConfig, tables.SERVE_RM),
     "lora_combiner": (LoraCombinerConfig, tables.LORA_COMBINER),
     "interactive_chat": (ChatConfig, tables.INTERACTIVE_CHAT),
 }
@@ -36,6 +38,7 @@ DECIDED_OTHERWISE = {
     "bf16": "auto",  # the checkpoint's type
     "flash_attn": "flash_attention_2",  # SDPA where it is missing
     "value_head_prefix": "score",  # of batch_inference: exported reward models load without it
+    "host": "127.0.0.1",  # other machines only when asked, and with a token
     "max_ckpt_mem": float("inf"),  # 1e8 GB is no cap
     "actor_num_gpus_per_node": None,  # all visible
     "critic_num_gpus_per_node": None,

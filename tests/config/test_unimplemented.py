@@ -27,9 +27,6 @@ def refused(line, config_class=PPOConfig, needs=PPO_NEEDS):
 def test_the_list_is_this():
     assert [later.path for later in UNIMPLEMENTED] == [
         "actor.freeze_visual_encoder",
-        "actor.policy_loss_type",
-        "algo.advantage.is_correction_enable",
-        "algo.dynamic_filtering_enable",
         "ckpt.best_metric_key",
         "ckpt.load_enable",
         "ckpt.save_steps",
@@ -40,14 +37,8 @@ def test_the_list_is_this():
         "ds.tensor_parallel_size",
         "ds.use_universal_ckpt",
         "ds.zpg",
-        "reward.failure",
-        "reward.model_name_or_path",
-        "reward.remote_url",
-        "reward.weights",
         "rollout.vllm_generate_batch_size",
-        "train.agent_func_path",
         "train.async_enable",
-        "train.enable_ema",
         "train.partial_rollout_enable",
         "use_ms",
         "vllm.sync_with_ray",
@@ -75,17 +66,9 @@ def test_checkpoints_are_missing_in_reinforcement_learning_alone():
 @pytest.mark.parametrize(
     ("line", "flag"),
     [
-        ("--policy_loss_type cispo", "--policy_loss_type cispo"),
-        ("--dynamic_filtering", "--dynamic_filtering"),
         ("--load_checkpoint", "--load_checkpoint"),
         ("--save_steps 5", "--save_steps 5"),
-        ("--remote_rm_url http://localhost:5000/get_reward", "--remote_rm_url http://localhost:5000/get_reward"),
-        ("--remote_rm_url a.py,b.py", "--remote_rm_url a.py,b.py"),
-        ("--reward_pretrain a,b", "--reward_pretrain a,b"),
-        ("--reward_failure drop_group", "--reward_failure drop_group"),
         ("--async_train", "--async_train"),
-        ("--algo.advantage.is_correction_enable", "--enable_vllm_is_correction"),
-        ("--agent_func_path a.py", "--agent_func_path a.py"),
         ("--zpg 2", "--zpg 2"),
         ("--use_ms", "--use_ms"),
     ],
@@ -112,10 +95,12 @@ def test_built_features_and_settings_without_effect_pass():
         "--save_hf_ckpt --disable_ds_ckpt --save_steps -1 --eval_steps 5 --use_tensorboard t "
         "--overlap_comm --adam_offload --gradient_checkpointing --deepspeed_enable_sleep "
         "--vllm_enable_sleep --colocate_all_models --full_determinism --use_dynamic_batch "
-        "--max_epochs 2 --policy_loss_type gspo --overlong_buffer_len 16 --kl_target 0.1 "
+        "--max_epochs 2 --policy_loss_type sapo --dynamic_filtering --enable_vllm_is_correction "
+        "--overlong_buffer_len 16 --kl_target 0.1 "
         "--stop_properly_penalty_coef 0.5 --entropy_loss_coef 0 --freezing_actor_steps 2 "
         "--save_value_network --vllm_tensor_parallel_size 2 --use_wandb true --ptx_coef 0.1 "
-        "--async_queue_size 2 --ema_beta 0.9 --lora_alpha 32 --image_key pictures"
+        "--reward_failure drop_group --remote_rm_url http://a:5000/get_reward,http://b/get_reward "
+        "--async_queue_size 2 --enable_ema --ema_beta 0.9 --lora_alpha 32 --image_key pictures"
     )
     assert refused(line) == []
     assert refused("--save_hf_ckpt --multiturn --apply_chat_template", SFTConfig, SFT_NEEDS) == []

@@ -42,6 +42,18 @@ def test_logprobs_are_those_of_the_trainer(model, temperature):
         assert largest_gap(model, prompt, answer, temperature) < 1e-4
 
 
+def test_answers_are_brought_as_soon_as_all_samples_of_a_prompt_are_done(model):
+    lengths = (3, 12, 1, 7)
+    requests = [
+        request(RAGGED[k], temperature=1.0, max_new_tokens=n, num_samples=2)
+        for k, n in enumerate(lengths)
+    ]
+    came = []
+    answers = HFEngine(model).generate(requests, lambda k, answer: came.append((k, list(answer))))
+    assert [k for k, _ in came] == [2, 0, 3, 1]  # the short ones first
+    assert all(answer == answers[k] for k, answer in came)
+
+
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [

@@ -1,7 +1,8 @@
-"""The offline loops run to their ends with tiny models, and the reward of the answers rises.
+"""The offline loops run to their ends with tiny models and vLLM, and the answers follow the reward.
 
-The policy is untrained and types any of forty characters; the reward model is made by hand and
-scores a text by its share of vowels.
+The reward model is made by hand and scores a text by its share of vowels. The policy of the loops
+that improve is untrained and types any of forty characters; that of conditional SFT has learnt to
+answer with few or many vowels, as it comes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +20,18 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import write_jsonl
+from tests.tiny import make_tokenizer, write_jsonl
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 VOWELS = "aeiou"
 NUM_PROMPTS = 96
-GENERATE = "--max_new_tokens 8 --prompt_max_len 32 --micro_batch_size 256 --ds.param_dtype fp32"
+GENERATE = "--max_new_tokens 8 --prompt_max_len 32 --ds.param_dtype fp32"
 SCORE = "--max_len 64 --micro_batch_size 64 --ds.param_dtype fp32"
 TRAIN = (
     "--train_batch_size 32 --micro_train_batch_size 32 --max_len 64 --ds.param_dtype fp32 "
     "--zero_stage 0 --lr_warmup_ratio 0 "
 )
+MIN_GAP = 0.35  # between the shares of vowels that were asked for; 0.58 was seen
 
 
 def make_policy(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
@@ -99,7 +103,6 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "REWARD_MODEL": str(folder / "judge"),
         "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
         "INPUT_KEY": "input",
-        "ENGINE": "generate",
         "ITERATIONS": "3",
         "PROMPTS": str(NUM_PROMPTS),
         "SAMPLES": "8",
@@ -113,7 +116,7 @@ def run_loop(name: str, folder: Path, variables: dict[str, str]) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, **variables, "PATH": path, "OUT": str(folder)}
     command = ["bash", EXAMPLES / "scripts" / name]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1160)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
@@ -128,7 +131,7 @@ def vowel_share(rows: list[dict]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "train_args"),
     [
@@ -147,18 +150,64 @@ def test_the_reward_of_the_answers_rises(variables, tmp_path, name, train_args):
     assert (tmp_path / "model1" / "model.safetensors").stat().st_mtime_ns == model1
 
 
+@pytest.fixture(scope="module")
+def fickle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A policy that has learnt eight letters an answer, from none to all of them vowels."""
+    folder, rng = tmp_path_factory.mktemp("fickle"), random.Random(0)
+    tokenizer = make_tokenizer(folder)  # it has the signs that a score is written with
+    make_policy(folder / "untrained", tokenizer)
+    make_judge(folder / "judge", tokenizer)
+
+    def answer() -> str:
+        share = rng.random()
+        return "".join(rng.choice("aei" if rng.random() < share else "bcdfgh") for _ in range(8))
+
+    rows = [{"input": f"{n}+{n}=", "output": answer()} for n in rng.choices(range(100), k=4000)]
+    write_jsonl(folder / "rows.jsonl", rows)
+    paths = f"--pretrain {folder}/untrained --dataset {folder}/rows.jsonl --output_key output"
+    flags = f"{paths} --apply_chat_template {TRAIN} --max_epochs 1 --learning_rate 3e-3"
+    command = [sys.executable, "-m", "openrlhf.cli.train_sft", *flags.split()]
+    subprocess.run([*command, "--save_path", folder / "policy"], check=True, timeout=300)
+    prompts = [{"input": f"{n}+{n}="} for n in range(384)]
+    return {
+        "MODEL": str(folder / "policy"),
+        "REWARD_MODEL": str(folder / "judge"),
+        "DATA": str(write_jsonl(folder / "prompts.jsonl", prompts)),
+        "INPUT_KEY": "input",
+        "SAMPLES": "8",
+        "GPUS": "1",
+        "GENERATE_ARGS": GENERATE.replace("--max_new_tokens 8", "--max_new_tokens 12"),
+        "SCORE_ARGS": SCORE,
+        "TRAIN_ARGS": TRAIN + "--max_epochs 4 --learning_rate 3e-3",
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_scores_stand_in_the_prompts_that_are_learned(variables, tmp_path):
-    answers = ["aeioaeio", "bcdfbcdf", "abacadae"]  # shares of vowels: 1, 0 and 5 / 8
-    rows = [{"input": f"{n}+{n}=", "output": answers[n % 3]} for n in range(60)]
-    data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    own = {"DATA": data, "OUTPUT_KEY": "output", "TRAIN_ARGS": TRAIN + "--max_epochs 1"}
-    run_loop("train_conditional_sft.sh", tmp_path, variables | own)
+@pytest.mark.timeout(1200)
+def test_a_model_of_conditional_sft_gives_the_reward_it_is_asked_for(fickle, tmp_path):
+    run_loop("train_conditional_sft.sh", tmp_path, fickle)
     scored = read_rows(tmp_path / "scored.jsonl")
-    assert [row["output"] for row in scored] == [row["output"] for row in rows]
+    wishes = [float(row["input"].rpartition(" <rm_score>: ")[2]) for row in scored]
+    assert statistics.fmean(wishes) == pytest.approx(0, abs=0.01)  # z-scores
+    assert statistics.pstdev(wishes) == pytest.approx(1, abs=0.01)
+    assert statistics.correlation(wishes, [vowel_share([row]) for row in scored]) > 0.9
+    high, low = (read_rows(tmp_path / f"{name}_scored.jsonl") for name in ("high", "low"))
+    assert vowel_share(high) > vowel_share(low) + MIN_GAP
+    rewards = [statistics.fmean(row["reward"] for row in rows) for rows in (high, low)]
+    assert rewards[0] > rewards[1] + 0.5, rewards
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_answers_of_the_data_are_scored_where_there_are_some(fickle, tmp_path):
+    answers = ["aeioaeio", "bcdfbcdf", "abacadae"]  # shares of vowels: 1, 0 and 5 / 8
+    rows = [{"question": f"{n}+{n}=", "response": answers[n % 3]} for n in range(60)]
+    data = {"DATA": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "INPUT_KEY": "question"}
+    few = {"SAMPLES": "0", "ENGINE": "generate", "TRAIN_ARGS": TRAIN + "--max_epochs 1"}
+    run_loop("train_conditional_sft.sh", tmp_path, fickle | data | few)
+    scored = read_rows(tmp_path / "scored.jsonl")
+    assert [row["output"] for row in scored] == [row["response"] for row in rows]
     wishes = [row["input"].rpartition(" <rm_score>: ")[2] for row in scored]
     good, bad, middle = (sum(map(float, wishes[k::3])) / 20 for k in range(3))
     assert good > middle > bad
-    assert good + bad + middle == pytest.approx(0, abs=0.02)  # z-scores
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -65,7 +65,7 @@ def parse(words: list[str]) -> CommandConfig:
 LOOPS = {
     "train_rejection_sampling.sh": ["generate_vllm", "rm", "openrlhf.cli.train_sft"] * 2,
     "train_iterative_dpo.sh": ["generate_vllm", "rm", "openrlhf.cli.train_dpo"] * 2,
-    "train_conditional_sft.sh": ["rm", "openrlhf.cli.train_sft"],
+    "train_conditional_sft.sh": ["rm", "openrlhf.cli.train_sft", *["generate_vllm", "rm"] * 2],
 }
 TRAINING_SCRIPTS = sorted({path.name for path in SCRIPTS.glob("train_*.sh")} - LOOPS.keys())
 
@@ -95,6 +95,17 @@ def test_an_offline_loop_is_commands_that_are_understood(run_script, name, tmp_p
         config = parse(words)
         assert expected in (getattr(config, "eval_task", None), words[words.index("-m") + 1])
         assert (words[0] == "--standalone") == (expected != "generate_vllm")
+
+
+def test_conditional_sft_samples_where_the_data_has_no_answers(run_script, tmp_path):
+    calls = run_script("train_conditional_sft.sh", OUT=str(tmp_path), SAMPLES="4", GPUS="1")
+    sampled, scored, _, high, _, low, _ = map(parse, calls)
+    assert (sampled.eval_task, sampled.rollout.best_of_n) == ("generate_vllm", 4)
+    assert scored.data.dataset == sampled.output_path
+    assert (scored.data.input_key, scored.data.output_key) == ("input", "output")
+    asked = [config.csft.prompt for config in (high, low)]
+    assert asked == ["<rm_score>: 1.50", "<rm_score>: -1.50"]
+    assert scored.reward.template == "{input} <rm_score>: {reward} "
 
 
 def test_the_demo_makes_warms_up_trains_and_reports(run_script, tmp_path):

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
 from openrlhf.cli import train_ppo, train_ppo_ray
+from openrlhf.trainer import ppo_setup
 from tests.integration.commands import argv
 from tests.tiny import write_jsonl
 
@@ -43,6 +45,30 @@ def good(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: P
         "label_key": "answer",
         "save_path": tmp_path / "run",
     }
+
+
+def without_vllm(name: str) -> object:
+    """What find_spec answers where everything but vLLM is installed."""
+    return None if name == "vllm" else find_spec(name)
+
+
+def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], good: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo_setup, "find_spec", without_vllm)
+    code, errors = run(capsys, GOOD, **{**good, "vllm_num_engines": "1"})
+    assert (code, len(errors)) == (2, 1)
+    for words in ("vLLM", "not installed", ".[vllm]", "make install", "--vllm_num_engines 0"):
+        assert words in errors[0]
+    by_default = GOOD.replace("--vllm_num_engines 0", "")
+    with pytest.raises(SystemExit) as stop:
+        train_ppo_ray.main(argv(by_default, **good))
+    assert stop.value.code == 2
+    assert errors[0] in capsys.readouterr().err
+    # Without Ray nobody asked for vLLM: the next problem is said.
+    code, errors = run(capsys, by_default, **{**good, "pretrain": "/nowhere/model"})
+    assert (code, len(errors)) == (2, 1)
+    assert "/nowhere/model" in errors[0]
 
 
 def bad_files(tmp_path: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.batch_generation import check_ranks, slice_of
-from openrlhf.trainer.batch_inference import run_batch_inference
+from openrlhf.trainer.batch_inference import run_batch_inference, summary
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
@@ -229,6 +229,13 @@ def test_rewards_reach_the_post_processor(folder: Path) -> None:
     [pair] = read_rows(folder / "pairs.jsonl")
     assert rewards[pair["chosen"]] == pair["chosen_reward"] == max(rewards.values())
     assert rewards[pair["rejected"]] == pair["rejected_reward"] == min(rewards.values())
+
+
+def test_the_rewards_of_scored_rows_are_summed_up_in_a_line() -> None:
+    assert list(summary([{"output": "4"}])) == []
+    assert list(summary([{"reward": 1.0}, {"reward": 3.0}])) == [
+        "rewards of 2 answers: mean 2.000, standard deviation 1.000, from 1.000 to 3.000"
+    ]
 
 
 def test_a_bad_row_is_named_before_a_model_is_loaded(

@@ -4,7 +4,6 @@ of the formula on one unpacked answer at a time.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ from openrlhf.trainer.dpo_trainer import AddedLosses, DPOTrainer
 from openrlhf.trainer.reference import FrozenReference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model
+from tests.trainer.gradients import ListedSamples, response_logprob, step_gradient
 
 ZERO_STAGES = (0, 2, 3)
 MICRO_BATCH_SIZES = (64, 8, 1)
@@ -32,37 +31,28 @@ NUM_PAIRS = 64
 BETA, NLL_COEF = 0.3, 0.5
 
 
-class RaggedPairs:
+def ragged_pairs() -> ListedSamples:
     """Prompts of 1 to 9 tokens; answers of 1 to 14 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    pairs = [ragged_pair(generator) for _ in range(NUM_PAIRS)]
+    return ListedSamples(pairs, [len(p.chosen_ids) + len(p.rejected_ids) for p in pairs])
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self._pairs = [self._make(generator) for _ in range(NUM_PAIRS)]
-        sizes = [len(pair.chosen_ids) + len(pair.rejected_ids) for pair in self._pairs]
-        self.lengths = torch.tensor(sizes)
 
-    def __len__(self) -> int:
-        return NUM_PAIRS
-
-    def __getitem__(self, index: int) -> PreferencePair:
-        return self._pairs[index]
-
-    @staticmethod
-    def _make(generator: torch.Generator) -> PreferencePair:
-        prompt = torch.randint(
-            6, 250, (int(torch.randint(1, 10, (), generator=generator)),), generator=generator
-        )
-        sides = []
-        for _ in range(2):
-            size = int(torch.randint(1, 15, (), generator=generator))
-            ids = torch.cat([prompt, torch.randint(6, 250, (size,), generator=generator)])
-            sides += [ids, torch.arange(len(ids)) >= len(prompt)]
-        return PreferencePair(*sides, 0.0)
+def ragged_pair(generator: torch.Generator) -> PreferencePair:
+    prompt = torch.randint(
+        6, 250, (int(torch.randint(1, 10, (), generator=generator)),), generator=generator
+    )
+    sides = []
+    for _ in range(2):
+        size = int(torch.randint(1, 15, (), generator=generator))
+        ids = torch.cat([prompt, torch.randint(6, 250, (size,), generator=generator)])
+        sides += [ids, torch.arange(len(ids)) >= len(prompt)]
+    return PreferencePair(*sides, 0.0)
 
 
 def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> DPOTrainer:
     optim = OptimizerConfig(adam=AdamConfig(lr=0.0))
-    samples = RaggedPairs()
+    samples = ragged_pairs()
     return DPOTrainer(
         strategy,
         strategy.prepare_train(Actor(load_causal_lm(folder / "model")), optim, num_updates=8),
@@ -74,22 +64,6 @@ def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> DPOTrainer:
         settings=LoopSettings(batch_size=NUM_PAIRS, micro_batch_size=1),
         tracker=NullTracker(),
     )
-
-
-def step_gradient(trainer: DPOTrainer, size: int) -> tuple[Tensor, dict]:
-    """Gradient and metrics of one step at learning rate 0, which leaves the weights alone."""
-    trainer.settings = replace(trainer.settings, micro_batch_size=size)
-    caught: list[Tensor] = []
-    update = trainer.engine.step
-
-    def step() -> float:
-        caught.extend(grad.flatten() for grad in full_gradients(trainer.engine))
-        return update()
-
-    trainer.engine.step = step  # type: ignore[method-assign]
-    metrics = trainer.train_step(range(NUM_PAIRS))
-    trainer.engine.step = update  # type: ignore[method-assign]
-    return torch.cat(caught), trainer._reduced(metrics)
 
 
 def run_everything(folder: Path) -> dict:
@@ -125,11 +99,6 @@ def two_ranks(folder: Path) -> list[dict]:
     return run_ranks(run_everything, 2, folder)
 
 
-def answer_logprob(model: object, token_ids: Tensor, mask: Tensor) -> Tensor:
-    logprobs = model(token_ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, token_ids[1:, None])[:, 0][mask[1:]].sum()
-
-
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[Tensor, dict]:
     """Gradient and metrics from the formula, in plain torch."""
@@ -138,12 +107,12 @@ def expected(folder: Path) -> tuple[Tensor, dict]:
         for name in ("model", "other")
     )
     losses, nll, num_tokens, ratios = [], 0.0, 0, []
-    samples = RaggedPairs()
+    samples = ragged_pairs()
     for pair in (samples[index] for index in range(NUM_PAIRS)):
         sides = [(pair.chosen_ids, pair.chosen_mask), (pair.rejected_ids, pair.rejected_mask)]
-        own = [answer_logprob(model, *side) for side in sides]
+        own = [response_logprob(model, *side) for side in sides]
         with torch.no_grad():
-            fixed = [answer_logprob(other, *side) for side in sides]
+            fixed = [response_logprob(other, *side) for side in sides]
         gap = (own[0] - fixed[0]) - (own[1] - fixed[1])
         losses.append(torch.log(1 + torch.exp(-BETA * gap)))
         ratios.append([(a - b).item() for a, b in zip(own, fixed, strict=True)])

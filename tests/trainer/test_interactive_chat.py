@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,12 +93,44 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeyp
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TokenStream, "put", interrupt_third)
+    chat.talk(io.StringIO("hi\n/reset\n"))
+    text = chat.output.getvalue()
+    assert " [stopped]\n> The conversation starts anew." in text  # the talk went on
+    assert "Goodbye" not in text
+    assert len(seen) == 4
+    del seen[:]
     chat.talk(io.StringIO("hi\n"))
-    assert " [stopped]\n" in chat.output.getvalue()
     [turn] = chat.conversation.turns
     kept = [int(value) for value in seen[1:]]
     assert chat.tokenizer.decode(kept, skip_special_tokens=True).startswith(turn.answer)
-    assert len(seen) == 4
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which Ctrl-C is pressed after its lines."""
+
+    def readline(self, size: int = -1, /) -> str:
+        line = super().readline(size)
+        if not line:
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_at_the_prompt_ends_the_talk(tiny_model_dir):
+    chat, _ = chat_with(tiny_model_dir, "")
+    chat.talk(Interrupted("hi\n"))
+    assert len(chat.conversation.turns) == 1
+    assert chat.output.getvalue().endswith("> \nGoodbye.\n")
+
+
+def test_a_second_ctrl_c_ends_the_talk(tiny_model_dir, monkeypatch):
+    chat, _ = chat_with(tiny_model_dir, "")
+
+    def interrupt(self, value: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenStream, "put", interrupt)
+    chat.talk(Interrupted("hi\n"))
+    assert chat.output.getvalue().endswith(" [stopped]\n> \nGoodbye.\n")
 
 
 def test_text_is_written_token_by_token_and_characters_whole(tiny_tokenizer):
@@ -119,17 +152,31 @@ def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model
     assert chat.tokenizer.decode(ids) == expected
 
 
+def test_a_wish_may_say_where_it_stands(tiny_model_dir):
+    flags = ["--enable_csft", "--csft_prompt", "[good] {input}"]
+    chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
+    ids, _ = chat.conversation.prompt_for("hi")
+    assert chat.tokenizer.decode(ids) == "<|user|>[good] hi<|end|><|assistant|>"
+
+
 def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(tiny_model_dir):
     with pytest.raises(ConfigError, match=r"--ta_prompt nowhere\.txt cannot be read"):
         chat_with(tiny_model_dir, "", "--ta_prompt", "nowhere.txt")
 
 
-def test_the_command_talks_through_its_streams(tiny_model_dir):
+def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
     command += ["--pretrain", str(tiny_model_dir), *GREEDY.split(), "--apply_chat_template"]
-    result = subprocess.run(
-        command, input=b"hi\n/exit\n", capture_output=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"hi\n")
+    process.stdin.flush()
     answer = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
-    assert f"> {answer}\n> " in result.stdout.decode()
+    expected = f"> {answer}\n> ".encode()
+    assert process.stdout.readline()  # the help
+    assert process.stdout.read(len(expected)) == expected
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, b"\nGoodbye.\n")
+    assert b"Traceback" not in err

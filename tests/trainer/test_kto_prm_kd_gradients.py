@@ -5,7 +5,6 @@ stage, and it is that of the formula on one unpacked sample at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,15 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.distillation import Student, Teacher
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.process_reward import StepJudge
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings
+from openrlhf.trainer.base_trainer import LoopParts, LoopSettings
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
 from openrlhf.trainer.reference import FrozenReference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model
+from tests.trainer.gradients import ListedSamples, response_logprob, step_gradient
 
 ZERO_STAGES = (0, 2, 3)
 MICRO_BATCH_SIZES = (21, 1)
@@ -40,20 +39,6 @@ NUM_SAMPLES = 21
 BETA, DESIRABLE, UNDESIRABLE = 0.1, 1.0, 1.5
 REWARD_TOKENS = (10, 20)
 COEF = 0.4
-
-
-class Samples:
-    """Samples held in a list."""
-
-    def __init__(self, samples: Sequence) -> None:
-        self._samples = samples
-        self.lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> object:
-        return self._samples[index]
 
 
 def answers() -> list[SFTExample]:
@@ -128,28 +113,13 @@ MAKERS = {"kto": make_kto, "prm": make_prm, "open_prm": make_open_prm, "kd": mak
 
 def loop(samples: Sequence) -> LoopParts:
     settings = LoopSettings(batch_size=NUM_SAMPLES, micro_batch_size=1)
+    listed = ListedSamples(samples, [len(sample.token_ids) for sample in samples])
     return LoopParts(
-        samples=Samples(samples),
-        eval_samples=Samples(samples),
+        samples=listed,
+        eval_samples=listed,
         settings=settings,
         tracker=NullTracker(),
     )
-
-
-def step_gradient(trainer: BaseTrainer, micro_batch_size: int) -> tuple[Tensor, dict]:
-    """Gradient and metrics of one step at learning rate 0, which leaves the weights alone."""
-    trainer.settings = replace(trainer.settings, micro_batch_size=micro_batch_size)
-    caught: list[Tensor] = []
-    update = trainer.engine.step
-
-    def step() -> float:
-        caught.extend(grad.flatten() for grad in full_gradients(trainer.engine))
-        return update()
-
-    trainer.engine.step = step  # type: ignore[method-assign]
-    metrics = trainer.train_step(range(NUM_SAMPLES))
-    trainer.engine.step = update  # type: ignore[method-assign]
-    return torch.cat(caught), trainer._reduced(metrics)
 
 
 def run_everything(folder: Path) -> dict:
@@ -192,11 +162,6 @@ def two_ranks(folder: Path) -> list[dict]:
 
 def load_plain(path: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-def response_logprob(model: object, token_ids: Tensor, mask: Tensor) -> Tensor:
-    logprobs = model(token_ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, token_ids[1:, None])[:, 0][mask[1:]].sum()
 
 
 def kto_by_hand(model: object, other: object) -> tuple[Tensor, dict]:

@@ -29,6 +29,7 @@ from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model
+from tests.trainer.gradients import ListedSamples
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral")
 ZERO_STAGES = (0, 2, 3)
@@ -36,20 +37,6 @@ LORA_RANKS = (0, 4)
 NUM_RANKS, NUM_SAMPLES, NUM_UPDATES = 2, 4, 2
 LEARNING_RATES = {0: 2e-3, 4: 5e-3}  # LoRA rank -> rate
 OPTIONS = {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
-
-
-class Samples:
-    """Samples held in a list."""
-
-    def __init__(self, samples: list, lengths: list[int]) -> None:
-        self._samples = samples
-        self.lengths = torch.tensor(lengths)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> object:
-        return self._samples[index]
 
 
 def make_texts(seed: int) -> list[SFTExample]:
@@ -63,7 +50,7 @@ def make_texts(seed: int) -> list[SFTExample]:
 
 
 def loop(samples: list, lengths: list[int]) -> LoopParts:
-    own = Samples(samples, lengths)
+    own = ListedSamples(samples, lengths)
     settings = LoopSettings(batch_size=NUM_SAMPLES, micro_batch_size=1)
     return LoopParts(samples=own, eval_samples=own, settings=settings, tracker=NullTracker())
 

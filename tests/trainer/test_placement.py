@@ -1,14 +1,21 @@
-"""How roles are counted and placed, without a cluster."""
+"""How roles are counted, placed and described, without a cluster."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, role_counts
+from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
+from openrlhf.trainer.ray import cluster as ray_cluster_module
+from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, engine_config, role_counts
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import ClusterView, check_demand, demand_table, pool_sizes
+from tests.config.test_commands import CHEAT_SHEET, GRPO, PPO, README_PPO
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
@@ -27,6 +34,17 @@ def test_a_laptop_gets_one_rank_of_each_and_one_engine() -> None:
     assert found.num_engines == 1
 
 
+def test_every_reward_model_has_a_group_of_its_own_or_shares_the_critics_place() -> None:
+    several = {"model_name_or_path": "a, b"}
+    apart = counts(LAPTOP, reward=several)
+    assert apart.ranks == {"actor": 1, "ref": 1, "reward1": 1, "reward2": 1, "critic": 1}
+    pools = {demand.role: demand.pool for demand in apart.demands}
+    assert (pools["reward1"], pools["reward2"]) == ("reward1", "reward2")
+    shared = counts(LAPTOP, reward=several, train={"colocate_critic_reward": True})
+    pools = {demand.role: demand.pool for demand in shared.demands}
+    assert {pools["reward1"], pools["reward2"], pools["critic"]} == {"critic"}
+
+
 def test_an_explicit_number_on_a_laptop_is_that_many_cpu_ranks() -> None:
     found = counts(LAPTOP, actor={"model_name_or_path": "m", "num_gpus_per_node": 3})
     assert found.ranks["actor"] == 3
@@ -39,6 +57,91 @@ def test_colocated_roles_share_bundles() -> None:
     assert pool_sizes(found.demands) == {"shared by all": 8}
     apart = counts(NODE, train={"colocate_actor_ref": True, "colocate_critic_reward": True})
     assert pool_sizes(apart.demands) == {"actor": 8, "critic": 8, "vllm": 8}
+
+
+def counts_of(cluster: ClusterView, *commands: str) -> RoleCounts:
+    """Counts of a command of the documents, with flags of its own behind it."""
+    words = [word for part in commands for word in shlex.split(part.replace("\\\n", " "))]
+    config = parse_config(PPOConfig, words).config
+    return role_counts(
+        config, cluster, has_critic=needs_critic(config), has_reference=needs_reference(config)
+    )
+
+
+def test_the_cheat_sheet_fits_a_node_and_its_reference_shares_the_actors_gpus() -> None:
+    found = counts_of(NODE, CHEAT_SHEET)
+    assert found.ranks == {"actor": 4, "ref": 4, "reward": 2}  # the reward model takes what is left
+    assert pool_sizes(found.demands) == {"actor": 4, "reward": 2, "vllm": 2}
+    check_demand(found.demands, NODE)
+
+
+def test_the_cheat_sheet_on_a_laptop_is_four_cpu_ranks_of_actor_and_reference() -> None:
+    found = counts_of(LAPTOP, CHEAT_SHEET)
+    assert found.ranks == {"actor": 4, "ref": 4, "reward": 1}
+    assert found.num_engines == 2
+
+
+@pytest.mark.parametrize("command", [PPO, README_PPO, GRPO])
+def test_the_hybrid_commands_of_the_documents_fill_a_node(command: str) -> None:
+    for cluster in (NODE, LAPTOP):
+        found = counts_of(cluster, command, "--prompt_data your/prompts")
+        assert set(found.ranks.values()) == {8}
+        assert found.num_engines == 4
+        assert pool_sizes(found.demands) == {"shared by all": 8}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--colocate_actor_ref --actor_num_gpus_per_node 2", {"actor": 2, "ref": 2}),
+        ("--colocate_actor_ref --ref_num_gpus_per_node 3", {"actor": 3, "ref": 3}),
+        ("--colocate_actor_ref --actor_num_nodes 2 --actor_num_gpus_per_node 4", {"ref": 8}),
+        ("--colocate_critic_reward --critic_num_gpus_per_node 2", {"reward1": 2, "reward2": 2}),
+        ("--colocate_critic_reward --reward_num_gpus_per_node 2", {"critic": 2, "reward2": 2}),
+        ("--colocate_all_models --critic_num_gpus_per_node 4", {"actor": 4, "reward1": 4}),
+    ],
+)
+def test_a_partner_without_a_shape_takes_the_others(flags: str, expected: dict[str, int]) -> None:
+    base = "--pretrain m --prompt_data d --reward_pretrain a,b --vllm_num_engines 1"
+    for cluster in (NODE, LAPTOP):
+        assert expected.items() <= counts_of(cluster, base, flags).ranks.items()
+
+
+def test_a_saved_config_with_an_unset_shape_follows_too(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text("ref:\n  num_gpus_per_node: null\n")
+    found = counts_of(NODE, f"{CHEAT_SHEET} --config {saved}")
+    assert found.ranks["ref"] == 4
+
+
+def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
+    command = "--pretrain m --prompt_data d --advantage_estimator rloo --actor_num_gpus_per_node 4"
+    several = counts_of(
+        NODE, command, "--reward_pretrain a,b --init_kl_coef 0 --vllm_num_engines 1"
+    )
+    assert several.ranks == {"actor": 4, "reward1": 1, "reward2": 1}
+    roomy = ClusterView(num_gpus=16, num_cpus=64, max_gpus_per_node=8)
+    one = counts_of(roomy, command, "--reward_pretrain a --init_kl_coef 0 --vllm_num_engines 2")
+    assert one.ranks == {"actor": 4, "reward": 8}
+
+
+def test_more_ranks_than_cores_are_allowed_and_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster_module, "place", lambda demands, cluster: {})
+    config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
+    for ranks, num_engines, said in (
+        ({"actor": 2, "ref": 2}, 2, ""),  # roles take turns
+        (
+            {"actor": 5, "ref": 4},
+            3,
+            "5 ranks share 2 core(s): the results are the same, but it is not faster\n",
+        ),
+    ):
+        RayCluster(config, RoleCounts(ranks, num_engines, (), LAPTOP), run_dir="unused")
+        assert capsys.readouterr().out == said
+    gpus = ClusterView(num_gpus=8, num_cpus=2, max_gpus_per_node=8)
+    assert not RoleCounts({"actor": 8}, 8, (), gpus).has_crowded_cores
 
 
 def test_too_large_a_demand_is_a_table_at_once() -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ray.model_actor import RankIdentity
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, find_policy_loss
 from tests.trainer.test_experience import rollout
 
 
@@ -83,6 +85,8 @@ def gradients(actor: PolicyModelActor, experience: Experience, micro_batch: int)
         ("ppo", "seq_mean", False),
         ("ppo", "seq_sum_norm", False),
         ("gspo", "token_mean", False),
+        ("cispo", "token_mean", False),
+        ("sapo", "seq_mean", False),
     ],
 )
 def test_gradients_do_not_depend_on_micro_batches(
@@ -92,7 +96,11 @@ def test_gradients_do_not_depend_on_micro_batches(
         tiny_model_dir,
         tmp_path,
         actor={"policy_loss_type": loss_type, "entropy_coef": 0.01},
-        algo={"loss_aggregation": aggregation, "kl": {"use_loss": with_kl, "estimator": "k3"}},
+        algo={
+            "loss_aggregation": aggregation,
+            "kl": {"use_loss": with_kl, "estimator": "k3"},
+            "advantage": {"is_correction_enable": True, "is_correction_level": "geometric"},
+        },
     )
     experience = ragged_experience(with_ref=with_kl)
     whole = gradients(actor, experience, 64)
@@ -100,6 +108,97 @@ def test_gradients_do_not_depend_on_micro_batches(
     for micro_batch in (8, 1):
         error = (gradients(actor, experience, micro_batch) - whole).norm() / whole.norm()
         assert error < 1e-5, f"micro-batches of {micro_batch}: relative error {error:.1e}"
+
+
+def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "from openrlhf.algorithms.policy_loss import PolicyLossTerms\n"
+        "def plain(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):\n"
+        "    ratio_N = (logprobs_N - old_logprobs_N).exp()\n"
+        "    no = ratio_N.detach() < 0\n"
+        "    return PolicyLossTerms(-ratio_N * advantages_N, ratio_N.detach(), no, ratio_N.log())\n"
+    )
+    experience = ragged_experience().with_columns(old_logprobs=None)  # ratio 1: nothing is clipped
+    own = make_actor(tiny_model_dir, tmp_path, actor={"policy_loss_type": f"{file}:plain"})
+    ppo = make_actor(tiny_model_dir, tmp_path)
+    expected = gradients(ppo, experience, 64)
+    assert (gradients(own, experience, 64) - expected).norm() / expected.norm() < 1e-5
+    with pytest.raises(ConfigError, match="has no other; found: plain"):
+        find_policy_loss(f"{file}:other")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        find_policy_loss("no_such_module:loss")
+
+
+def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """With all engine log-probs far off but those of one sample, only that one teaches."""
+    band = {"is_correction_enable": True, "is_correction_threshold": (0.5, 2.0)}
+    masked = {**band, "is_correction_type": "icepop"}
+    actor = make_actor(tiny_model_dir, tmp_path, algo={"advantage": masked})
+    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    near = actor.compute_logprobs(experience)
+    first = int(experience.num_actions[0])
+    far = torch.cat([near[:first], near[first:] - 5])
+    corrected = gradients(actor, experience.with_columns(rollout_logprobs=far), 8)
+    assert experience.advantages is not None
+    silent = experience.advantages.clone()
+    silent[first:] = 0
+    plain = make_actor(tiny_model_dir, tmp_path)
+    plain._every_sample_counts = lambda kl_coef: True  # type: ignore[method-assign]
+    expected = gradients(plain, experience.with_columns(advantages=silent), 8)
+    assert (corrected - expected).norm() / expected.norm() < 1e-4
+
+
+def test_mismatch_is_told_apart_by_staleness(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = make_actor(tiny_model_dir, tmp_path)
+    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    near = actor.compute_logprobs(experience)
+    first = int(experience.num_actions[0])
+    actor.weight_version = 3
+    versions = torch.full((len(near),), 3)
+    versions[:first] = 1
+    off = near.clone()
+    off[:first] += 0.5
+    experience = experience.with_columns(rollout_logprobs=off, weight_versions=versions)
+    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    metrics = actor.fit(steps, 0.0).values()
+    assert metrics["logprobs_diff/stale_2"] == pytest.approx(0.5, rel=1e-3)
+    assert "logprobs_diff/stale_1" not in metrics
+    assert metrics["logprobs_diff"] == pytest.approx(0.5 * first / len(near), rel=1e-3)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_average_of_the_weights_is_exported(
+    tiny_model_dir: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    actor = make_actor(
+        tiny_model_dir,
+        tmp_path,
+        actor={"adam": {"lr": 1e-2}},
+        train={"enable_ema": True, "ema_beta": 0.75},
+        ds={"lora": {"rank": lora_rank}},
+    )
+    name = "layers.0.self_attn.q_proj.lora_A" if lora_rank else "model.norm.weight"
+
+    def weight() -> torch.Tensor:
+        parameters = actor.actor.model.named_parameters()
+        return next(p for n, p in parameters if name in n).detach().clone()
+
+    expected = weight()
+    for _ in range(2):  # two optimizer steps each
+        experience = ragged_experience(16).with_columns(old_logprobs=None)
+        [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+        for step in steps:
+            actor.fit([step], 0.0)
+            expected = 0.75 * expected + 0.25 * weight()
+    actor.save_model(str(tmp_path / "export"))
+    file = "adapter_model.safetensors" if lora_rank else "model.safetensors"
+    averaged = load_file(tmp_path / "export" / file)
+    last = load_file(tmp_path / "export" / "policy" / file)
+    stored = next(n for n in averaged if name in n)
+    assert torch.allclose(averaged[stored], expected, atol=1e-6)
+    assert torch.equal(last[stored], weight())
+    assert not torch.allclose(averaged[stored], last[stored], atol=1e-4)
 
 
 def test_leaving_idle_samples_out_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from openrlhf.trainer.post_processors import (
     best_answers,
     preference_pairs,
     rewards_in_prompts,
+    wish_template,
     wrap_input,
     z_scores,
 )
@@ -65,6 +66,14 @@ def test_z_scores_are_written_where_they_are_wanted():
     rows = [row("a", "x", 1.0), row("b", "y", 3.0)]  # mean 2, standard deviation 1
     found = rewards_in_prompts(rows, "[{reward}] {input}", normalize=True)
     assert [item["input"] for item in found] == ["[-1.00] a", "[1.00] b"]
+
+
+def test_a_wish_stands_where_the_reward_was_written():
+    [row] = rewards_in_prompts([{"input": "2+2=", "output": "4", "reward": 5.0}])
+    assert wrap_input("2+2=", wish_template("<rm_score>: 5.00")) == row["input"]
+    template = "[{reward}] {input}"
+    [row] = rewards_in_prompts([{"input": "2+2=", "output": "4", "reward": 5.0}], template)
+    assert wrap_input("2+2=", wish_template("[5.00] {input}")) == row["input"] == "[5.00] 2+2="
 
 
 def test_z_scores_of_equal_values_are_zero():

@@ -27,8 +27,8 @@ from openrlhf.trainer.rm_trainer import RMRecipe, RMTrainer, check_export
 from openrlhf.trainer.supervised_run import SupervisedRun, prepare_inputs, prepare_run
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model, make_reward_model, write_jsonl
+from tests.trainer.gradients import ListedSamples, step_gradient
 
 ZERO_STAGES = (0, 2, 3)
 MICRO_BATCH_SIZES = (24, 5, 1)
@@ -45,29 +45,20 @@ EXPORTS = {  # ranks -> name of a run -> its flags
 }
 
 
-class RaggedPairs:
+def ragged_pairs() -> ListedSamples:
     """Answers of 2 to 24 tokens, with margins from -0.5 to 1.5."""
+    generator = torch.Generator().manual_seed(3)
+    pairs = [ragged_pair(generator) for _ in range(NUM_PAIRS)]
+    return ListedSamples(pairs, [len(p.chosen_ids) + len(p.rejected_ids) for p in pairs])
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self._pairs = [self._make(generator) for _ in range(NUM_PAIRS)]
-        sizes = [len(pair.chosen_ids) + len(pair.rejected_ids) for pair in self._pairs]
-        self.lengths = torch.tensor(sizes)
 
-    def __len__(self) -> int:
-        return NUM_PAIRS
-
-    def __getitem__(self, index: int) -> PreferencePair:
-        return self._pairs[index]
-
-    @staticmethod
-    def _make(generator: torch.Generator) -> PreferencePair:
-        sides = []
-        for _ in range(2):
-            size = int(torch.randint(2, 25, (), generator=generator))
-            ids = torch.randint(6, 250, (size,), generator=generator)
-            sides += [ids, torch.arange(size) > 0]
-        return PreferencePair(*sides, float(2 * torch.rand((), generator=generator) - 0.5))
+def ragged_pair(generator: torch.Generator) -> PreferencePair:
+    sides = []
+    for _ in range(2):
+        size = int(torch.randint(2, 25, (), generator=generator))
+        ids = torch.randint(6, 250, (size,), generator=generator)
+        sides += [ids, torch.arange(size) > 0]
+    return PreferencePair(*sides, float(2 * torch.rand((), generator=generator) - 0.5))
 
 
 def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> RMTrainer:
@@ -77,27 +68,11 @@ def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> RMTrainer:
         strategy,
         strategy.prepare_train(model, optim, num_updates=8),
         with_margin=True,
-        samples=RaggedPairs(),
-        eval_samples=RaggedPairs(),
+        samples=ragged_pairs(),
+        eval_samples=ragged_pairs(),
         settings=LoopSettings(batch_size=NUM_PAIRS, micro_batch_size=1),
         tracker=NullTracker(),
     )
-
-
-def step_gradient(trainer: RMTrainer, size: int) -> tuple[Tensor, dict]:
-    """Gradient and metrics of one step at learning rate 0, which leaves the weights alone."""
-    trainer.settings = replace(trainer.settings, micro_batch_size=size)
-    caught: list[Tensor] = []
-    update = trainer.engine.step
-
-    def step() -> float:
-        caught.extend(grad.flatten() for grad in full_gradients(trainer.engine))
-        return update()
-
-    trainer.engine.step = step  # type: ignore[method-assign]
-    metrics = trainer.train_step(range(NUM_PAIRS))
-    trainer.engine.step = update  # type: ignore[method-assign]
-    return torch.cat(caught), trainer._reduced(metrics)
 
 
 def prepared(folder: Path, flags: str) -> tuple[RMRecipe, SupervisedRun[RMConfig]]:
@@ -176,7 +151,7 @@ def expected(folder: Path) -> tuple[Tensor, dict, Tensor]:
     """Gradient, metrics and scores from the formula, in plain torch."""
     auto_class = transformers.AutoModelForSequenceClassification
     model = auto_class.from_pretrained(folder / "reward_model", dtype=torch.float32)
-    samples = RaggedPairs()
+    samples = ragged_pairs()
     pairs = [samples[index] for index in range(NUM_PAIRS)]
     chosen = torch.cat([model(pair.chosen_ids[None]).logits[0] for pair in pairs])
     rejected = torch.cat([model(pair.rejected_ids[None]).logits[0] for pair in pairs])

@@ -26,10 +26,11 @@ from openrlhf.trainer.supervised_run import prepare_inputs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model, write_jsonl
+from tests.trainer.gradients import ListedSamples, caught_gradients
 
 ZERO_STAGES = (0, 2, 3)
+NUM_SAMPLES = 64
 MICRO_BATCH_SIZES = (64, 8, 1)
 NUM_ROWS = 21  # 16 + 5: the last batch of an epoch is smaller
 FLAGS = (
@@ -38,25 +39,17 @@ FLAGS = (
 )
 
 
-class RaggedSamples:
+def ragged_samples() -> ListedSamples:
     """Random sequences of 2 to 40 tokens, each with its own targets."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 41, (NUM_SAMPLES,), generator=generator).tolist()
+    return ListedSamples([ragged_sample(n, generator) for n in lengths], lengths)
 
-    def __init__(self, num_samples: int) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.lengths = torch.randint(2, 41, (num_samples,), generator=generator)
-        self._samples = [self._make(int(n), generator) for n in self.lengths]
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> SFTExample:
-        return self._samples[index]
-
-    @staticmethod
-    def _make(length: int, generator: torch.Generator) -> SFTExample:
-        mask = torch.rand(length, generator=generator) < 0.6
-        mask[0], mask[-1] = False, True
-        return SFTExample(torch.randint(6, 250, (length,), generator=generator), mask)
+def ragged_sample(length: int, generator: torch.Generator) -> SFTExample:
+    mask = torch.rand(length, generator=generator) < 0.6
+    mask[0], mask[-1] = False, True
+    return SFTExample(torch.randint(6, 250, (length,), generator=generator), mask)
 
 
 def make_trainer(model_dir: Path, zero_stage: int, micro_batch_size: int) -> SFTTrainer:
@@ -67,23 +60,15 @@ def make_trainer(model_dir: Path, zero_stage: int, micro_batch_size: int) -> SFT
     return SFTTrainer(
         strategy,
         strategy.prepare_train(actor, optim, num_updates=4),
-        samples=RaggedSamples(64),
-        settings=LoopSettings(batch_size=64, micro_batch_size=micro_batch_size),
+        samples=ragged_samples(),
+        settings=LoopSettings(batch_size=NUM_SAMPLES, micro_batch_size=micro_batch_size),
         tracker=NullTracker(),
     )
 
 
 def step_gradients(trainer: SFTTrainer) -> list[Tensor]:
-    """Gradients of one optimizer step, caught between the backward passes and the update."""
-    caught: list[Tensor] = []
-    update = trainer.engine.step
-
-    def step() -> float:
-        caught.extend(full_gradients(trainer.engine))
-        return update()
-
-    trainer.engine.step = step  # type: ignore[method-assign]
-    trainer.train_step(range(64))
+    with caught_gradients(trainer) as caught:
+        trainer.train_step(range(NUM_SAMPLES))
     return caught
 
 
@@ -118,7 +103,7 @@ def run_everything(folder: Path) -> dict:
     for stage in ZERO_STAGES:
         for size in MICRO_BATCH_SIZES:
             trainer = make_trainer(folder / "model", stage, size)
-            results[stage, size] = [g.clone() for g in step_gradients(trainer)]
+            results[stage, size] = step_gradients(trainer)
         results["poisoned", stage] = poisoned_step(make_trainer(folder / "model", stage, 8))
     run_sft(run_config(folder, trainer.strategy.topology.world_size))
     return results
@@ -148,7 +133,7 @@ def two_ranks(folder: Path) -> list[dict]:
 def expected(folder: Path) -> Tensor:
     """Gradient of the token mean, one sample at a time, in plain torch."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    samples = RaggedSamples(64)
+    samples = ragged_samples()
     num_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     for sample in samples:
         logprobs = model(sample.token_ids[None]).logits[0, :-1].log_softmax(-1)
@@ -220,6 +205,13 @@ def test_the_export_loads_and_has_the_loss_that_was_logged(
     card = (run_dir / "README.md").read_text()
     assert "transformers" in card and str(folder / "model") in card
     assert (run_dir / "config.yaml").is_file()
+
+
+def test_the_cap_on_rows_is_one_for_training_and_for_evaluation(folder: Path) -> None:
+    config = run_config(folder, 1)
+    capped = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 3})})
+    inputs = prepare_inputs(SFTRecipe(), capped)
+    assert (len(inputs.samples), len(inputs.eval_samples)) == (3, 3)  # of 21 and 5
 
 
 def test_the_horizon_counts_the_smaller_last_batch_of_every_epoch() -> None:

@@ -6,11 +6,15 @@ import io
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import peft
 import rich.console
+import transformers
 
 from openrlhf.utils import logging as console
+from tests.tiny import make_model
 
 METRICS = {
     "reward": 0.4121,
@@ -199,3 +203,14 @@ def test_a_counter_takes_totals_and_is_quiet_without_a_terminal(capsys):
         show(10, 100)
         show(100, 100)
     assert capsys.readouterr().out == ""
+
+
+def test_adapters_on_experts_are_put_on_without_a_false_warning(tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        console.quiet_frameworks()
+        model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path, "mixtral"))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+        warnings.warn("another", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["another"]
+    assert any("experts" in name for name, _ in adapted.named_parameters() if "lora" in name)

@@ -15,7 +15,9 @@ def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[st
     mean score; response length in tokens and the share of truncated responses over all.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for rollout in rollouts:
+    # Parts of an agent's episode share its score.
+    episodes = list({r.episode_id or k: r for k, r in enumerate(rollouts)}.values())
+    for rollout in episodes:
         scores[rollout.datasource][rollout.row_id].append(rollout.task_score)
     metrics: dict[str, float] = {}
     for datasource, by_row in scores.items():
@@ -23,7 +25,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[st
         mean = [sum(values) / len(values) for values in by_row.values()]
         metrics[f"eval/eval_{datasource}_pass{num_samples}"] = sum(best) / len(best)
         metrics[f"eval/eval_{datasource}_pass1"] = sum(mean) / len(mean)
-    count = max(len(rollouts), 1)
+    count = max(len(episodes), 1)
     metrics["eval/response_length"] = sum(r.num_actions for r in rollouts) / count
-    metrics["eval/truncated_rate"] = sum(r.is_truncated for r in rollouts) / count
+    metrics["eval/truncated_rate"] = sum(r.is_truncated for r in episodes) / count
     return metrics

@@ -36,6 +36,8 @@ class Experience:
     values: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     advantages: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
     returns: Tensor | None = field(default=None, metadata=ACTION)  # (N,)
+    # (B,) int64: parts of one agent's episode share it; None: every sample is an episode
+    episode_ids: Tensor | None = field(default=None, metadata=SAMPLE)
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Experience:
@@ -52,6 +54,7 @@ class Experience:
             action_mask=torch.cat([r.action_mask for r in rollouts]),
             rollout_logprobs=torch.cat([r.logprobs for r in rollouts]),
             weight_versions=torch.cat([r.weight_versions for r in rollouts]),
+            episode_ids=_episode_ids(rollouts),
         )
 
     def __len__(self) -> int:
@@ -97,9 +100,36 @@ class Experience:
         columns = {c.name: getattr(self, c.name) for c in fields(self)}
         return Experience(**{k: v if v is None else v.to(device) for k, v in columns.items()})
 
+    @property
+    def episodes(self) -> list[list[int]]:
+        """The samples of every episode; one each, but for agents' episodes in several parts."""
+        if self.episode_ids is None:
+            return [[index] for index in range(len(self))]
+        members: dict[int, list[int]] = {}
+        for index, episode in enumerate(self.episode_ids.tolist()):
+            members.setdefault(episode, []).append(index)
+        return list(members.values())
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Sampled tokens of the whole episode of every sample, (B,) int64."""
+        lengths_B = self.num_actions.clone()
+        for members in self.episodes if self.episode_ids is not None else ():
+            lengths_B[members] = self.num_actions[members].sum()
+        return lengths_B
+
     def packed(self) -> PackedBatch:
         """The samples as one packed row whose targets are the sampled tokens."""
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
+
+
+def _episode_ids(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """The episode of every sample, counted from 0; None where each is one of its own."""
+    names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    if len(numbers) == len(names):
+        return None
+    return torch.tensor([numbers[name] for name in names])
 
 
 def scatter_back(

@@ -39,7 +39,7 @@ class RewardRules:
         if self.overlong_buffer_len is not None:
             rewards_B = penalise_overlong(
                 rewards_B,
-                experience.num_actions,
+                experience.response_lengths,
                 max_new_tokens=self.max_new_tokens,
                 buffer_len=self.overlong_buffer_len,
                 penalty_factor=self.overlong_penalty_factor,
@@ -113,6 +113,7 @@ class RemoteExperienceMaker:
             experience.num_actions,
             kl_coef=kl_coef,
             clip_range=self.rules.clip_range,
+            episode_ids_B=experience.episode_ids,
         )
         if not torch.isfinite(advantages_N).all():
             raise NumericsError("an advantage is not finite; check rewards, values and log-probs")

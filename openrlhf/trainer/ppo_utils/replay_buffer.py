@@ -54,16 +54,18 @@ def plan_updates(
 ) -> list[list[UpdateStep]]:
     """Optimizer steps of every rank: [rank][step].
 
-    Each epoch visits every sample once in a seeded order; the last batch may be smaller. Samples
-    whose advantages are all zero stay in the denominators.
+    Each epoch visits every sample once in a seeded order; the last batch may be smaller. The parts
+    of an episode stay together and count as one. Samples whose advantages are all zero stay in the
+    denominators.
     """
     generator = torch.Generator().manual_seed(seed)
     steps: list[list[UpdateStep]] = [[] for _ in range(num_ranks)]
-    num_steps = num_updates_per_rollout(len(experience), train_batch_size, max_epochs)
+    episodes = experience.episodes
+    num_steps = num_updates_per_rollout(len(episodes), train_batch_size, max_epochs)
     for _ in range(max_epochs):
-        order = torch.randperm(len(experience), generator=generator).tolist()
+        order = torch.randperm(len(episodes), generator=generator).tolist()
         for batch in fixed_batches(len(order), train_batch_size):
-            members = [order[i] for i in batch]
+            members = [index for i in batch for index in episodes[order[i]]]
             shares = balanced_partitions(experience.seq_lengths[members].tolist(), num_ranks)
             num_tokens = int(experience.num_actions[members].sum())
             for rank, share in enumerate(shares):

@@ -1,12 +1,13 @@
-"""From prompts to scored rollouts: ask the engines, check what they answer, score it.
+"""From prompts to scored rollouts: ask the engines, check what they answer, have it scored.
 
-Knows engines only through their protocol and rewards only through `Scorer`.
+Groups are scored as they are finished, while the engines go on with the others. Knows engines only
+through their protocol and rewards only through `Scoring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,23 +15,52 @@ import torch
 from openrlhf.datasets.prompts_dataset import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.scoring import Scoring
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
 from openrlhf.utils.tokenizer import Tokenizer
+
+OnGroup = Callable[[int, list[Completion]], None]
 
 
 class Generator(Protocol):
     """Whatever answers generation requests in order: one engine or a pool of them."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of every request."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
+        """Completions of every request. `on_group` is called in this thread with the position and
+        the completions of each request, as soon as may be after it is finished.
+        """
 
 
-class Scorer(Protocol):
+class ScoringStarter(Protocol):
     """Whatever gives every rollout its reward: a function, a model, several of them."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts with reward, score and extra logs set; raises RewardError."""
+    def begin(self) -> Scoring:
+        """The scoring of a batch of prompts."""
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """The samples of a batch of prompts."""
+
+    rollouts: list[Rollout]  # scored, prompt by prompt
+    metrics: Metrics
+    failed: dict[int, str]  # row -> why its samples were dropped
+
+
+class SampleSource(Protocol):
+    """Whatever makes the scored samples of a batch of prompts: engines, or agents."""
+
+    @property
+    def generator(self) -> object:
+        """What the samples are generated with."""
+
+    def generate_samples(
+        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
+    ) -> SampleBatch:
+        """See SamplesGenerator."""
 
 
 class SamplesGenerator:
@@ -39,7 +69,7 @@ class SamplesGenerator:
     def __init__(
         self,
         generator: Generator,
-        scorer: Scorer,
+        scorer: ScoringStarter,
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
@@ -55,38 +85,64 @@ class SamplesGenerator:
         sampling: SamplingSettings,
         *,
         tag: str,
-    ) -> tuple[list[Rollout], Metrics]:
+    ) -> SampleBatch:
         """`num_samples` scored rollouts of each prompt, prompt by prompt; `tag` makes sample ids
-        unique.
+        unique. `timing/reward` is what scoring takes longer than generation.
         """
         metrics = Metrics()
+        scoring = self.scorer.begin()
         with timed("generation", metrics):
-            rollouts = self._generate(prompts, sampling, tag)
-        metrics.add("num_generated_tokens", sum(r.num_actions for r in rollouts), reduction="sum")
+            self._generate(prompts, sampling, tag, scoring, metrics)
         with timed("reward", metrics):
-            scored = self.scorer.score(rollouts)
-        assert [r.sample_id for r in scored] == [r.sample_id for r in rollouts], "samples were lost"
-        _add_score_metrics(scored, metrics)
-        return scored, metrics
+            scored = scoring.finish()
+        num_scored = len(prompts) - len(scored.failed)
+        assert len(scored.rollouts) == num_scored * sampling.num_samples, "samples were lost"
+        return SampleBatch(scored.rollouts, metrics.merge(scored.metrics), scored.failed)
 
     def _generate(
-        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, tag: str
-    ) -> list[Rollout]:
+        self,
+        prompts: Sequence[PromptRecord],
+        sampling: SamplingSettings,
+        tag: str,
+        scoring: Scoring,
+        metrics: Metrics,
+    ) -> None:
         requests = [
             GenerationRequest(f"{tag}/{prompt.row_id}", prompt.prompt_token_ids, sampling)
             for prompt in prompts
         ]
-        answers = self.generator.generate(requests)
-        for request, completions in zip(requests, answers, strict=True):
-            if len(completions) != sampling.num_samples:
-                raise EngineError(
-                    f"request {request.request_id}: {len(completions)} completions, "
-                    f"asked for {sampling.num_samples}"
-                )
+
+        def on_group(index: int, completions: list[Completion]) -> None:
+            group = self._group(prompts[index], requests[index], completions, group_id=index)
+            num_tokens = sum(rollout.num_actions for rollout in group)
+            metrics.add("num_generated_tokens", num_tokens, reduction="sum")
+            scoring.add(group)
+
+        if scoring.is_streaming:
+            self.generator.generate(requests, on_group)
+        else:
+            answers = self.generator.generate(requests)
+            assert len(answers) == len(requests), "the engines answered another number of requests"
+            for index, completions in enumerate(answers):
+                on_group(index, completions)
+
+    def _group(
+        self,
+        prompt: PromptRecord,
+        request: GenerationRequest,
+        completions: Sequence[Completion],
+        *,
+        group_id: int,
+    ) -> list[Rollout]:
+        """The rollouts of a request, with their texts."""
+        if len(completions) != request.sampling.num_samples:
+            raise EngineError(
+                f"request {request.request_id}: {len(completions)} completions, "
+                f"asked for {request.sampling.num_samples}"
+            )
         rollouts = [
-            self._rollout(prompt, completion, group_id=group, sample_id=f"{request.request_id}/{k}")
-            for group, (prompt, request, completions) in enumerate(
-                zip(prompts, requests, answers, strict=True)
+            self._rollout(
+                prompt, completion, group_id=group_id, sample_id=f"{request.request_id}/{k}"
             )
             for k, completion in enumerate(completions)
         ]
@@ -120,11 +176,3 @@ class SamplesGenerator:
             datasource=prompt.datasource,
             columns=prompt.columns,
         )
-
-
-def _add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
-    for rollout in rollouts:
-        if rollout.score is not None:
-            metrics.add("score", rollout.score)
-        for name, value in rollout.extra_logs.items():
-            metrics.add(f"extra/{name}", value)  # never mixed with the trainer's own

@@ -1,67 +1,338 @@
-"""Scorers: the ways a rollout gets its reward during RL."""
+"""How rollouts get their rewards: group by group while others still generate, and what becomes of
+groups whose reward cannot be had.
+
+A group is the samples of one prompt; its outcome is its scored rollouts, or a RewardError.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardSource
+from openrlhf.rewards.base import RewardBatch, RewardResult, StreamingSource
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
+MAX_RETRY_WAIT_S = 30.0
+TRUNCATED_COLUMN = "is_truncated"  # given to functions beside the row's own columns
 
-class FunctionScorer:
-    """Rewards from user code on texts."""
+Group = Sequence[Rollout]
+Outcome = list[Rollout] | RewardError
+Wait = Callable[[], list[Outcome]]
 
-    def __init__(self, source: RewardSource) -> None:
+
+class Scorer(Protocol):
+    """Whatever gives rollouts their rewards: user code, servers, models."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most samples of one submission; None: all of a step at once, after generation."""
+
+    def submit(self, groups: Sequence[Group]) -> Wait:
+        """Start scoring groups; the answer waits and has one outcome a group."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """What is done about groups without a reward: `--reward_failure`."""
+
+    drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends
+    num_retries: int = 0
+    max_dropped: float = 0.5
+    retry_wait_s: float = 1.0  # before the first retry; doubles with each
+
+    @classmethod
+    def parse(cls, text: str, max_dropped: float) -> FailurePolicy:
+        """The policy called "fail", "drop_group" or "retry(3)"."""
+        if text.startswith("retry("):
+            return cls(num_retries=int(text[6:-1]))
+        return cls(drops=text == "drop_group", max_dropped=max_dropped)
+
+
+@dataclass(frozen=True)
+class ScoredGroups:
+    """What became of the groups of a step."""
+
+    rollouts: list[Rollout]  # scored, in the order of their groups
+    failed: dict[int, str] = field(default_factory=dict)  # row -> why its group was dropped
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+class Scoring(Protocol):
+    """The scoring of one step, begun before its first sample is done."""
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether groups are scored as they come, so that it pays to bring them early."""
+
+    def add(self, group: Group) -> None:
+        """Take a group whose samples are done."""
+
+    def finish(self) -> ScoredGroups:
+        """Wait for all outcomes; raises RewardError where the failure policy says so."""
+
+
+@dataclass(frozen=True)
+class GroupScorer:
+    """A scorer with its failure policy."""
+
+    scorer: Scorer
+    policy: FailurePolicy = FailurePolicy()
+
+    def begin(self) -> Scoring:
+        """The scoring of a step."""
+        return GroupScoring(self.scorer, self.policy)
+
+
+class GroupScoring:
+    """Sends groups off in batches as they come, and settles what fails at the end."""
+
+    def __init__(self, scorer: Scorer, policy: FailurePolicy) -> None:
+        self.scorer = scorer
+        self.policy = policy
+        self.metrics = Metrics()
+        self._waiting: list[Group] = []
+        self._sent: list[tuple[list[Group], Wait]] = []
+
+    @property
+    def is_streaming(self) -> bool:
+        """See Scoring."""
+        return self.scorer.batch_size is not None
+
+    def add(self, group: Group) -> None:
+        """See Scoring. Groups are not cut; small ones wait until they fill a batch."""
+        size = self.scorer.batch_size
+        if size is not None and sum(map(len, self._waiting)) + len(group) > size:
+            self._send()
+        self._waiting.append(group)
+        if size is not None and sum(map(len, self._waiting)) >= size:
+            self._send()
+
+    def finish(self) -> ScoredGroups:
+        """See Scoring."""
+        self._send()
+        good: list[list[Rollout]] = []
+        failed: list[tuple[Group, RewardError]] = []
+        for groups, wait in self._sent:
+            _sort_out(groups, wait(), good, failed)
+        for attempt in range(self._num_rounds(failed)):
+            failed = self._once_more(failed, good, attempt)
+        num_groups = len(good) + len(failed)
+        self._check_dropped(failed, num_groups)
+        good.sort(key=lambda group: group[0].group_id)
+        rollouts = [rollout for group in good for rollout in group]
+        _check_scores(rollouts)
+        _add_score_metrics(rollouts, self.metrics)
+        if self.policy.drops:
+            self.metrics.add("num_dropped_groups", len(failed), reduction="sum")
+        rows = {group[0].row_id: str(error) for group, error in failed}
+        return ScoredGroups(rollouts, rows, self.metrics)
+
+    def _send(self) -> None:
+        if self._waiting:
+            groups, self._waiting = self._waiting, []
+            self._sent.append((groups, self.scorer.submit(groups)))
+
+    def _num_rounds(self, failed: list[tuple[Group, RewardError]]) -> int:
+        """How often what failed is scored again: one bad group fails its whole batch, so dropping
+        begins with a second look at each group alone.
+        """
+        shares_a_batch = any(len(groups) > 1 for groups, _ in self._sent)
+        isolates = self.policy.drops and self.is_streaming and shares_a_batch
+        return self.policy.num_retries or int(isolates and bool(failed))
+
+    def _once_more(
+        self, failed: list[tuple[Group, RewardError]], good: list[list[Rollout]], attempt: int
+    ) -> list[tuple[Group, RewardError]]:
+        """Score failed groups again, each alone; what still fails."""
+        if not failed:
+            return failed
+        if self.policy.num_retries:
+            wait_s = self.policy.retry_wait_s * 2**attempt
+            time.sleep(min(wait_s, MAX_RETRY_WAIT_S))
+            self.metrics.add("num_reward_retries", len(failed), reduction="sum")
+        still: list[tuple[Group, RewardError]] = []
+        again = [(group, self.scorer.submit([group])) for group, _ in failed]
+        for group, wait in again:
+            _sort_out([group], wait(), good, still)
+        return still
+
+    def _check_dropped(self, failed: list[tuple[Group, RewardError]], num_groups: int) -> None:
+        if not failed:
+            return
+        error = failed[0][1]
+        if not self.policy.drops:
+            raise error
+        if len(failed) > self.policy.max_dropped * num_groups:
+            raise RewardError(
+                f"{len(failed)} of {num_groups} prompts got no rewards, more than "
+                f"--reward_max_dropped {self.policy.max_dropped:g} of a step: {error}"
+            ) from error
+
+
+class SourceScorer:
+    """Rewards from a source that scores texts: user code or servers."""
+
+    def __init__(self, source: StreamingSource, batch_size: int) -> None:
         self.source = source
+        self.batch_size: int | None = batch_size
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Set reward, score and extra logs of every rollout."""
-        result = self.source.score(_texts(rollouts))
-        rewards = result.rewards.tolist()
-        scores = [None] * len(rewards) if result.scores is None else result.scores.tolist()
-        logs = {name: column.tolist() for name, column in result.extra_logs.items()}
-        return [
-            replace(
-                rollout,
-                reward=rewards[i],
-                score=scores[i],
-                extra_logs={name: column[i] for name, column in logs.items()},
-            )
-            for i, rollout in enumerate(rollouts)
-        ]
+    def submit(self, groups: Sequence[Group]) -> Wait:
+        """See Scorer. An error of a batch is the outcome of all its groups."""
+        future = self.source.submit(texts_of([r for group in groups for r in group]))
+
+        def wait() -> list[Outcome]:
+            try:
+                result = future.result()
+            except RewardError as error:
+                return [error for _ in groups]
+            return _scored_groups(groups, result)
+
+        return wait
 
 
 class ModelScorer:
-    """Rewards from a local reward model's group."""
+    """Rewards from local reward models: the weighted sum of what each answers."""
 
-    def __init__(self, rewards: ForwardPass) -> None:
-        self.rewards = rewards
+    batch_size: int | None = None
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Set the reward of every rollout; raises RewardError for a non-finite one."""
+    def __init__(
+        self,
+        models: Mapping[str, ForwardPass],
+        weights: Sequence[float] | None = None,
+        *,
+        is_sequential: bool = False,
+    ) -> None:
+        """`is_sequential`: models that share devices take turns."""
+        self.models = dict(models)
+        self.weights = list(weights or [1.0] * len(models))
+        self.is_sequential = is_sequential
+        assert len(self.weights) == len(self.models), "one weight for each model"
+
+    def submit(self, groups: Sequence[Group]) -> Wait:
+        """See Scorer. The forwards are made when the answer is waited for."""
+        return lambda: self._score(groups)
+
+    def _score(self, groups: Sequence[Group]) -> list[Outcome]:
+        rollouts = [rollout for group in groups for rollout in group]
         unscored = [replace(rollout, reward=0.0) for rollout in rollouts]
-        values = self.rewards(Experience.from_rollouts(unscored)).tolist()
-        for rollout, value in zip(rollouts, values, strict=True):
-            if not math.isfinite(value):
-                raise RewardError(f"sample {rollout.sample_id}: the reward model answered {value}")
-        return [
-            replace(rollout, reward=value) for rollout, value in zip(rollouts, values, strict=True)
-        ]
+        parts = self._forward(Experience.from_rollouts(unscored))
+        outcomes: list[Outcome] = []
+        start = 0
+        for group in groups:
+            stop = start + len(group)
+            share = {name: values[start:stop].tolist() for name, values in parts.items()}
+            outcomes.append(self._outcome(group, share))
+            start = stop
+        return outcomes
+
+    def _forward(self, experience: Experience) -> dict[str, Tensor]:
+        """What each model answers, (B,) each."""
+        if self.is_sequential:
+            return {name: forward(experience) for name, forward in self.models.items()}
+        pending = {name: forward.start(experience) for name, forward in self.models.items()}
+        return {name: wait() for name, wait in pending.items()}
+
+    def _outcome(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Outcome:
+        scored = []
+        for k, rollout in enumerate(group):
+            values = {name: column[k] for name, column in parts.items()}
+            for name, value in values.items():
+                if not torch.isfinite(torch.tensor(value)):
+                    return RewardError(
+                        f"sample {rollout.sample_id}: the reward model {name} answered {value}"
+                    )
+            reward = sum(w * v for w, v in zip(self.weights, values.values(), strict=True))
+            parts_logged = values if len(values) > 1 else {}
+            scored.append(replace(rollout, reward=reward, reward_parts=parts_logged))
+        return scored
 
 
-def _texts(rollouts: Sequence[Rollout]) -> RewardBatch:
+def model_names(paths: Sequence[str]) -> list[str]:
+    """How the parts of several reward models are logged: the last word of each path, with a number
+    where two have the same.
+    """
+    words = [PurePosixPath(path).name for path in paths]
+    return [
+        word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
+        for k, word in enumerate(words)
+    ]
+
+
+def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
+    """Rollouts as a source sees them."""
     return RewardBatch(
         queries=[r.prompt_text + r.response_text for r in rollouts],
         prompts=[r.prompt_text for r in rollouts],
         responses=[r.response_text for r in rollouts],
         labels=[r.label for r in rollouts],
-        columns={name: [r.columns.get(name) for r in rollouts] for name in rollouts[0].columns}
+        columns={
+            TRUNCATED_COLUMN: [r.is_truncated for r in rollouts],
+            **{name: [r.columns.get(name) for r in rollouts] for name in rollouts[0].columns},
+        }
         if rollouts
         else {},
         sample_ids=[r.sample_id for r in rollouts],
     )
+
+
+def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcome]:
+    rewards = iter(result.rewards.tolist())
+    scores = iter([None] * len(result.rewards) if result.scores is None else result.scores.tolist())
+    logs = {name: iter(column.tolist()) for name, column in result.extra_logs.items()}
+    return [
+        [
+            replace(
+                rollout,
+                reward=next(rewards),
+                score=next(scores),
+                extra_logs={name: next(column) for name, column in logs.items()},
+            )
+            for rollout in group
+        ]
+        for group in groups
+    ]
+
+
+def _sort_out(
+    groups: Sequence[Group],
+    outcomes: Sequence[Outcome],
+    good: list[list[Rollout]],
+    failed: list[tuple[Group, RewardError]],
+) -> None:
+    for group, outcome in zip(groups, outcomes, strict=True):
+        if isinstance(outcome, RewardError):
+            failed.append((group, outcome))
+        else:
+            asked = [rollout.sample_id for rollout in group]
+            assert [rollout.sample_id for rollout in outcome] == asked, "samples were lost"
+            good.append(outcome)
+
+
+def _check_scores(rollouts: Sequence[Rollout]) -> None:
+    """Pass rates would mix scores and rewards."""
+    without = [rollout.sample_id for rollout in rollouts if rollout.score is None]
+    if without and len(without) < len(rollouts):
+        raise RewardError(
+            f"sample {without[0]} has no score and others of its step have. "
+            "Return scores for every sample or for none."
+        )
+
+
+def _add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    for rollout in rollouts:
+        if rollout.score is not None:
+            metrics.add("score", rollout.score)
+        for name, value in rollout.extra_logs.items():
+            metrics.add(f"extra/{name}", value)  # never mixed with the trainer's own
+        for name, value in rollout.reward_parts.items():
+            metrics.add(f"reward/{name}", value)

@@ -51,9 +51,10 @@ def run_updates(
     *,
     plan: MicroBatchPlan,
     reduce_max: ReduceMax,
+    after_step: Callable[[], None] | None = None,
 ) -> Metrics:
-    """Make all optimizer steps of one rollout batch; answers this rank's metrics, `grad_norm` and
-    `lr` among them.
+    """Make all optimizer steps of one rollout batch, `after_step` after each of them; answers this
+    rank's metrics, `grad_norm` and `lr` among them.
     """
     metrics = Metrics()
     engine.train()  # gradient checkpointing works in training mode only
@@ -70,6 +71,8 @@ def run_updates(
                 loss = _empty_loss(engine, step, compute_loss)
             engine.backward(loss, is_last_micro_batch=is_last)
         metrics.add("grad_norm", engine.step())
+        if after_step is not None:
+            after_step()
         metrics.add("lr", engine.lr, reduction="max")
     engine.eval()
     return metrics

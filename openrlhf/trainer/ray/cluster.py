@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -10,15 +11,16 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
-from openrlhf.trainer.ppo_utils.samples_generator import Scorer
+from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
+from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.weight_transport import choose_transport
 from openrlhf.utils.logging import notice
 
 COLOCATED_POOL = "shared by all"
+TRAINED_ROLES = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,17 @@ class RoleCounts:
     demands: tuple[RoleDemand, ...] = ()
     cluster: ClusterView | None = None
 
+    @property
+    def num_busiest(self) -> int:
+        """Processes that compute at the same time: roles take turns, the ranks of one do not."""
+        return max([*self.ranks.values(), self.num_engines])
+
+    @property
+    def has_crowded_cores(self) -> bool:
+        """Whether several of them share a core."""
+        cluster = self.cluster
+        return cluster is not None and not cluster.has_gpus and self.num_busiest > cluster.num_cpus
+
     def describe(self) -> str:
         """Devices in words."""
         if self.cluster is None:
@@ -39,16 +52,26 @@ class RoleCounts:
         return f"CPU ranks on {self.cluster.num_cpus} core(s)"
 
 
+def reward_roles(config: PPOConfig) -> dict[str, str]:
+    """Role and path of every local reward model: "reward", or "reward1" and on of several."""
+    paths = config.reward.model_paths
+    if len(paths) == 1:
+        return {"reward": paths[0]}
+    return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
+
+
 def role_counts(
     config: PPOConfig, cluster: ClusterView, *, has_critic: bool, has_reference: bool
 ) -> RoleCounts:
-    """Ranks of this run's roles: as asked for, else all GPUs of a node, else one CPU rank."""
+    """Ranks of this run's roles: as asked for, else all GPUs of a node, else one CPU rank.
+
+    A frozen model that nobody gave a number takes fewer where the others leave fewer.
+    """
     per_node = cluster.max_gpus_per_node if cluster.has_gpus else 1
     sections = {"actor": config.actor}
     if has_reference:
         sections["ref"] = config.ref
-    if config.reward.model_name_or_path:
-        sections["reward"] = config.reward
+    sections |= dict.fromkeys(reward_roles(config), config.reward)
     if has_critic:
         sections["critic"] = config.critic
     ranks = {
@@ -61,8 +84,31 @@ def role_counts(
     if num_engines is None:
         tp = config.vllm.tensor_parallel_size
         num_engines = max(ranks["actor"] // tp, 1) if cluster.has_gpus else 1
-    demands = tuple(_demands(config, ranks, num_engines))
-    return RoleCounts(ranks, num_engines, demands, cluster)
+    demands = _demands(config, ranks, num_engines)
+    unset = {
+        role
+        for role, section in sections.items()
+        if role not in TRAINED_ROLES and section.num_gpus_per_node is None
+    }
+    left = _ranks_that_fit(demands, unset, cluster)
+    if left:
+        ranks |= left
+        demands = _demands(config, ranks, num_engines)
+    return RoleCounts(ranks, num_engines, tuple(demands), cluster)
+
+
+def _ranks_that_fit(
+    demands: Sequence[RoleDemand], unset: set[str], cluster: ClusterView
+) -> dict[str, int]:
+    """Fewer ranks for frozen models of unset size that have a place of their own: what the others
+    leave, in equal shares. Empty when all fit as they are, or when that would not help.
+    """
+    sizes = pool_sizes(demands)
+    own = {d.role: d.num_ranks for d in demands if d.role in unset and d.pool == d.role}
+    num_left = cluster.num_gpus - sum(size for pool, size in sizes.items() if pool not in own)
+    if sum(sizes.values()) <= cluster.num_gpus or not own or num_left < len(own):
+        return {}
+    return {role: min(num_ranks, num_left // len(own)) for role, num_ranks in own.items()}
 
 
 def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list[RoleDemand]:
@@ -70,8 +116,8 @@ def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list
     pools = {role: role for role in ranks}
     if train.colocate_actor_ref and "ref" in pools:
         pools["ref"] = "actor"
-    if train.colocate_critic_reward and "reward" in pools and "critic" in pools:
-        pools["reward"] = "critic"
+    if train.colocate_critic_reward and "critic" in pools:
+        pools |= dict.fromkeys(reward_roles(config), "critic")
     if train.colocate_all:
         pools = dict.fromkeys(pools, COLOCATED_POOL)
     demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
@@ -93,11 +139,11 @@ class RayCluster:
         self.engines: list[RayEngine] = []
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         self.slots = place(counts.demands, counts.cluster)
-        busiest = max([*counts.ranks.values(), counts.num_engines])
         self.has_gpus = counts.cluster.has_gpus
-        if not self.has_gpus and busiest > counts.cluster.num_cpus:
+        if counts.has_crowded_cores:
             notice(
-                f"{busiest} ranks share {counts.cluster.num_cpus} core(s): right, but not faster"
+                f"{counts.num_busiest} ranks share {counts.cluster.num_cpus} core(s): the results "
+                "are the same, but it is not faster"
             )
 
     def __enter__(self) -> RayCluster:
@@ -144,7 +190,7 @@ class RayCluster:
         self.engines += engines
         return list(engines)
 
-    def shared(self, scorer: Scorer) -> Scorer:
+    def shared(self, scorer: ScoringStarter) -> ScoringStarter:
         """The scorer itself: there is one controller."""
         return scorer
 

@@ -156,6 +156,7 @@ class RayActorGroup:
     ) -> None:
         self.role = role
         self.num_ranks = len(slots)
+        self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
         self.handles = [
             start_actor(
                 worker_class,
@@ -169,7 +170,7 @@ class RayActorGroup:
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
         endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), CALL_TIMEOUT_S)
-        self._wait([handle.join.remote(*endpoint) for handle in self.handles])
+        self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(
         self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
@@ -204,4 +205,5 @@ class RayActorGroup:
         return [results[rank] for rank in range(len(references))]
 
     def _who(self, rank: int) -> str:
-        return f"{self.role} rank {rank} of {self.num_ranks}"
+        where = f" on node {self.nodes[rank]}" if self.nodes else ""
+        return f"{self.role} rank {rank} of {self.num_ranks}{where}"

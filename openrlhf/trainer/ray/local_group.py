@@ -18,13 +18,13 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.trainer.ppo_utils.samples_generator import Scorer
+from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
+from openrlhf.trainer.ppo_utils.scoring import Group, ScoredGroups, Scoring
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import RoleCounts, engine_config
+from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, reward_roles
 from openrlhf.trainer.ray.model_actor import RankIdentity
-from openrlhf.utils.rollout import Rollout
 
-ROLES = ("actor", "critic", "ref", "reward")
+ROLES = ("actor", "critic", "ref")
 
 
 class LocalGroup:
@@ -54,16 +54,40 @@ class MainRankScorer:
     User code may answer differently from process to process, and all controllers must agree.
     """
 
-    def __init__(self, scorer: Scorer, topology: Topology) -> None:
+    def __init__(self, scorer: ScoringStarter, topology: Topology) -> None:
         self.scorer = scorer
         self.is_main = topology.is_main
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """See Scorer."""
-        answer: list[Rollout] | RewardError = []
+    def begin(self) -> Scoring:
+        """See ScoringStarter."""
+        return MainRankScoring(self.scorer.begin(), is_main=self.is_main)
+
+
+class MainRankScoring:
+    """The scoring of one step, done by one process for all; models are asked by all together."""
+
+    def __init__(self, scoring: Scoring, *, is_main: bool) -> None:
+        self.scoring = scoring
+        self.is_main = is_main
+
+    @property
+    def is_streaming(self) -> bool:
+        """See Scoring."""
+        return self.scoring.is_streaming
+
+    def add(self, group: Group) -> None:
+        """See Scoring."""
+        if self.is_main or not self.is_streaming:
+            self.scoring.add(group)
+
+    def finish(self) -> ScoredGroups:
+        """See Scoring."""
+        if not self.is_streaming:
+            return self.scoring.finish()
+        answer: ScoredGroups | RewardError = ScoredGroups([])
         if self.is_main:
             try:
-                answer = self.scorer.score(rollouts)
+                answer = self.scoring.finish()
             except RewardError as error:
                 answer = error
         answer = broadcast_object(answer)
@@ -80,7 +104,7 @@ class LocalCluster:
         self.run_dir = run_dir
         self.topology = topology
         self.engines: list[RolloutEngine] = []
-        ranks = dict.fromkeys(ROLES, topology.world_size)
+        ranks = dict.fromkeys([*ROLES, *reward_roles(config)], topology.world_size)
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
     def __enter__(self) -> LocalCluster:
@@ -116,7 +140,7 @@ class LocalCluster:
         self.engines.append(VLLMEngine(config))
         return list(self.engines)
 
-    def shared(self, scorer: Scorer) -> Scorer:
+    def shared(self, scorer: ScoringStarter) -> ScoringStarter:
         """A scorer whose answer is the same for all controllers."""
         return MainRankScorer(scorer, self.topology) if self.topology.world_size > 1 else scorer
 

@@ -47,13 +47,15 @@ class ModelWorker:
 
     def master_endpoint(self) -> tuple[str, int]:
         """Address and a free port for the group's rendezvous (asked of rank 0)."""
-        host = os.environ.get("RAY_NODE_IP_ADDRESS") or _own_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return host, probe.getsockname()[1]
+            return node_address(), probe.getsockname()[1]
 
-    def join(self, host: str, port: int) -> None:
-        """Set up this process as its rank of the group; every rank must call it."""
+    def join(self, host: str, port: int) -> str:
+        """Set up this process as its rank of the group; every rank must call it.
+
+        Answers the address of the node it runs on.
+        """
         identity = self.identity
         name = f"{identity.role}-{identity.rank}"
         redirect_framework_logs(identity.run_dir, name, capture_streams=True)
@@ -65,6 +67,7 @@ class ModelWorker:
             LOCAL_RANK="0",  # Ray shows every worker its own devices only
         )
         self.setup()
+        return node_address()
 
     def setup(self) -> None:
         """Start the distributed runtime in a process that already knows its rank."""
@@ -145,7 +148,11 @@ def _inverse(order: list[int]) -> list[int]:
     return inverse
 
 
-def _own_address() -> str:
+def node_address() -> str:
+    """Address of the machine this process runs on: as Ray knows it, else as the network does."""
+    known = os.environ.get("RAY_NODE_IP_ADDRESS")
+    if known:
+        return known
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(

@@ -21,7 +21,7 @@ from openrlhf.errors import ConfigError
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 POLL_S = 0.1
-COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it
+COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less for more than five
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def place(
     roles_in_pool = {pool: sum(d.pool == pool for d in demands) for pool in groups}
     slots: dict[str, list[Slot]] = {}
     for demand in demands:
-        is_shared = roles_in_pool[demand.pool] > 1
-        share = COLOCATED_SHARE if is_shared else 1.0
+        num_roles = roles_in_pool[demand.pool]
+        share = min(COLOCATED_SHARE, 1 / num_roles) if num_roles > 1 else 1.0
         slots[demand.role] = [
             Slot(
                 groups[demand.pool],

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.algorithms.off_policy import mismatch_report
+from openrlhf.algorithms.off_policy import (
+    Correction,
+    importance_weights,
+    make_correction,
+    mismatch_report,
+)
 from openrlhf.algorithms.policy_loss import (
     POLICY_LOSSES,
     ClipRange,
+    PolicyLoss,
     PolicyLossTerms,
     aggregate,
 )
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weight_average import WeightAverage
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import WeightSyncError
@@ -34,6 +42,7 @@ from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transpor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
+from openrlhf.utils.user_code import import_function
 
 
 class PolicyModelActor(ModelWorker):
@@ -43,6 +52,7 @@ class PolicyModelActor(ModelWorker):
     weight_version = 0
     generator: HFEngine | None = None
     transport: WeightTransport | None = None
+    average: WeightAverage | None = None
 
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for `num_updates` optimizer steps; its parameter count."""
@@ -56,10 +66,26 @@ class PolicyModelActor(ModelWorker):
             self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
         num_parameters = sum(p.numel() for p in self.actor.parameters())
         self.engine = self.strategy.prepare_train(self.actor, config, num_updates=num_updates)
-        self.policy_loss = POLICY_LOSSES[config.policy_loss_type]
+        self.policy_loss = find_policy_loss(config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
-        self.clip = ClipRange(low, high, config.dual_clip)
+        self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
+        self.correction = self._correction()
+        if self.config.train.enable_ema:
+            is_main = self.strategy.topology.rank == 0
+            beta = self.config.train.ema_beta
+            self.average = WeightAverage(self.actor.model, beta, is_main=is_main)
         return num_parameters
+
+    def _correction(self) -> Correction | None:
+        config = self.config.algo.advantage
+        if not config.is_correction_enable:
+            return None
+        return make_correction(
+            config.is_correction_type,
+            config.is_correction_threshold,
+            config.is_correction_level,
+            config.is_correction_treatment,
+        )
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs (N,) of the share's sampled tokens under the current weights."""
@@ -78,6 +104,7 @@ class PolicyModelActor(ModelWorker):
             self.compute_loss,
             plan=self.train_plan,
             reduce_max=self.strategy.all_reduce_max,
+            after_step=None if self.average is None else self.average.update,
         )
         self.weight_version += 1
         return _renamed(metrics, {"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
@@ -99,13 +126,30 @@ class PolicyModelActor(ModelWorker):
             num_actions_B=experience.num_actions,
             clip=self.clip,
         )
-        loss = self._aggregate(terms.loss_N, experience, step)
+        weights_N = self._importance_weights(old_N, experience, metrics)
+        loss = self._aggregate(terms.loss_N * weights_N, experience, step)
         metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
         _add_ratio_metrics(metrics, terms)
-        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs)
+        staleness_N = self.weight_version - experience.weight_versions
+        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs, staleness_N)
         loss = loss + self._kl_term(stats, experience, step, metrics)
         loss = loss + self._entropy_term(stats, experience, step, metrics)
         return loss + self._router_term(stats, step, metrics)
+
+    def _importance_weights(
+        self, old_N: Tensor, experience: Experience, metrics: Metrics
+    ) -> Tensor | float:
+        if self.correction is None:
+            return 1.0
+        found = importance_weights(
+            self.correction, old_N, experience.rollout_logprobs, experience.num_actions
+        )
+        num_tokens = len(old_N)
+        cut = found.is_cut_N.float().mean().item()
+        metrics.add("is_cut_ratio", cut, weight=num_tokens)
+        metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
+        metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
+        return found.weights_N
 
     def _kl_term(
         self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
@@ -178,13 +222,19 @@ class PolicyModelActor(ModelWorker):
             transport.connect(engines)
         return transport
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Sample with the policy itself (no vLLM); every rank of the group must call."""
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_done: Callable[[int, list[Completion]], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Sample with the policy itself (no vLLM); every rank of the group must call. `on_done`:
+        see HFEngine.
+        """
         if self.generator is None:
             self.generator = HFEngine(self._model_to_generate_with(), weight_version=-1)
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
-        return self.generator.generate(requests)
+        return self.generator.generate(requests, on_done)
 
     def _model_to_generate_with(self) -> nn.Module:
         # Under ZeRO-3 each forward is a collective, and ranks decode different numbers of tokens:
@@ -209,13 +259,22 @@ class PolicyModelActor(ModelWorker):
             raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
 
     def save_model(self, path: str) -> None:
-        """Export in Hugging Face format; all ranks take part, rank 0 writes."""
+        """Export in Hugging Face format; all ranks take part, rank 0 writes.
+
+        With --enable_ema the average is what is exported; the weights themselves go to a folder
+        "policy" in it.
+        """
         tokenizer = load_tokenizer(
             self.config.actor.model_name_or_path,
             chat_template=self.config.data.tokenizer_chat_template,
             trust_remote_code=self.config.trust_remote_code,
         )
-        export_hf(self.engine, self.actor.model, tokenizer, Path(path))
+        if self.average is None:
+            export_hf(self.engine, self.actor.model, tokenizer, Path(path))
+            return
+        averages = self.average.tensors()
+        export_hf(self.engine, self.actor.model, tokenizer, Path(path), tensors=averages)
+        export_hf(self.engine, self.actor.model, tokenizer, Path(path) / "policy")
 
 
 def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
@@ -226,11 +285,31 @@ def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
     metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
 
 
-def _add_mismatch_metrics(metrics: Metrics, trainer_N: Tensor, engine_N: Tensor) -> None:
+def _add_mismatch_metrics(
+    metrics: Metrics, trainer_N: Tensor, engine_N: Tensor, staleness_N: Tensor
+) -> None:
+    """How far the engine was from the trainer, and the same by how old its weights were."""
     report = mismatch_report(trainer_N, engine_N)
     metrics.add("vllm_kl", report.kl, weight=report.num_tokens)
     metrics.add("logprobs_diff", report.mean_abs, weight=report.num_tokens)
     metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
+    for staleness in staleness_N[staleness_N > 0].unique().tolist():
+        is_it = staleness_N == staleness
+        part = mismatch_report(trainer_N[is_it], engine_N[is_it])
+        metrics.add(f"vllm_kl/stale_{staleness}", part.kl, weight=part.num_tokens)
+        metrics.add(f"logprobs_diff/stale_{staleness}", part.mean_abs, weight=part.num_tokens)
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """One of POLICY_LOSSES, or a user's function with the arguments of `ppo_loss` that answers
+    PolicyLossTerms; raises ConfigError.
+    """
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    function = import_function(name)
+    if isinstance(function, PolicyLoss):
+        return function
+    return PolicyLoss(cast(Callable[..., PolicyLossTerms], function))
 
 
 def _renamed(metrics: Metrics, names: dict[str, str]) -> Metrics:

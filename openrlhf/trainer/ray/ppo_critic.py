@@ -47,13 +47,9 @@ class CriticModelActor(ModelWorker):
 
     @property
     def source(self) -> str:
-        """Where the critic starts: its own checkpoint, else the (first) reward model, else the
-        policy.
-        """
-        config = self.config
-        reward = (config.reward.model_name_or_path or "").split(",")[0]
-        path = config.critic.model_name_or_path or reward or config.actor.model_name_or_path
-        assert path is not None
+        """Where the critic starts."""
+        path = self.config.critic_source
+        assert path is not None, "checked by the configuration"
         return path
 
     def compute_values(self, experience: Experience) -> Tensor:

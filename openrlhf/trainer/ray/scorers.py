@@ -41,12 +41,11 @@ class RewardModelActor(ModelWorker):
 
     engine: EvalEngine
 
-    def init_model(self) -> int:
+    def init_model(self, path: str) -> int:
         """Load the reward model; answers the parameter count."""
         config = self.config
-        assert config.reward.model_name_or_path is not None
         model = RewardModel.from_pretrained(
-            config.reward.model_name_or_path,
+            path,
             normalize_reward=config.reward.normalize_enable,
             value_head_prefix=config.ds.value_head_prefix,
             allow_fresh_head=False,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+import ray
 
 from openrlhf.engines.base import (
     SHM_BACKEND,
@@ -17,28 +21,38 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.agent_host import AgentHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
+from openrlhf.trainer.ray.model_actor import node_address
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import counter, is_terminal, progress, redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 64
 POLL_S = 0.5  # between two looks at how far the engines are
 
+Finished = list[tuple[int, list[Completion]]]  # position of a request, what was sampled for it
 
-class LLMRayActor(VLLMEngine):
-    """A vLLM engine in a process of its own."""
+
+class LLMRayActor(AgentHost, VLLMEngine):
+    """A vLLM engine in a process of its own, and the agents beside it."""
 
     def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
         redirect_framework_logs(run_dir, name, capture_streams=True)
         super().__init__(config)
 
-    def ready(self) -> bool:
-        """Answer once the engine is up."""
-        return True
+    def ready(self) -> str:
+        """Answer once the engine is up: the address of its node."""
+        return node_address()
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
+        """Sample for all requests; what is finished, as it is finished."""
+        yield from finished_in_turn(self.submit(requests))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RayEngine:
     """An engine actor seen as an engine; can be sent to other workers."""
 
@@ -46,18 +60,39 @@ class RayEngine:
     name: str
     weight_transfer_backend: str = SHM_BACKEND
     timeout_s: float = CALL_TIMEOUT_S
+    node: str = ""  # address of the engine's node; empty until it is up
+
+    @property
+    def who(self) -> str:
+        """The engine in the words of an error."""
+        return f"{self.name} on node {self.node}" if self.node else self.name
 
     def _call(self, method: Callable[..., Any], *args: object) -> Any:
         reference = getattr(self.handle, method.__name__).remote(*args)
-        return get(reference, self.name, self.timeout_s)
+        return get(reference, self.who, self.timeout_s)
 
     def ready(self) -> None:
         """Wait until the engine is up."""
-        self._call(LLMRayActor.ready)
+        self.node = self._call(LLMRayActor.ready)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """See RolloutEngine."""
         return self._call(LLMRayActor.generate, requests)  # type: ignore[no-any-return]
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
+        """Sample for all requests; what is finished, as it is finished."""
+        method = getattr(self.handle, LLMRayActor.stream.__name__)
+        answers = method.options(num_returns="streaming").remote(requests)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            seconds_left = max(deadline - time.monotonic(), 0.0)
+            ready, _ = ray.wait([answers], timeout=seconds_left, fetch_local=False)
+            if not ready:
+                raise EngineError(f"{self.who} did not answer in {self.timeout_s:.0f} s")
+            reference = next(answers, None)
+            if reference is None:
+                return
+            yield get(reference, self.who, self.timeout_s)
 
     def num_samples_done(self) -> int:
         """Samples the engine has finished since it started."""
@@ -121,32 +156,100 @@ class CountsSamples(Protocol):
         """Samples finished since the start."""
 
 
+@runtime_checkable
+class Streams(Protocol):
+    """An engine elsewhere that sends what is finished before all of it is."""
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
+        """What is finished, as it is finished."""
+
+
+@runtime_checkable
+class Submits(Protocol):
+    """An engine in this process that does not keep its caller waiting."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        """A future for each request."""
+
+
+def finished_in_turn(futures: Sequence[Future[list[Completion]]]) -> Iterator[Finished]:
+    """Results as they come, with their positions; several at a time where they came together."""
+    positions = {future: k for k, future in enumerate(futures)}
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        yield sorted(((positions[f], f.result()) for f in done), key=lambda pair: pair[0])
+
+
+def stream_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
+    """What an engine finishes, as soon as it can say so."""
+    if isinstance(engine, Streams):
+        return engine.stream(requests)
+    if isinstance(engine, Submits):
+        return finished_in_turn(engine.submit(requests))
+    return all_at_once(engine, requests)
+
+
+def all_at_once(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
+    """The same of an engine that only answers when everything is finished."""
+    yield list(enumerate(engine.generate(requests)))
+
+
 class EnginePool:
     """Several engines answering as one: every request goes to exactly one of them."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self.engines = list(engines)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of all requests, in order; a terminal shows how many samples are done."""
-        width = len(self.engines)
-        with ThreadPoolExecutor(max_workers=width) as pool:
-            pending = [
-                pool.submit(engine.generate, requests[k::width])
-                for k, engine in enumerate(self.engines[: len(requests)])
-            ]
-            if is_terminal():
-                self._show_progress(pending, sum(r.sampling.num_samples for r in requests))
-            parts = [future.result() for future in pending]
-        return interleave(parts, len(requests), width=width)
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
+        """Completions of all requests, in order; a terminal shows how many samples are done.
 
-    def _show_progress(self, pending: Sequence[Future[Any]], num_samples: int) -> None:
-        counting = [engine for engine in self.engines if isinstance(engine, CountsSamples)]
+        `on_group` is called in this thread with each position and its completions as they come.
+        """
+        width = len(self.engines)
+        answers: list[list[Completion]] = [[] for _ in requests]
+
+        stream = all_at_once if on_group is None else stream_of
+
+        def ask(k: int, arrivals: queue.SimpleQueue[Finished | None]) -> None:
+            try:
+                for finished in stream(self.engines[k], requests[k::width]):
+                    arrivals.put([(k + width * at, answer) for at, answer in finished])
+            finally:
+                arrivals.put(None)
+
+        with ThreadPoolExecutor(max_workers=width) as pool:
+            arrivals: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
+            pending = [pool.submit(ask, k, arrivals) for k in range(min(width, len(requests)))]
+            num_samples = sum(r.sampling.num_samples for r in requests)
+            for position, answer in self._arriving(arrivals, len(pending), num_samples):
+                answers[position] = answer
+                if on_group is not None:
+                    on_group(position, answer)
+        for future in pending:
+            future.result()
+        return answers
+
+    def _arriving(
+        self, arrivals: queue.SimpleQueue[Finished | None], num_open: int, num_samples: int
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """What comes from `num_open` engines until each has said None, with a bar."""
+        has_bar = is_terminal()
+        counting = [e for e in self.engines if isinstance(e, CountsSamples) and has_bar]
         start = sum(engine.num_samples_done() for engine in counting)
-        with counter("generating") as show:
-            while wait(pending, timeout=POLL_S).not_done:
-                num_done = sum(engine.num_samples_done() for engine in counting) - start
-                show(min(num_done, num_samples), num_samples)
+        shown_s = time.monotonic()
+        with counter("generating") if has_bar else nullcontext() as show:
+            while num_open:
+                with suppress(queue.Empty):
+                    arrival = arrivals.get(timeout=POLL_S)
+                    num_open -= arrival is None
+                    yield from arrival or ()
+                if show is not None and time.monotonic() - shown_s >= POLL_S:
+                    num_done = sum(e.num_samples_done() for e in counting) - start
+                    show(min(num_done, num_samples), num_samples)
+                    shown_s = time.monotonic()
 
     def each(self, call: Callable[[RolloutEngine], None]) -> None:
         """Make the same call on every engine."""
@@ -157,18 +260,32 @@ class EnginePool:
 class GroupGenerator:
     """The policy's own ranks as generators (no vLLM); requests are shared among them."""
 
-    def __init__(self, group: WorkerGroup, method: Callable[..., Any]) -> None:
+    def __init__(
+        self, group: WorkerGroup, method: Callable[..., Any], *, is_own_process: bool = False
+    ) -> None:
+        """`is_own_process`: the method is called in this process, and can be given functions."""
         self.group = group
         self.method = method
+        self.is_own_process = is_own_process
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of all requests, in order."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
+    ) -> list[list[Completion]]:
+        """Completions of all requests, in order; `on_group` sees them as they come where this very
+        process generates alone, else all at the end.
+        """
         width = self.group.num_ranks
+        early = (on_group,) if self.is_own_process and width == 1 and on_group else ()
         # A rank answers nothing while it generates: the bar only shows that work is going on.
         # Several ranks may be several controllers on one terminal, which must not all draw.
         with progress("generating") if width == 1 else nullcontext():
-            parts = self.group.start(self.method, [(requests[k::width],) for k in range(width)])()
-        return interleave(parts, len(requests), width=width)
+            shares = [(requests[k::width], *early) for k in range(width)]
+            parts = self.group.start(self.method, shares)()
+        answers = interleave(parts, len(requests), width=width)
+        if on_group is not None and not early:
+            for position, answer in enumerate(answers):
+                on_group(position, answer)
+        return answers
 
 
 def interleave(

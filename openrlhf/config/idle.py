@@ -1,0 +1,37 @@
+"""Settings that nothing reads in this run, because another one is missing or chosen: said, not
+refused, as old commands carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from openrlhf.config.base import is_changed, is_given, walk
+from openrlhf.config.flags import plain_flag
+from openrlhf.config.run import CommandConfig
+
+
+class Idle(NamedTuple):
+    """Leaves, in which configs nothing reads them, and the words that say so.
+
+    Example: `("ckpt.max_num",)`, no `save_steps`: "--max_ckpt_num has no effect without
+    --save_steps."
+    """
+
+    paths: tuple[str, ...]
+    is_idle: Callable[[Any], bool]
+    why: str  # follows "has no effect"
+
+
+def idle_settings(config: CommandConfig, rules: Iterable[Idle]) -> Iterator[str]:
+    """One line for each setting that somebody typed, with another value than its default, in vain.
+
+    A rule may name leaves that this command does not have.
+    """
+    options = {option.path: option for option in walk(type(config))}
+    for rule in rules:
+        for path in rule.paths:
+            is_typed = path in options and is_given(config, path) and is_changed(config, path)
+            if is_typed and rule.is_idle(config):
+                yield f"{plain_flag(options[path])} has no effect {rule.why}."

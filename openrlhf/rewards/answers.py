@@ -1,0 +1,165 @@
+"""What a reward source is asked and the strict check of what it answers, in plain Python.
+
+Workers that score in processes of their own import this and nothing heavy, so that they start in
+a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openrlhf.errors import RewardError
+
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """B samples to be scored, as text."""
+
+    queries: Sequence[str]  # B, prompt and response in one
+    prompts: Sequence[str]  # B
+    responses: Sequence[str]  # B
+    labels: Sequence[object]  # B
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # further columns, B each
+    sample_ids: Sequence[str] = ()  # B, or empty when samples are known by position only
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "queries": len(self.queries),
+            "prompts": len(self.prompts),
+            "responses": len(self.responses),
+            "labels": len(self.labels),
+            **{name: len(values) for name, values in self.columns.items()},
+        }
+        assert set(sizes.values()) == {len(self.queries)}, f"parts of unequal length: {sizes}"
+        assert len(self.sample_ids) in (0, len(self.queries)), "sample_ids do not match the queries"
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def name_of(self, index: int) -> str:
+        """How a message names the sample at a position."""
+        return f"sample {self.sample_ids[index] if self.sample_ids else index}"
+
+    def names(self) -> str:
+        """How a message names all samples: the first few and how many more."""
+        ids = self.sample_ids or [str(index) for index in range(len(self))]
+        rest = len(ids) - MAX_NAMES_SHOWN
+        shown = ", ".join(ids[:MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return f"sample{'s' if len(ids) > 1 else ''} {shown}"
+
+    def slice(self, start: int, stop: int) -> RewardBatch:
+        """Samples start to stop - 1 as a batch of their own."""
+        return RewardBatch(
+            queries=self.queries[start:stop],
+            prompts=self.prompts[start:stop],
+            responses=self.responses[start:stop],
+            labels=self.labels[start:stop],
+            columns={name: values[start:stop] for name, values in self.columns.items()},
+            sample_ids=self.sample_ids[start:stop],
+        )
+
+    def parts(self, size: int) -> list[RewardBatch]:
+        """The batch in consecutive slices of at most `size` samples."""
+        return [self.slice(start, start + size) for start in range(0, len(self), size)]
+
+
+@dataclass(frozen=True)
+class CheckedAnswer:
+    """The scores of B samples, every one a number that fits float32."""
+
+    rewards: list[float]  # B
+    scores: list[float] | None = None  # B
+    extra_logs: dict[str, list[float]] = field(default_factory=dict)  # B each
+
+    def as_dict(self) -> dict[str, object]:
+        """The answer as a source would give it."""
+        return {"rewards": self.rewards, "scores": self.scores, "extra_logs": self.extra_logs}
+
+
+def checked_answer(answer: object, *, batch: RewardBatch, source: str) -> CheckedAnswer:
+    """Check an answer of the form {rewards, scores?, extra_logs?}, or bare rewards; RewardError
+    names the source and the sample.
+    """
+    if not isinstance(answer, Mapping):
+        answer = {"rewards": answer}
+    if "rewards" not in answer:
+        raise RewardError(
+            f"{source}: the answer has no 'rewards'; it has {sorted(map(str, answer))}"
+        )
+    scores = answer.get("scores")
+    logs = answer.get("extra_logs")
+    logs = {} if logs is None else logs
+    if not isinstance(logs, Mapping):
+        raise RewardError(f"{source}: extra_logs is a {type(logs).__name__}, not a dict")
+    return CheckedAnswer(
+        rewards=finite_numbers(answer["rewards"], name="rewards", batch=batch, source=source),
+        scores=None
+        if scores is None
+        else finite_numbers(scores, name="scores", batch=batch, source=source),
+        extra_logs={
+            str(name): _log_numbers(values, name=str(name), batch=batch, source=source)
+            for name, values in logs.items()
+        },
+    )
+
+
+def finite_numbers(values: object, *, name: str, batch: RewardBatch, source: str) -> list[float]:
+    """One finite number per sample, B, from a tensor, an array or a list; RewardError names the
+    bad sample.
+    """
+    numbers = _as_list(values, name=name, source=source)
+    if len(numbers) != len(batch):
+        raise RewardError(
+            f"{source}: {name} has {len(numbers)} values for {len(batch)} samples. "
+            "Return exactly one per sample."
+        )
+    for index, value in enumerate(numbers):
+        if not _is_number(value):
+            raise RewardError(
+                f"{source}: {name} of {batch.name_of(index)} is {value!r}, not a number"
+            )
+    floats = [_to_float(value) for value in numbers]
+    for index, number in enumerate(floats):
+        if not abs(number) <= FLOAT32_MAX:
+            raise RewardError(
+                f"{source}: {name} of {batch.name_of(index)} is {numbers[index]!r}, not a finite "
+                "float32"
+            )
+    return floats
+
+
+def _log_numbers(values: object, *, name: str, batch: RewardBatch, source: str) -> list[float]:
+    """A logged value per sample, B; a scalar counts for every sample."""
+    is_scalar = _is_number(values) or getattr(values, "shape", None) == ()
+    spread = [values] * len(batch) if is_scalar else values
+    return finite_numbers(spread, name=f"extra_logs[{name!r}]", batch=batch, source=source)
+
+
+def _as_list(values: object, *, name: str, source: str) -> list[object]:
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise RewardError(f"{source}: {name} has shape {tuple(shape)}. Return one dimension, (B,).")
+    if shape is not None:
+        return list(values.tolist())  # type: ignore[attr-defined]
+    if isinstance(values, (list, tuple)):
+        return [value.item() if getattr(value, "shape", None) == () else value for value in values]
+    raise RewardError(
+        f"{source}: {name} is a {type(values).__name__}. Return a list, an array or a tensor."
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _to_float(value: object) -> float:
+    """The number as a float; an integer that no float can hold becomes infinite, and is then
+    refused.
+    """
+    assert isinstance(value, (bool, int, float))
+    return math.inf if isinstance(value, int) and abs(value) > 1e39 else float(value)

@@ -1,0 +1,63 @@
+"""Whether two mathematical answers are the same: 1/2, 0.5, \\frac{1}{2} and \\boxed{50\\%} are.
+
+Parsing and comparing are done by math-verify. Works in the main thread of a process only, as the
+reward functions of a run do: a comparison that takes too long is cut off by a signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+
+import math_verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+PARSE_TIMEOUT_S = 3
+COMPARE_TIMEOUT_S = 3
+BOXED = "\\boxed"
+END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it reports every answer it cannot read
+
+
+def math_equal(answer: str, truth: str) -> bool:
+    """Whether what an answer says last (or in its last box) equals the truth.
+
+    What cannot be read, or compared in a few seconds, is not equal.
+    """
+    box = boxed(answer)
+    text = END_TOKEN.sub("", answer)
+    readings = [_read_bare(box)] if box is not None else [_read(text), _read_bare(text)]
+    expected = _read_bare(str(truth))
+    return any(
+        bool(math_verify.verify(expected, found, timeout_seconds=COMPARE_TIMEOUT_S))
+        for found in readings
+        if found and expected
+    )
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} of a text holds, with balanced braces; None without one."""
+    start = text.rfind(BOXED + "{")
+    if start < 0:
+        return None
+    depth = 0
+    for position in range(start + len(BOXED), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len(BOXED) + 1 : position]
+    return None
+
+
+def _read_bare(text: str) -> list[object]:
+    """Readings of an expression that stands alone, as LaTeX or plain."""
+    return _read(f"${text}$") or _read(text)
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> list[object]:
+    """Readings of the last expression in a text."""
+    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
+    parsed: list[object] = math_verify.parse(text, kinds, parsing_timeout=PARSE_TIMEOUT_S)
+    return parsed

@@ -1,0 +1,160 @@
+"""The parent's side of a reward worker: start it, ask it, kill it at its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.answers import RewardBatch
+from openrlhf.rewards.worker import DUMP_SIGNAL
+
+LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
+POLL_S = 0.05  # between two looks at a worker's clock and memory
+DUMP_S = 0.1  # for a hanging worker to write its stack
+EXIT_S = 1.0  # for a worker that hung up to end by itself, and say how
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+GIB = 1024.0**3
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What a worker may take."""
+
+    timeout_s: float = 300.0  # for one call of the function
+    memory_gib: float = 8.0  # resident, of the worker's own process
+
+
+class WorkerProcess:
+    """A running worker with the function loaded."""
+
+    def __init__(self, path: str, limits: WorkerLimits, log_path: Path | None) -> None:
+        """Start it; raises ConfigError for what is wrong with the file."""
+        self.path = path
+        self.limits = limits
+        self.log_path = log_path
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = _start(path, theirs, log_path)
+        self.connection = Connection(ours.detach())
+        reply = self._receive(LOAD_TIMEOUT_S, self._load_problem)
+        if "problems" in reply:
+            self.kill()
+            raise ConfigError(reply["problems"])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs; False once its end was noticed."""
+        return self.process.poll() is None
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it holds more memory than it may."""
+        return resident_gib(self.process.pid) > self.limits.memory_gib
+
+    def answer(self, batch: RewardBatch) -> dict[str, Any]:
+        """What the function answers; raises RewardError, after which the worker is dead if it did
+        not answer.
+        """
+
+        def problem(what: str) -> RewardError:
+            return RewardError(
+                f"{self.path}: the reward function {what} while it scored {batch.names()}. "
+                f"Its worker was replaced.{self._log_hint}"
+            )
+
+        with suppress(ConnectionError):  # noticed below
+            self.connection.send(batch)
+        return self._receive(self.limits.timeout_s, problem)
+
+    def end(self) -> None:
+        """End it and what it started, from any thread; a call in progress fails."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> int:
+        """End it and free what is held for it; answers its exit code."""
+        self.end()
+        self.connection.close()
+        return self.process.wait()
+
+    def _receive(
+        self, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        with suppress(EOFError, ConnectionError):
+            while not self.connection.poll(POLL_S):
+                if time.monotonic() > deadline:
+                    self._dump_stack()
+                    self.kill()
+                    raise problem(f"did not end in {timeout_s:g} s (--reward_timeout_s)")
+                if self.is_too_large:
+                    self.kill()
+                    raise problem(
+                        f"took more than {self.limits.memory_gib:g} GiB (--reward_memory_gib)"
+                    )
+            return json.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
+        self._wait(EXIT_S)
+        raise problem(f"ended its process ({_exit_in_words(self.kill())})")
+
+    def _load_problem(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}: the file {what} while it was imported.{self._log_hint}")
+
+    @property
+    def _log_hint(self) -> str:
+        return f" See {self.log_path}." if self.log_path else ""
+
+    def _dump_stack(self) -> None:
+        self.process.send_signal(DUMP_SIGNAL)
+        self._wait(DUMP_S)
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+
+def resident_gib(pid: int) -> float:
+    """Memory a process holds; 0 where /proc does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * PAGE_BYTES / GIB
+
+
+def _start(path: str, theirs: socket.socket, log_path: Path | None) -> subprocess.Popen[bytes]:
+    """The process, in a session of its own so that what it starts can be ended with it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
+    arguments = [str(theirs.fileno()), path, str(os.getpid())]
+    with ExitStack() as stack:
+        output: Any = subprocess.DEVNULL
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(log_path.open("ab"))
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "openrlhf.rewards.worker", *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _exit_in_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}"

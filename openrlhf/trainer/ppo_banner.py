@@ -1,0 +1,94 @@
+"""What an RL run says before its first step: models and their places, rewards, batch arithmetic.
+
+Pure functions from the config and what was placed to sections of a banner; prints nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_setup import Schedule
+from openrlhf.trainer.ray.cluster import RoleCounts, reward_roles
+from openrlhf.utils.logging import format_count
+
+Sections = dict[str, Mapping[str, object]]
+
+
+def banner_sections(
+    config: PPOConfig,
+    schedule: Schedule,
+    counts: RoleCounts,
+    *,
+    sizes: Mapping[str, int],
+    num_prompts: int,
+    dtype: str,
+) -> Sections:
+    """The banner; `sizes` are the models' parameter counts by role, `num_prompts` those of one
+    episode.
+    """
+    run = {
+        "estimator": config.algo.advantage.estimator,
+        "reward": reward_words(config),
+        "devices": counts.describe(),
+        "dtype": dtype,
+        "batch": batch_words(config, schedule, num_prompts),
+        "steps": f"{schedule.num_steps} "
+        f"({num_prompts} prompts x {config.train.num_episodes} episode(s))",
+        "folder": os.fspath(Path(config.ckpt.output_dir)),
+    }
+    return {"models": model_entries(config, counts, sizes), "run": run}
+
+
+def model_entries(
+    config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
+) -> dict[str, object]:
+    """One line a role: its model, size, ranks and place; then what generates."""
+    policy = config.actor.model_name_or_path
+    paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
+    entries: dict[str, object] = {
+        role: f"{paths[role]}: {format_count(size)} parameters, {counts.ranks[role]} rank(s)"
+        f"{place_words(counts, role)}"
+        for role, size in sizes.items()
+    }
+    entries["generation"] = "the actor itself"
+    if counts.num_engines:
+        width = config.vllm.tensor_parallel_size
+        each = f" of {width} devices each" if width > 1 else ""
+        entries["generation"] = f"{counts.num_engines} x vLLM{each}{place_words(counts, 'vllm')}"
+    return entries
+
+
+def place_words(counts: RoleCounts, role: str) -> str:
+    """Who shares the devices of a role; nothing where there is only this process."""
+    if counts.cluster is None:
+        return ""
+    pools = {demand.role: demand.pool for demand in counts.demands}
+    others = [name for name, pool in pools.items() if pool == pools[role] and name != role]
+    return f", colocated with {', '.join(others)}" if others else ", in a place of its own"
+
+
+def reward_words(config: PPOConfig) -> str:
+    """Where rewards come from."""
+    reward = config.reward
+    if config.train.agent_func_path:
+        return f"agents of {config.train.agent_func_path}"
+    if reward.is_function_file:
+        return f"reward_func of {reward.remote_url}"
+    if reward.remote_url:
+        return f"servers {', '.join(url.strip() for url in reward.remote_url.split(','))}"
+    weights = f", weights {' '.join(f'{w:g}' for w in reward.weights)}" if reward.weights else ""
+    return f"the model(s) {', '.join(reward_roles(config))}{weights}"
+
+
+def batch_words(config: PPOConfig, schedule: Schedule, num_prompts: int) -> str:
+    """The arithmetic of a full step; a small set of prompts fills no more than itself."""
+    num_drawn = min(config.rollout.batch_size, num_prompts)
+    group = config.rollout.n_samples_per_prompt
+    num_samples = num_drawn * group
+    return (
+        f"{num_drawn} prompts x {group} samples = {num_samples}; {schedule.updates_per_rollout} "
+        f"update(s) of {min(config.train.batch_size, num_samples)} samples a step"
+    )

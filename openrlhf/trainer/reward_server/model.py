@@ -1,0 +1,166 @@
+"""Reward models as the server asks them: texts to token ids, token ids to scores.
+
+A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
+a chat template where it was made; nothing is put at its end. The score is read at its last token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import (
+    LoadOptions,
+    default_device_type,
+    is_value_model,
+    load_config,
+)
+from openrlhf.models.value_head import RewardModel, RewardScale
+from openrlhf.trainer.reward_server.batcher import Row
+from openrlhf.trainer.reward_server.request import RefusedError
+from openrlhf.utils.logging import format_count
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tensors import dtype_name, fingerprint
+from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Texts of a request for one model."""
+
+    rows: list[Row]
+    truncated: list[bool]
+
+
+class ServedModel:
+    """One reward model: checked when made, with weights after `load`."""
+
+    module: RewardModel
+
+    def __init__(self, config: ServeRewardConfig, path: str) -> None:
+        """Read what is small, config and tokenizer; raises ConfigError."""
+        trust = config.trust_remote_code
+        self.config = config
+        self.path = path
+        self.name = Path(path).name  # `org/name` and `/models/name` are both `name`
+        self.hash = ""  # of weights and scale, once they are loaded
+        facts = load_config(path, trust_remote_code=trust)
+        if not is_value_model(facts):
+            raise ConfigError(
+                f"The model at {path!r} has no value head. Give a trained reward model."
+            )
+        if config.reward.normalize_enable:
+            RewardScale.of(facts)
+        limit = facts.get_text_config().to_dict().get("max_position_embeddings")
+        self.max_len = min(config.data.max_len, limit or config.data.max_len)
+        self.tokenizer = load_tokenizer(
+            path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trust
+        )
+        self._encoder = TextEncoder(self.tokenizer)
+
+    def load(self) -> None:
+        """Put the weights on this machine's device."""
+        ds = self.config.ds
+        options = LoadOptions(
+            attn_implementation=ds.attn_implementation,
+            dtype=ds.param_dtype,
+            trust_remote_code=self.config.trust_remote_code,
+            load_in_4bit=ds.load_in_4bit,
+            experts_implementation=ds.experts_implementation,
+        )
+        model = RewardModel.from_pretrained(
+            self.path,
+            normalize_reward=self.config.reward.normalize_enable,
+            value_head_prefix=ds.value_head_prefix,
+            allow_fresh_head=False,
+            **options,
+        )
+        model.requires_grad_(requires_grad=False).eval()
+        self.module = model if ds.load_in_4bit else model.to(default_device_type())
+        self.hash = model_hash(self.module)
+
+    @property
+    def facts(self) -> str:
+        """One line about the loaded model."""
+        some = next(self.module.parameters())
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return (
+            f"{self.path}: {format_count(count)} parameters, {dtype_name(some.dtype)} on "
+            f"{some.device}, texts up to {self.max_len} tokens, hash {self.hash}"
+        )
+
+    def tokenize(self, texts: Sequence[str], first: int = 0) -> Tokenized:
+        """Token ids of texts, of which `first` is the place of the first in its request.
+
+        Raises RefusedError for a text without tokens, and for one that is too long unless it may
+        be cut.
+        """
+        encoded: Any = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        for index, ids in enumerate(rows, start=first):
+            self._check_length(len(ids), f"query[{index}]")
+        return Tokenized(
+            [self._cut(ids) for ids in rows], [len(ids) > self.max_len for ids in rows]
+        )
+
+    def score(self, rows: Sequence[Row]) -> list[float]:
+        """Scores of rows, in one forward pass."""
+        ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
+        device = next(self.module.parameters()).device
+        try:
+            with torch.inference_mode():
+                scores: Tensor = self.module(batch.to(device))
+                return scores.tolist()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces
+            raise
+
+    def _check_length(self, length: int, field: str) -> None:
+        if not length:
+            raise RefusedError(422, "the text is empty", field)
+        if length > self.max_len and self.config.data.overlong_texts == "error":
+            raise RefusedError(
+                422,
+                f"{length} tokens, and --max_len leaves room for {self.max_len}. Send a shorter "
+                "text, or start the server with --overlong_texts truncate_left",
+                field,
+            )
+
+    def _cut(self, ids: Row) -> Row:
+        if len(ids) <= self.max_len:
+            return ids
+        keeps_end = self.config.data.overlong_texts == "truncate_left"
+        return ids[-self.max_len :] if keeps_end else ids[: self.max_len]
+
+
+def load_order(config: ServeRewardConfig) -> list[ServedModel]:
+    """Every model of the command line, without weights; raises ConfigError."""
+    models = [ServedModel(config, path) for path in config.reward.model_paths]
+    names = [model.name for model in models]
+    for model in models:
+        if names.count(model.name) > 1:
+            model.name = model.path
+    return models
+
+
+def model_hash(model: RewardModel) -> str:
+    """16 hexadecimal digits of the weights, their types, and the scale of the scores."""
+    digest = hashlib.sha256(repr(model.scale).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {fingerprint(parameter)}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,70 @@
+"""Folders that hold an adapter instead of a model: what base they name, without loading anything.
+
+Whoever takes the path of a model asks here first; what can only work with whole weights refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from openrlhf.errors import ConfigError
+
+ADAPTER_CONFIG = "adapter_config.json"
+REWARD_TASK = "SEQ_CLS"
+
+
+def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
+    """The model an adapter was trained on, as its folder names it; None for anything but an
+    adapter's folder.
+
+    Raises ConfigError where the folder names no base.
+    """
+    settings = read_adapter_config(path)
+    if settings is None:
+        return None
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"The adapter at {path} does not say what it was trained on. Merge it into its base: "
+            f"{merge_command(path, 'BASE')}"
+        )
+    return base
+
+
+def is_reward_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds the adapter of a reward model, with its head."""
+    settings = read_adapter_config(path)
+    return settings is not None and settings.get("task_type") == REWARD_TASK
+
+
+def refuse_adapter(path: str | os.PathLike[str], flag: str) -> None:
+    """Raise ConfigError if a path whose weights an engine reads by itself holds an adapter."""
+    base = base_of_adapter(path)
+    if base is not None:
+        raise ConfigError(
+            f"{flag} {path} holds an adapter, and vLLM reads whole models. Merge it first: "
+            f"{merge_command(path, base)}"
+        )
+
+
+def merge_command(path: str | os.PathLike[str], base: str) -> str:
+    """What to type to make a model of an adapter."""
+    kind = " --is_rm" if is_reward_adapter(path) else ""
+    return f"openrlhf merge-lora --model_path {base} --lora_path {path} --output_path FOLDER{kind}"
+
+
+def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What the folder says of its adapter; None where there is none."""
+    file = Path(path).expanduser() / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}. Save the adapter again.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} holds no settings. Save the adapter again.")
+    return settings

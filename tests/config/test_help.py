@@ -1,0 +1,84 @@
+"""The text of --help: every flag in its group, with its values, its default and its names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from openrlhf.config.base import Alias, Base, option, switch, walk
+from openrlhf.config.flags import names_of
+from openrlhf.config.help import default_of, help_text, kind_of
+from openrlhf.config.run import CommandConfig
+from tests.config.test_names import NAMES
+
+
+class WheelConfig(Base):
+    """`wheel.*`: what it rolls on."""
+
+    size: int = option(26, "Inches.", "wheel_size", Alias(".large", {"true": 29}), gt=0)
+    pressures: tuple[float, float] = option((2.5, 3.0), "Front and back, in bar.")
+
+
+class BikeConfig(CommandConfig):
+    """Ride a bike."""
+
+    kind: Literal["road", "city"] | None = option(None, "What it is made for.")
+    has_bell: bool = switch("A bell.", "bell")
+    gears: int = option(7, "How many.", env="BIKE_GEARS")
+    words: str = option("ring\n", "What the bell says.")
+    wheel: WheelConfig = WheelConfig()
+
+
+EXPECTED = """\
+general options:
+  --use_ms                  ModelScope instead of the Hugging Face hub.
+                            (default: false)
+  --trust_remote_code       Run Python files that come with a model or
+                            tokenizer. (default: false)
+  --kind {road,city}|none   What it is made for. (default: none)
+  --has_bell                A bell. Also --bell. (default: false)
+  --gears INT               How many. Environment: BIKE_GEARS. (default: 7)
+  --words STR               What the bell says. (default: ring\\n)
+
+wheel options:  `wheel.*`: what it rolls on.
+  --wheel.size INT          Inches. Also --wheel_size --wheel.large. (default:
+                            26)
+  --wheel.pressures FLOAT FLOAT
+                            Front and back, in bar. (default: 2.5 3.0)
+"""
+
+
+def test_flags_stand_in_groups_with_values_help_names_and_defaults():
+    text = help_text(BikeConfig, "openrlhf bike")
+    assert text.startswith("usage: openrlhf bike [-h] [OPTIONS]\n\nRide a bike.\n")
+    assert text.endswith(EXPECTED)
+
+
+def test_a_wide_terminal_gets_long_lines():
+    text = help_text(BikeConfig, "openrlhf bike", width=200)
+    assert (
+        "  --wheel.size INT          Inches. Also --wheel_size --wheel.large. (default: 26)" in text
+    )
+
+
+@pytest.mark.parametrize("config_class", NAMES)
+def test_every_name_of_every_flag_is_in_the_help(config_class):
+    text = help_text(config_class, "x", width=90)
+    words = set(text.replace(".\n", "\n").replace(". ", " ").split())
+    for leaf in walk(config_class):
+        assert leaf.field.description.split()[0] in text
+        assert {f"--{name}" for name in names_of(config_class, leaf.path)} <= words, leaf.path
+    assert max(map(len, text.splitlines())) <= 98  # the notes at the top are not broken
+
+
+def test_kinds_are_what_may_be_typed():
+    assert kind_of(tuple[str, ...]) == "STR ..."
+    assert kind_of(str | None) == "STR|none"
+    assert kind_of(Literal[0, 1]) == "{0,1}"
+
+
+def test_defaults_are_what_would_be_typed():
+    leaves = {leaf.path: leaf for leaf in walk(BikeConfig)}
+    assert default_of(leaves["wheel.pressures"]) == "2.5 3.0"
+    assert default_of(leaves["has_bell"]) == "false"

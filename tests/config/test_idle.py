@@ -1,0 +1,196 @@
+"""Every setting is read by some code, or somebody who types it is told that it has no effect."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from openrlhf.config.base import value_at, walk
+from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.flags import plain_flag
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.unimplemented import UNIMPLEMENTED
+from tests.config.test_names import NAMES
+from tests.source import modules
+
+ROWS = "--pretrain m --dataset d"
+NEEDS = {
+    SFTConfig: ROWS,
+    RMConfig: ROWS,
+    DPOConfig: ROWS,
+    KTOConfig: ROWS,
+    PRMConfig: f"{ROWS} --placeholder_token <step>",
+    KDConfig: f"{ROWS} --teacher_model t",
+    ChatConfig: "--pretrain m",
+}
+# Read inside the config alone: other leaves and properties follow from them.
+READ_BY_CONFIG = {"model.ipo_enable", "rollout.greedy_sampling", "limits.max_body_mib"}
+# Accepted with a line that says what happens instead, or with nothing to say: batches are packed.
+ANNOUNCED = {
+    "data.dataloader_num_workers": "2",
+    "model.compute_fp32_loss_enable": "",
+    "muon.nesterov": "false",
+    "muon.ns_steps": "3",
+}
+HARMLESS = {"ds.packing_samples"}
+# They refine what is refused as not yet implemented, by the name of what they refine.
+REFINEMENTS = {
+    "ds.ring_attn_head_stride": "ds.ring_attn_size",
+    "actor.ptx_coef": "data.pretrain_dataset",
+    "data.pretrain_probs": "data.pretrain_dataset",
+    "data.image_key": "data.max_images_per_prompt",
+    "train.ema_beta": "train.enable_ema",
+    "train.async_queue_size": "train.async_enable",
+    "train.async_num_tasks": "train.async_enable",
+    "algo.advantage.is_correction_type": "algo.advantage.is_correction_enable",
+    "algo.advantage.is_correction_threshold": "algo.advantage.is_correction_enable",
+    "algo.dynamic_filtering_range": "algo.dynamic_filtering_enable",
+    "algo.dynamic_filtering_max_empty": "algo.dynamic_filtering_enable",
+}
+
+
+def names_read() -> set[str]:
+    """Every attribute that code outside the config reads."""
+    return {
+        node.attr
+        for module in modules()
+        if not module.name.startswith("openrlhf.config.")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def test_every_leaf_is_read_or_known_to_have_no_effect():
+    read = names_read()
+    waiting = {later.path for later in UNIMPLEMENTED}
+    refinements = {path for path, refined in REFINEMENTS.items() if refined in waiting}
+    known = {*READ_BY_CONFIG, *ANNOUNCED, *HARMLESS, *refinements, *waiting}
+    unread = {
+        option.path.removeprefix("actor.").removeprefix("critic.")
+        if ".muon." in option.path
+        else option.path
+        for config_class in NAMES
+        for option in walk(config_class)
+        if option.path.rpartition(".")[2] not in read
+    }
+    assert unread <= known, "no code reads these settings"
+
+
+@pytest.mark.parametrize("path", ANNOUNCED)
+def test_who_types_a_setting_without_effect_is_told(path):
+    config_class = RMConfig  # has all of them
+    words = [f"--{path}", *ANNOUNCED[path].split(), "--optim", "muon"]
+    parsed = parse_config(config_class, [*NEEDS[config_class].split(), *words])
+    [option] = [option for option in walk(config_class) if option.path == path]
+    assert value_at(parsed.config, path) != option.field.get_default()
+    said = " ".join(parsed.notices)
+    assert plain_flag(option) in said
+    assert "no effect" in said or "changes nothing" in said
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line", "expected"),
+    [
+        (SFTConfig, "--train_max_tokens_per_gpu 99", "without --use_dynamic_batch"),
+        (SFTConfig, "--micro_train_batch_size 3 --use_dynamic_batch", "with --use_dynamic_batch"),
+        (SFTConfig, "--lora_alpha 8", "without --lora_rank"),
+        (PRMConfig, "--target_modules q_proj", "without --lora_rank"),
+        (KTOConfig, "--lora_dropout 0.5", "without --lora_rank"),
+        (SFTConfig, "--muon.lr 0.1", "without --optim muon"),
+        (DPOConfig, "--eval_split validation", "without --eval_dataset"),
+        (DPOConfig, "--eval_steps 5", "without --eval_dataset"),
+        (SFTConfig, "--save_hf_ckpt", "without --save_steps"),
+        (SFTConfig, "--disable_ds_ckpt", "without --save_steps"),
+        (SFTConfig, "--max_ckpt_num 9", "without --save_steps"),
+        (RMConfig, "--wandb_project p", "without --use_wandb"),
+        (SFTConfig, "--deepspeed_enable_sleep", "here: nothing but training needs the memory"),
+        (SFTConfig, "--value_head_prefix v", "here: the model has no value head"),
+        (SFTConfig, "--input_template {} --apply_chat_template", "with --apply_chat_template"),
+        (SFTConfig, "--output_key o --pretrain_mode", "with --pretrain_mode"),
+        (KDConfig, "--input_template {} --pretrain_mode", "with --pretrain_mode"),
+        (
+            DPOConfig,
+            "--ref_offload --lora_rank 4 --ref_pretrain m",
+            "with --lora_rank: the model without its adapter is the reference",
+        ),
+        (
+            KTOConfig,
+            "--ref_offload --lora_rank 4",
+            "with --lora_rank: the model without its adapter is the reference",
+        ),
+        (
+            DPOConfig,
+            "--ref_offload --load_in_4bit --lora_rank 4 --ref_pretrain other",
+            "with --load_in_4bit: packed weights stay on the device",
+        ),
+        (
+            KDConfig,
+            "--teacher_offload --load_in_4bit --lora_rank 4",
+            "with --load_in_4bit: packed weights stay on the device",
+        ),
+        (ChatConfig, "--csft_prompt x", "without --enable_csft"),
+        (ChatConfig, "--top_p 0.5 --greedy_sampling", "with --greedy_sampling"),
+        (ChatConfig, "--top_p 0.5 --temperature 0", "with --temperature 0"),
+        (ChatConfig, "--input_template {} --apply_chat_template", "with --apply_chat_template"),
+    ],
+)
+def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, expected):
+    notices = parse_config(config_class, [*NEEDS[config_class].split(), *line.split()]).notices
+    assert list(notices) == [f"{line.split()[0]} has no effect {expected}."]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line"),
+    [
+        (SFTConfig, "--train_max_tokens_per_gpu 99 --use_dynamic_batch"),
+        (SFTConfig, "--lora_alpha 8 --lora_rank 4"),
+        (SFTConfig, "--optim muon --muon.lr 0.1 --muon.momentum 0.9"),
+        (DPOConfig, "--eval_dataset e --eval_split validation --eval_steps 5"),
+        (SFTConfig, "--save_steps 5 --save_hf_ckpt --disable_ds_ckpt --max_ckpt_num 9"),
+        (RMConfig, "--value_head_prefix v"),
+        (RMConfig, "--use_wandb true --wandb_project p"),
+        (SFTConfig, "--input_template {} --output_key o"),
+        (DPOConfig, "--ref_offload --lora_rank 4 --ref_pretrain other"),
+        (DPOConfig, "--ref_offload"),
+        (KTOConfig, "--ref_offload"),
+        (ChatConfig, "--csft_prompt x --enable_csft --top_p 0.5"),
+        (SFTConfig, "--max_ckpt_num 3 --lora_alpha 16"),  # the defaults
+    ],
+)
+def test_a_setting_that_is_read_is_not_talked_about(config_class, line):
+    parsed = parse_config(config_class, [*NEEDS[config_class].split(), *line.split()])
+    assert parsed.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "expected"),
+    [
+        ("generate", "--max_len 9", "with --eval_task generate"),
+        ("generate_vllm", "--output_key o", "with --eval_task generate_vllm"),
+        ("generate", "--value_head_prefix v", "with --eval_task generate"),
+        ("generate", "--zero_stage 3", "with --eval_task generate"),
+        ("generate_vllm", "--micro_batch_size 3", "with --eval_task generate_vllm"),
+        ("generate_vllm", "--rollout_batch_size 3", "without --iter"),
+        ("generate", "--csft_prompt x", "without --enable_csft"),
+        ("generate", "--top_p 0.5 --greedy_sampling", "with --greedy_sampling"),
+        ("rm", "--csft_prompt x", "with --eval_task rm"),
+        ("rm", "--reward_template {input}{reward}", "without --post_processor csft"),
+        ("rm", "--input_template {} --apply_chat_template", "with --apply_chat_template"),
+    ],
+)
+def test_a_setting_that_a_task_does_not_read_is_said(task, line, expected):
+    words = f"--pretrain m --dataset d --output_path o --eval_task {task} {line}".split()
+    notices = parse_config(BatchInferenceConfig, words).notices
+    assert list(notices) == [f"{line.split()[0]} has no effect {expected}."]
+
+
+def test_the_probabilities_of_the_training_data_are_not_those_of_the_evaluation_data():
+    line = f"{ROWS},e --dataset_probs 0.5,0.5 --eval_dataset a"
+    assert parse_config(SFTConfig, line.split()).notices == ()
+    [notice] = parse_config(SFTConfig, f"{line},b".split()).notices
+    assert notice.startswith("--dataset_probs has no effect on --eval_dataset")

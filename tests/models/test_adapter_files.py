@@ -1,0 +1,188 @@
+"""The folder of an adapter stands for its base with the adapter merged, and holds every weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from openrlhf.config.common import LoraConfig
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.adapter_files import load_adapter
+from openrlhf.models.adapters import add_lora, is_adapted
+from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_sequence_model
+from openrlhf.models.value_head import RewardModel
+from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
+
+LORA = LoraConfig(rank=4, alpha=8)
+
+
+@pytest.fixture
+def batch() -> PackedBatch:
+    ids = torch.arange(20, 40)
+    masks = [torch.arange(12) > 0, torch.arange(8) > 0]
+    return PackedBatch.from_sequences([ids[:12], ids[12:]], masks)
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+
+
+@pytest.fixture
+def policy(tiny_model_dir: Path, tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    """A policy's adapter, and the adapted model it was saved from."""
+    adapted = add_lora(load_causal_lm(tiny_model_dir), LORA)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy", adapted
+
+
+def save_reward_adapter(base: Path, path: Path, head: str = "score") -> torch.nn.Module:
+    """A reward model's adapter as train_rm leaves it; answers the adapted model."""
+    adapted = add_lora(load_sequence_model(base, value_head_prefix=head), LORA)
+    randomise(adapted)
+    adapted.save_pretrained(path)
+    config = adapted.get_base_model().config
+    config.update({"mean": 0.5, "std": 2.0})
+    config.save_pretrained(path)
+    return adapted
+
+
+def test_the_folder_of_an_adapter_is_its_base_with_the_adapter_merged(
+    policy: tuple[Path, torch.nn.Module], batch: PackedBatch
+) -> None:
+    path, adapted = policy
+    model = load_causal_lm(path)
+    assert not is_adapted(model) and not hasattr(model, "peft_config")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    torch.testing.assert_close(
+        Actor(model)(batch).logprobs, Actor(adapted)(batch).logprobs, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_an_adapter_on_an_adapter_names_the_folder_below_and_loads_with_it(
+    policy: tuple[Path, torch.nn.Module], tmp_path: Path, batch: PackedBatch
+) -> None:
+    second = add_lora(load_causal_lm(policy[0]), LORA)
+    randomise(second, seed=1)
+    second.save_pretrained(tmp_path / "second")
+    assert base_of_adapter(tmp_path / "second") == str(policy[0])
+    torch.testing.assert_close(
+        Actor(load_causal_lm(tmp_path / "second"))(batch).logprobs,
+        Actor(second)(batch).logprobs,
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("head", ["score", "value_head"])
+def test_a_reward_adapter_brings_its_head_and_scale(
+    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch, head: str
+) -> None:
+    adapted = save_reward_adapter(tiny_model_dir, tmp_path / "reward", head)
+    assert is_value_model(load_config(str(tmp_path / "reward")))
+    model = RewardModel.from_pretrained(
+        tmp_path / "reward", normalize_reward=True, allow_fresh_head=False
+    )
+    expected = (RewardModel(adapted)(batch) - 0.5) / 2.0
+    torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_adapter_goes_under_a_fresh_head(
+    policy: tuple[Path, torch.nn.Module], batch: PackedBatch
+) -> None:
+    path, adapted = policy
+    model = load_sequence_model(path)
+    expected = adapted.get_base_model().model(input_ids=batch.token_ids[None, :12])
+    found = model.model(input_ids=batch.token_ids[None, :12])
+    torch.testing.assert_close(
+        found.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(ConfigError, match="has no value head"):
+        load_sequence_model(path, allow_fresh_head=False)
+
+
+def test_a_reward_adapter_is_no_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
+    save_reward_adapter(tiny_model_dir, tmp_path / "reward")
+    with pytest.raises(ConfigError, match="holds the adapter of a reward model"):
+        load_causal_lm(tmp_path / "reward")
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_that_lacks_a_weight_or_has_one_too_many_is_refused(
+    policy: tuple[Path, torch.nn.Module],
+) -> None:
+    name, ones = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight", torch.ones(128, 4)
+    edit_weights(policy[0], lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=re.escape(f"1 are missing ({name}")):
+        load_causal_lm(policy[0])
+    more = name.replace("layers.1", "layers.7")
+    edit_weights(policy[0], lambda weights: weights.update({name: ones, more: ones + 1}))
+    with pytest.raises(ConfigError, match=re.escape(f"1 are unexpected ({more}")):
+        load_causal_lm(policy[0])
+
+
+def test_a_reward_adapter_without_its_head_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "reward"
+    save_reward_adapter(tiny_model_dir, folder)
+    edit_weights(folder, lambda weights: weights.pop("base_model.model.score.weight"))
+    with pytest.raises(ConfigError, match=r"base_model\.model\.score\.weight is missing"):
+        load_sequence_model(folder)
+    with pytest.raises(ConfigError, match="is missing"):
+        load_adapter(load_sequence_model(tiny_model_dir), folder)
+
+
+def set_base(folder: Path, base: str | None) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+
+
+def test_an_adapter_without_its_base_is_one_line_with_a_remedy(
+    policy: tuple[Path, torch.nn.Module],
+) -> None:
+    set_base(policy[0], "/no/such/base")
+    with pytest.raises(ConfigError, match=r"lacks its base\. Model path '/no/such/base' does not"):
+        load_config(str(policy[0]))
+    set_base(policy[0], None)
+    with pytest.raises(ConfigError, match="openrlhf merge-lora --model_path BASE --lora_path"):
+        load_config(str(policy[0]))
+
+
+def test_an_adapter_in_four_bits_is_refused(policy: tuple[Path, torch.nn.Module]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--load_in_4bit: .* Merge it first: openrlhf merge-lora"
+    ):
+        load_causal_lm(policy[0], load_in_4bit=True)
+
+
+def test_an_engine_that_reads_files_refuses_an_adapter(
+    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
+) -> None:
+    line = f"--pretrain {policy[0]} .* merge-lora --model_path {tiny_model_dir} --lora_path"
+    with pytest.raises(ConfigError, match=line):
+        refuse_adapter(policy[0], "--pretrain")
+    refuse_adapter(tiny_model_dir, "--pretrain")
+
+
+def test_an_adapter_without_a_tokenizer_has_its_bases(
+    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
+) -> None:
+    own, base = load_tokenizer(str(policy[0])), load_tokenizer(str(tiny_model_dir))
+    assert own.get_vocab() == base.get_vocab() and own.chat_template == base.chat_template
+    assert eos_token_ids(str(policy[0]), own) == eos_token_ids(str(tiny_model_dir), base)

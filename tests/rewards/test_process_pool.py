@@ -1,0 +1,287 @@
+"""A reward function in killable processes: limits hold, the pool heals, nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
+from openrlhf.rewards.worker_process import WorkerLimits
+
+# The label of the first sample says what the function does.
+UNRULY = """
+    import ctypes, os, subprocess, sys, time
+
+    kept = []
+
+    def reward_func(queries, prompts, labels):
+        word = labels[0]
+        if word == "sleep":
+            time.sleep(1e6)
+        if word == "spin":
+            while True: pass
+        if word == "hang below Python":
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+        if word == "exit":
+            os._exit(1)
+        if word == "leave":
+            sys.exit("done")
+        if word == "crash":
+            ctypes.string_at(0)
+        if word == "memory":
+            kept.append([bytes(2**20) for _ in range(10**5)])
+        if word == "leak":
+            kept.append(bytearray(os.urandom(1) * (400 * 2**20)))
+        if word == "child":
+            subprocess.Popen(["sleep", "1000"]); time.sleep(1e6)
+        if word == "raise":
+            raise ValueError("no such answer")
+        if word == "nan":
+            return [float("nan")] * len(labels)
+        print("scored", len(labels), "x" * 1000)
+        print("and said so", file=sys.stderr)
+        return {"rewards": [float(len(q)) for q in queries], "extra_logs": {"pid": os.getpid()}}
+"""
+MakePool = Callable[..., FunctionPool]
+
+
+def batch_of(*labels: object, **columns: list[object]) -> RewardBatch:
+    return RewardBatch(
+        queries=["q" * (i + 1) for i in range(len(labels))],
+        prompts=["p"] * len(labels),
+        responses=[f"r{i}" for i in range(len(labels))],
+        labels=labels,
+        columns=columns,
+        sample_ids=[f"step1/{i}/0" for i in range(len(labels))],
+    )
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    """Makes pools of a file with this code, and closes them."""
+    pools: list[FunctionPool] = []
+
+    def make(code: str = UNRULY, timeout_s: float = 20, **settings: object) -> FunctionPool:
+        path = tmp_path / "my_reward.py"
+        path.write_text(textwrap.dedent(code))
+        limits = WorkerLimits(timeout_s=timeout_s, memory_gib=0.25)
+        settings = {"num_workers": 2, "log_dir": tmp_path / "logs", "limits": limits} | settings
+        pools.append(FunctionPool(path, PoolSettings(**settings)))  # type: ignore[arg-type]
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_true()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_batches_have_at_most_their_size_and_results_keep_their_order(make_pool: MakePool) -> None:
+    code = (
+        "def reward_func(queries, prompts, labels): return [x + len(labels) / 10 for x in labels]"
+    )
+    pool = make_pool(code, batch_size=2)
+    rewards = pool.score(batch_of(1, 2, 3, 4, 5)).rewards.tolist()
+    assert rewards == pytest.approx([1.2, 2.2, 3.2, 4.2, 5.1])
+    assert pool.score(batch_of()).rewards.tolist() == []
+
+
+def test_calls_run_at_the_same_time(make_pool: MakePool, tmp_path: Path) -> None:
+    code = """
+        import os, pathlib, time
+        def reward_func(queries, prompts, labels):
+            folder = pathlib.Path(labels[0])
+            (folder / str(os.getpid())).touch()
+            deadline = time.monotonic() + 20
+            while len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return [float(len(list(folder.iterdir())))]
+    """
+    (tmp_path / "seen").mkdir()
+    pool = make_pool(code, batch_size=1, num_workers=4)
+    rewards = pool.score(batch_of(*[str(tmp_path / "seen")] * 4)).rewards.tolist()
+    assert rewards == [4.0] * 4 and len(pool.worker_pids) == 4
+
+
+def test_both_shapes_and_async_functions_work(make_pool: MakePool) -> None:
+    code = """
+        import asyncio
+        async def reward_func(queries, prompts, labels, responses):
+            loop = asyncio.get_running_loop()
+            async def one(text):
+                await asyncio.sleep(0.01)
+                return float(text[1:])
+            assert getattr(reward_func, "loop", loop) is loop
+            reward_func.loop = loop
+            return {"rewards": await asyncio.gather(*map(one, responses)), "scores": [1] * 2}
+    """
+    pool = make_pool(code, num_workers=1)
+    for _ in range(2):
+        assert pool.score(batch_of(None, None)).rewards.tolist() == [0.0, 1.0]
+    completions = "async def f(prompts, completions, answer, **kwargs): return answer"
+    assert make_pool(completions).score(batch_of(1, answer=[7])).rewards.tolist() == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("sleep", "did not end in 0.4 s (--reward_timeout_s)"),
+        ("spin", "did not end in 0.4 s (--reward_timeout_s)"),
+        ("hang below Python", "did not end in 0.4 s (--reward_timeout_s)"),
+        ("exit", "ended its process (exit code 1)"),
+        ("leave", "ended its process (exit code 1)"),
+        ("crash", "ended its process (signal SIGSEGV)"),
+        ("memory", "took more than 0.25 GiB (--reward_memory_gib)"),
+    ],
+)
+def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
+    make_pool: MakePool, tmp_path: Path, word: str, message: str
+) -> None:
+    pool = make_pool(timeout_s=20 if word == "memory" else 0.4)
+    [first] = pool.worker_pids
+    start = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        pool.score(batch_of(word, 2, 3, 4, 5))
+    assert time.monotonic() - start < 6  # not the default 300 s
+    text = str(caught.value)
+    assert (
+        f"{tmp_path}/my_reward.py: the reward function {message} while it scored samples " in text
+    )
+    assert "step1/0/0, step1/1/0, step1/2/0 and 2 more" in text
+    assert wait_until(lambda: not is_running(first))
+    assert pool.score(batch_of(1, 2)).rewards.tolist() == [1.0, 2.0]
+    assert first not in pool.worker_pids
+
+
+def test_where_a_call_hung_is_in_the_log(make_pool: MakePool, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"See .*/logs/reward-0\.log"):
+        make_pool(timeout_s=0.3).score(batch_of("sleep"))
+    assert 'my_reward.py", line 9 in reward_func' in (tmp_path / "logs/reward-0.log").read_text()
+
+
+def test_what_a_worker_started_ends_with_it(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=0.5)
+    [worker] = pool.worker_pids
+    future = pool.submit(batch_of("child"))
+    children = Path(f"/proc/{worker}/task/{worker}/children")
+    assert wait_until(lambda: bool(children.read_text().split()))
+    [child] = map(int, children.read_text().split())
+    with pytest.raises(RewardError, match="did not end"):
+        future.result()
+    assert wait_until(lambda: not is_running(child))
+
+
+def test_a_worker_that_leaked_is_replaced_after_its_answer(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    code = "leak"
+    try:
+        pool.score(batch_of(code))
+    except RewardError as error:  # caught while it was still busy
+        assert "--reward_memory_gib" in str(error)
+    assert pool.worker_pids == []
+    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+
+
+def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    [first] = pool.worker_pids
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: not is_running(first))
+    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+
+
+def test_an_exception_has_its_line_and_nonsense_its_sample(make_pool: MakePool) -> None:
+    pool = make_pool()
+    before = pool.worker_pids
+    with pytest.raises(RewardError, match=r"my_reward\.py:27: ValueError: no such answer"):
+        pool.score(batch_of("raise"))
+    with pytest.raises(RewardError, match=r"rewards of sample step1/0/0 is nan"):
+        pool.score(batch_of("nan"))
+    assert pool.worker_pids == before  # neither costs a worker
+
+
+def test_prints_go_to_the_log_and_not_to_the_terminal(
+    make_pool: MakePool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_pool().score(batch_of(1, 2))
+    assert capfd.readouterr() == ("", "")
+    log = (tmp_path / "logs" / "reward-0.log").read_text()
+    assert "scored 2" in log and "and said so" in log
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1", "has no reward_func; found: nothing public"),
+        ("import no_such_module", "my_reward.py:1: ModuleNotFoundError"),
+        (
+            "import os; os._exit(5)",
+            "the file ended its process (exit code 5) while it was imported",
+        ),
+    ],
+)
+def test_a_file_without_a_function_is_refused_at_start(
+    make_pool: MakePool, code: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_pool(code)
+    assert message in str(caught.value)
+
+
+def test_closing_ends_all_workers_and_what_they_do(make_pool: MakePool) -> None:
+    pool = make_pool(batch_size=1)
+    futures = [pool.submit(batch_of("sleep")) for _ in range(2)]
+    assert wait_until(lambda: len(pool.worker_pids) == 2)
+    pids = pool.worker_pids
+    pool.close()
+    for future in futures:
+        with pytest.raises(RewardError, match="ended its process"):
+            future.result(5)
+    assert wait_until(lambda: not any(map(is_running, pids)))
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit(batch_of(1))
+
+
+PARENT = """
+import sys, time
+from openrlhf.rewards.answers import RewardBatch
+from openrlhf.rewards.worker_process import WorkerLimits, WorkerProcess
+workers = [WorkerProcess(sys.argv[1], WorkerLimits(), None) for _ in range(2)]
+workers[0].connection.send(RewardBatch(["q"], ["p"], ["r"], ["spin"]))
+print(*[worker.process.pid for worker in workers], flush=True)
+time.sleep(100)
+"""
+
+
+def test_workers_die_with_their_parent_also_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    path = tmp_path / "my_reward.py"
+    path.write_text(textwrap.dedent(UNRULY))
+    words = [sys.executable, "-c", PARENT, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        parent.kill()
+    assert wait_until(lambda: not any(map(is_running, pids)))

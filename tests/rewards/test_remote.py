@@ -1,0 +1,234 @@
+"""The client of reward servers: one answer for every query, or an error with sample and server."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.rewards.remote import RemoteReward, RemoteSettings
+from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
+
+QUICK = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=2, backoff_s=0.02, cooldown_s=0.2)
+
+
+def batch_of(size: int) -> RewardBatch:
+    return RewardBatch(
+        queries=["q" * (i + 1) for i in range(size)],
+        prompts=["p"] * size,
+        responses=["r"] * size,
+        labels=[{"answer": i} for i in range(size)],
+        sample_ids=[f"step1/{i}/0" for i in range(size)],
+    )
+
+
+def score(urls: str, size: int = 1, settings: RemoteSettings = QUICK) -> RewardResult:
+    with closing(RemoteReward(urls, settings)) as source:
+        return source.score(batch_of(size))
+
+
+def in_turn(*answers: Answer) -> RewardServer:
+    """A server that gives these answers one after the other, then good ones."""
+    left = list(answers)
+    return RewardServer(lambda server, body: left.pop(0) if left else lengths(server, body))
+
+
+def always(answer: Answer | None) -> RewardServer:
+    return RewardServer(lambda server, body: answer)
+
+
+def test_queries_prompts_and_labels_are_sent_and_all_parts_come_back() -> None:
+    with always(rewards([0.0], scores=[1], extra_logs={"a": [2.5], "b": 3}, id="x")) as server:
+        result = score(server.url)
+    assert server.requests == [{"query": ["q"], "prompts": ["p"], "labels": [{"answer": 0}]}]
+    assert result.rewards.tolist() == [0.0]
+    assert result.scores is not None and result.scores.tolist() == [1.0]
+    assert {k: v.tolist() for k, v in result.extra_logs.items()} == {"a": [2.5], "b": [3.0]}
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_every_query_is_answered_once_and_no_request_is_empty(num_servers: int, size: int) -> None:
+    with ExitStack() as stack:
+        servers = started(num_servers, stack)
+        result = score(",".join(server.url for server in servers), size)
+    assert result.rewards.tolist() == [float(i + 1) for i in range(size)]
+    assert sorted(query for server in servers for query in server.queries) == [
+        "q" * (i + 1) for i in range(size)
+    ]
+    assert all(body["query"] for server in servers for body in server.requests)
+    assert sum(bool(server.requests) for server in servers) == min(num_servers, size)
+
+
+def test_requests_have_at_most_the_batch_size() -> None:
+    with RewardServer() as server:
+        result = score(server.url, 5, RemoteSettings(batch_size=2))
+    assert sorted(len(body["query"]) for body in server.requests) == [1, 2, 2]
+    assert result.rewards.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b'{"rewards": [NaN]}', "rewards of sample step1/0/0 is nan"),
+        (b'{"rewards": [Infinity]}', "rewards of sample step1/0/0 is inf"),
+        (b'{"rewards": [1e39]}', "not a finite float32"),
+        (b'{"rewards": ["high"]}', "is 'high', not a number"),
+        (b'{"rewards": [null]}', "is None, not a number"),
+        (b'{"rewards": [[1.0]]}', "is [1.0], not a number"),
+        (b'{"rewards": []}', "has 0 values for 1 samples"),
+        (b'{"rewards": [1, 2]}', "has 2 values for 1 samples"),
+        (b'{"rewards": 1}', "rewards is a int"),
+        (b'{"rewards": null}', "rewards is a NoneType"),
+        (b"{}", "the answer has no 'rewards'"),
+        (b"null", "the answer for sample step1/0/0 is a NoneType, not an object"),
+        (b"[1.0]", "the answer for sample step1/0/0 is a list, not an object"),
+        (b"<html>oops</html>", "the answer for sample step1/0/0 is not JSON: <html>oops</html>"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"rewards": [1], "scores": [2, 3]}', "scores has 2 values for 1 samples"),
+        (b'{"rewards": [1], "extra_logs": {"a": ["x"]}}', "extra_logs['a'] of sample"),
+    ],
+)
+def test_nonsense_is_an_error_at_once_that_names_sample_and_server(
+    answer: bytes, message: str
+) -> None:
+    with always((200, answer)) as server, pytest.raises(RewardError) as caught:
+        score(server.url)
+    assert message in str(caught.value) and server.url in str(caught.value)
+    assert len(server.requests) == 1
+
+
+def test_a_server_error_is_tried_three_times_with_one_request_id() -> None:
+    with in_turn((500, b"a"), (503, b"b")) as server:
+        assert score(server.url).rewards.tolist() == [1.0]
+    assert len(server.requests) == 3
+    assert len({headers["X-Request-Id"] for headers in server.headers}) == 1
+    with always((500, b"out of memory")) as server, pytest.raises(RewardError) as caught:
+        score(server.url)
+    assert len(server.requests) == 3
+    assert "no rewards for sample step1/0/0 after 3 tries" in str(caught.value)
+    assert "answered 500: out of memory" in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 302])
+def test_a_refusal_is_never_tried_again(status: int) -> None:
+    with ExitStack() as stack:
+        bad = stack.enter_context(always((status, b'{"error": "query[0]"}')))
+        good = stack.enter_context(RewardServer())
+        with pytest.raises(RewardError) as caught:
+            score(f"{bad.url},{good.url}")
+    assert f'answered {status} for sample step1/0/0: {{"error": "query[0]"}}' in str(caught.value)
+    assert (len(bad.requests), len(good.requests)) == (1, 0)
+
+
+def test_a_connection_that_breaks_is_tried_again() -> None:
+    with in_turn(None) as server:  # type: ignore[arg-type]
+        assert score(server.url).rewards.tolist() == [1.0]
+    assert len(server.requests) == 2
+
+
+def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:
+    with RewardServer() as server:
+        result = score(f"{free_url()},{server.url}", 20)
+    assert result.rewards.tolist() == [float(i + 1) for i in range(20)]
+    assert len(server.requests) == 20
+
+
+def test_a_dead_server_alone_is_an_error_that_names_it() -> None:
+    url = free_url()
+    with pytest.raises(RewardError) as caught:
+        score(url)
+    assert f"{url}: ConnectError" in str(caught.value)
+
+
+def test_after_failures_in_a_row_a_server_is_left_alone_and_then_tried_once() -> None:
+    settings = RemoteSettings(
+        batch_size=1, backoff_s=0.001, failures_to_open=4, cooldown_s=0.4, timeout_s=5
+    )
+    with ExitStack() as stack:
+        bad = stack.enter_context(always((500, b"")))
+        good = stack.enter_context(RewardServer())
+        source = stack.enter_context(closing(RemoteReward(f"{bad.url},{good.url}", settings)))
+        for _ in range(3):
+            source.score(batch_of(10))
+        opened = len(bad.requests)
+        assert 4 <= opened <= 10  # those that were on their way when the circuit opened
+        time.sleep(0.5)
+        source.score(batch_of(10))
+        assert len(bad.requests) == opened + 1
+        bad.behaviour = lengths
+        time.sleep(0.5)
+        source.score(batch_of(10))
+        source.score(batch_of(10))
+        assert len(bad.requests) > opened + 2  # answered: it takes its share again
+
+
+def slow(server: RewardServer, body: dict[str, object]) -> Answer:
+    server.stopping.wait(10)
+    return lengths(server, body)
+
+
+def test_a_slow_server_ends_at_the_limit_of_all_tries() -> None:
+    settings = RemoteSettings(batch_size=1, timeout_s=0.7, try_timeout_s=0.3, backoff_s=0.01)
+    start = time.monotonic()
+    with RewardServer(slow) as server, pytest.raises(RewardError) as caught:
+        score(server.url, settings=settings)
+    assert time.monotonic() - start < 2
+    assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
+
+
+def test_a_slow_server_is_replaced_by_another() -> None:
+    settings = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=0.2)
+    with RewardServer(slow) as server, RewardServer() as other:
+        assert score(f"{server.url},{other.url}", settings=settings).rewards.tolist() == [1.0]
+    assert (len(server.requests), len(other.requests)) == (1, 1)
+
+
+def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
+    def together(server: RewardServer, body: dict[str, object]) -> Answer:
+        deadline = time.monotonic() + 3
+        while server.num_most < 64 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.02)
+        return lengths(server, body)  # type: ignore[arg-type]
+
+    with RewardServer(together) as server:
+        result = score(server.url, 200, RemoteSettings(batch_size=1))
+    assert server.num_most == 64
+    assert len(server.requests) == 200
+    assert result.rewards.tolist() == [float(i + 1) for i in range(200)]
+
+
+def test_a_proxy_does_not_come_between_this_machine_and_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    with RewardServer() as server:
+        assert score(server.url).rewards.tolist() == [1.0]
+        assert score(server.url.replace("127.0.0.1", "localhost")).rewards.tolist() == [1.0]
+
+
+def test_a_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "secret")
+    with RewardServer() as server:
+        score(server.url)
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_text_that_is_not_unicode_travels_and_labels_that_are_not_json_are_refused() -> None:
+    with RewardServer() as server, closing(RemoteReward(server.url, QUICK)) as source:
+        source.score(RewardBatch(["\ud800\x00"], ["p"], ["r"], [None]))
+        assert json.dumps(server.queries) == json.dumps(["\ud800\x00"])
+        with pytest.raises(RewardError, match="labels of sample 0 cannot be sent"):
+            source.score(RewardBatch(["q"], ["p"], ["r"], [object()]))
+
+
+@pytest.mark.parametrize("urls", ["localhost:5000", "ftp://a/b", "a.py,b.py", "http://"])
+def test_what_is_no_url_is_refused_at_start(urls: str) -> None:
+    with pytest.raises(ConfigError, match=r"neither one \.py file nor a list of URLs"):
+        RemoteReward(urls)

@@ -1,0 +1,135 @@
+"""What agents are tested with: an engine that says what a function tells it to, and shorthands."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from textwrap import dedent
+
+from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
+from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
+
+Say = Callable[[GenerationRequest], Sequence[int]]
+
+
+def logprob_of(token: int) -> float:
+    """The log-prob that the fake engine gives a token."""
+    return -0.1 - token % 7 / 10
+
+
+class FakeEngine:
+    """Samples what `say` answers, cut to the room there is; the version can be moved on."""
+
+    def __init__(self, say: Say, *, delay_s: float = 0.0) -> None:
+        self.say = say
+        self.delay_s = delay_s
+        self.weight_version = 0
+        self.requests: list[GenerationRequest] = []
+
+    def complete(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        ids = tuple(self.say(request))
+        is_cut = len(ids) > request.sampling.max_new_tokens
+        ids = ids[: request.sampling.max_new_tokens]
+        reason = "length" if is_cut or ids[-1] not in request.sampling.stop_token_ids else "stop"
+        return Completion(ids, tuple(map(logprob_of, ids)), reason, self.weight_version)
+
+
+class StreamingEngine(FakeEngine):
+    """Answers each request by itself, as the engine with a step loop does."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        for future, request in zip(futures, requests, strict=True):
+            if self.delay_s:
+                threading.Timer(self.delay_s, self._answer, (future, request)).start()
+            else:
+                self._answer(future, request)
+        return futures
+
+    def _answer(self, future: Future[list[Completion]], request: GenerationRequest) -> None:
+        try:
+            future.set_result([self.complete(request)])
+        except EngineError as error:
+            future.set_exception(error)
+
+
+class BatchEngine(FakeEngine):
+    """Answers when the whole call is done; notes how many came together."""
+
+    def __init__(self, say: Say, *, delay_s: float = 0.0) -> None:
+        super().__init__(say, delay_s=delay_s)
+        self.sizes: list[int] = []
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        self.sizes.append(len(requests))
+        time.sleep(self.delay_s)
+        return [[self.complete(request)] for request in requests]
+
+
+def says(tokenizer, text: str, *, end: bool = True) -> Say:
+    """An engine's `say` that always writes the same text."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return lambda request: [*ids, tokenizer.eos_token_id] if end else ids
+
+
+def settings(tokenizer, **changes) -> SamplingSettings:
+    return SamplingSettings(**{"stop_token_ids": (tokenizer.eos_token_id,), **changes})
+
+
+def prompts(tokenizer, texts: Sequence[str]) -> list[PromptRecord]:
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [
+        PromptRecord(row, text, tuple(ids), label=f"label {row}", columns={"row": row})
+        for row, (text, ids) in enumerate(zip(texts, encoded, strict=True))
+    ]
+
+
+def request(tokenizer, text: str = "hi", name: str = "e0", **changes) -> EpisodeRequest:
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    sampling = settings(tokenizer, **changes.pop("sampling", {}))
+    return EpisodeRequest(name, text, ids, sampling, **{"label": "L", **changes})
+
+
+def write_agent(path: Path, code: str) -> Path:
+    file = path / "agent_func.py"
+    file.write_text(dedent(code))
+    return file
+
+
+def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
+    return EpisodeRunner(
+        AgentFile(file),
+        engine,
+        tokenizer,
+        AgentLimits(**{"max_length": 256, "step_timeout_s": 20.0, **limits}),
+        vocab_size=len(tokenizer),
+    )
+
+
+def act(runner: EpisodeRunner, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
+    """Results of all episodes, by name; fails when one does not come within half a minute."""
+    runner.submit_episodes("test", requests)
+    results: dict[str, EpisodeResult] = {}
+    deadline = time.monotonic() + 30
+    while len(results) < len(requests):
+        assert time.monotonic() < deadline, f"only {len(results)} of {len(requests)} came"
+        results.update({r.sample_id: r for r in runner.finished_episodes("test", 0.5)})
+    return results
+
+
+def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult:
+    """One episode of an agent file."""
+    changes = {k: options.pop(k) for k in ("text", "sampling", "label") if k in options}
+    runner = make_runner(file, engine, tokenizer, **options)
+    try:
+        return act(runner, [request(tokenizer, **changes)])["e0"]
+    finally:
+        runner.close()

@@ -1,0 +1,59 @@
+"""What the tests of losses share: samples in a list, and the gradient of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf.trainer.base_trainer import BaseTrainer
+from tests.distributed.test_train_engine import full_gradients
+
+
+class ListedSamples:
+    """Samples held in a list, with the tokens of each."""
+
+    def __init__(self, samples: Sequence[Any], lengths: Sequence[int]) -> None:
+        self._samples = samples
+        self.lengths = torch.tensor(lengths)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+@contextmanager
+def caught_gradients(trainer: BaseTrainer) -> Iterator[list[Tensor]]:
+    """A block whose optimizer steps leave their gradients, caught before the update, in a list."""
+    caught: list[Tensor] = []
+    update = trainer.engine.step
+
+    def step() -> float:
+        caught.extend(grad.clone() for grad in full_gradients(trainer.engine))
+        return update()
+
+    trainer.engine.step = step  # type: ignore[method-assign]
+    yield caught
+    trainer.engine.step = update  # type: ignore[method-assign]
+
+
+def step_gradient(trainer: BaseTrainer, micro_batch_size: int) -> tuple[Tensor, dict[str, float]]:
+    """Flat gradient and metrics of one step over all samples; at learning rate 0 it leaves the
+    weights alone.
+    """
+    trainer.settings = replace(trainer.settings, micro_batch_size=micro_batch_size)
+    with caught_gradients(trainer) as caught:
+        metrics = trainer.train_step(range(len(trainer.samples)))
+    return torch.cat([grad.flatten() for grad in caught]), trainer._reduced(metrics)
+
+
+def response_logprob(model: Any, token_ids: Tensor, mask: Tensor) -> Tensor:
+    """Sum of log-probs over the marked tokens of one unpacked sequence (T,), in plain torch."""
+    logprobs = model(token_ids[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, token_ids[1:, None])[:, 0][mask[1:]].sum()

@@ -1,0 +1,164 @@
+"""Agent files of both generations run as they were written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from tests.trainer.agent_fakes import StreamingEngine, act_one, says, write_agent
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = ROOT.parent / "shared" / "seeds"
+ENV = """
+    from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+
+    class AgentInstance(AgentInstanceBase):
+        async def __init__(self, *args, **kwargs):
+            self.seen = []
+
+        async def reset(self, states, **kwargs):
+            self.label = states["label"]
+            return {"observation": states["observation"]}
+
+        async def step(self, states, **kwargs):
+            self.seen.append(states["action_text"])
+            assert states["label"] == self.label == "L"
+            return {
+                "rewards": 0.25,
+                "scores": 1.0,
+                "environment_feedback": "again",
+                "done": len(self.seen) == 3,
+                "sampling_params": states.get("sampling_params", None),
+                "extra_logs": {"num": len(self.seen)},
+            }
+"""
+OLD = """
+    class AgentExecutor(AgentExecutorBase):
+        def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+            super().__init__(
+                AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
+            )
+
+        async def execute(self, prompt, label, sampling_params):
+            return await super().execute(prompt, label, sampling_params)
+"""
+NEW = """
+    class AgentExecutor(MultiTurnAgentExecutor):
+        def __init__(self):
+            super().__init__(AgentInstance)
+
+        async def execute(
+            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
+        ):
+            return await super().execute(
+                prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images
+            )
+"""
+
+
+@pytest.mark.parametrize("executor", [OLD, NEW, ""], ids=["0.8", "0.11", "instance alone"])
+def test_both_shapes_of_executor_run_the_same_episode(executor, tmp_path, tiny_tokenizer):
+    file = write_agent(tmp_path, dedent(ENV) + dedent(executor))
+    result = act_one(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
+    assert result.failure is None
+    assert (result.reward, result.score, result.num_turns) == (0.75, 1.0, 3)
+    assert result.extra_logs == {"num": 3.0}
+    (segment,) = result.segments
+    text = tiny_tokenizer.decode(segment.token_ids)
+    assert text == "hi" + "yes<|end|>again" * 2 + "yes<|end|>"
+    assert sum(segment.action_mask) == 3 * 4
+
+
+def test_a_whole_execute_of_ones_own_drives_the_engine_as_vllm_is_driven(tmp_path, tiny_tokenizer):
+    code = """
+        from copy import deepcopy
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+                self.llm_engine, self.hf_tokenizer = llm_engine, hf_tokenizer
+                self.result_queue = result_queue
+
+            async def execute(self, prompt, label, sampling_params):
+                ids = self.hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                params = deepcopy(sampling_params)
+                params.max_tokens = 2
+                first = await self.llm_engine.generate({"prompt_token_ids": ids}, params, "id-1")
+                output = first.outputs[0]
+                assert output.finish_reason == "length" and output.text == "ye"
+                assert [list(entry) for entry in output.logprobs] == [[i] for i in output.token_ids]
+                logprobs = [entry[i].logprob for entry, i in zip(output.logprobs, output.token_ids)]
+                assert sum(logprobs) == output.cumulative_logprob
+                async for last in self.llm_engine.generate(
+                    prompt_token_ids=ids + output.token_ids, sampling_params=sampling_params
+                ):
+                    assert last.finished
+                await self.result_queue.put({"reward": sum(logprobs)})
+    """
+    file = write_agent(tmp_path, code)
+    result = act_one(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
+    assert result.failure is None, result.failure
+    (segment,) = result.segments
+    assert tiny_tokenizer.decode(segment.token_ids) == "hiyeyes<|end|>"
+    assert result.reward == pytest.approx(sum(segment.logprobs[:2]))
+    assert result.is_truncated
+
+
+def seed_file(tmp_path: Path) -> Path:
+    for seed in sorted(SEEDS.glob("*.txt")):
+        found = re.search(r"^```python\n(# agent_func\.py\n.*?)^```", seed.read_text(), re.M | re.S)
+        if found:
+            file = tmp_path / "agent_func.py"
+            file.write_text(found[1])
+            return file
+    raise AssertionError("no document shows agent_func.py")
+
+
+@pytest.mark.parametrize("source", ["the users' document", "agent_func.py"])
+def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, tiny_tokenizer):
+    if source == "agent_func.py":
+        file = ROOT / "examples/python/agent_func.py"
+    elif SEEDS.is_dir():
+        file = seed_file(tmp_path)
+    else:
+        pytest.skip("the users' documents are not beside this checkout")
+    for _ in range(4):  # it draws how often it asks
+        result = act_one(file, StreamingEngine(says(tiny_tokenizer, "3")), tiny_tokenizer)
+        assert result.failure is None, result.failure
+        assert 2 <= result.num_turns <= 4
+        assert result.reward in (0.0, 1.0)
+        assert result.score == result.reward == result.extra_logs["dummy_scores"]
+        (segment,) = result.segments
+        text = tiny_tokenizer.decode(segment.token_ids)
+        feedback = "\n\nHuman: [INCORRECT]\nPlease analyze the issues and try again.\n</s>"
+        assert text.count(feedback) == result.num_turns - 1
+        assert "[CORRECT]" not in text  # nothing is sampled behind the last word
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("VALUE = 1", "has no AgentExecutor; found: nothing public"),
+        ("class AgentExecutor:\n    pass", "AgentExecutor has no async execute"),
+        (
+            "class AgentExecutor:\n    async def execute(self, question): ...",
+            "AgentExecutor.execute needs an argument question, which is not known",
+        ),
+        (
+            "class AgentExecutor:\n    def __init__(self, tools): ...\n"
+            "    async def execute(self, prompt, label, sampling_params): ...",
+            "AgentExecutor.__init__ needs an argument tools, which is not known",
+        ),
+        ("class AgentInstance:\n    pass", "AgentInstance is no AgentInstanceBase"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_cannot_act_is_refused_in_words(code, message, tmp_path):
+    (tmp_path / "agent.py").write_text(code)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        AgentFile(tmp_path / "agent.py")

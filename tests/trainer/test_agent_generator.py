@@ -1,0 +1,247 @@
+"""Agents in the place of the samples generator: rollouts of whole groups, failures by policy."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from openrlhf.algorithms.advantages import estimator
+from openrlhf.errors import EngineError
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
+from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RewardRules
+from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.utils.agent import AgentError
+from tests.trainer.agent_fakes import (
+    StreamingEngine,
+    make_runner,
+    prompts,
+    says,
+    settings,
+    write_agent,
+)
+
+# Two turns; "two" begins anew in its second, which makes a second segment.
+AGENT = """
+    from openrlhf.utils.agent import AgentExecutorBase
+
+    TRIES = {}
+
+    class AgentExecutor(AgentExecutorBase):
+        async def execute(self, prompt, label, sampling_params, llm_engine):
+            TRIES[prompt] = TRIES.get(prompt, 0) + 1
+            if prompt == "bad" or prompt == "shy" and TRIES[prompt] == 1:
+                raise ValueError(f"{prompt} at try {TRIES[prompt]}")
+            first = await llm_engine.generate(prompt, sampling_params)
+            begin = [] if prompt == "two" else first.prompt_token_ids
+            ids = [*begin, *first.outputs[0].token_ids, *llm_engine.encode_feedback("??")]
+            await llm_engine.generate(ids, sampling_params)
+            return {"reward": len(prompt) / 2, "scores": 1.0, "extra_logs": {"num": 3}}
+"""
+
+
+def generate(tmp_path, tokenizer, texts, *, num_hosts=1, policy=None, say=None, **sampling):
+    """The samples of some prompts, and the engines they came from."""
+    file = write_agent(tmp_path, AGENT)
+    engines = [
+        StreamingEngine(say or says(tokenizer, "yo"), delay_s=0.01) for _ in range(num_hosts)
+    ]
+    hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
+    generator = AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy())
+    try:
+        batch = generator.generate_samples(
+            prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
+        )
+    finally:
+        for host in hosts:
+            host.close()
+    return batch, engines
+
+
+def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, tiny_tokenizer):
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["a", "abc"], num_samples=2)
+    names = [r.sample_id for r in batch.rollouts]
+    assert names == ["step1/0/0", "step1/0/1", "step1/1/0", "step1/1/1"]
+    assert [r.group_id for r in batch.rollouts] == [0, 0, 1, 1]
+    assert [r.reward for r in batch.rollouts] == [0.5, 0.5, 1.5, 1.5]
+    rollout = batch.rollouts[2]
+    assert (rollout.prompt_text, rollout.label, rollout.columns) == ("abc", "label 1", {"row": 1})
+    assert rollout.response_text == "yo<|end|>??yo<|end|>"
+    assert tiny_tokenizer.decode(rollout.token_ids) == "abc" + rollout.response_text
+    assert rollout.action_mask.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 3
+    assert rollout.num_actions == len(rollout.logprobs) == len(rollout.weight_versions) == 6
+    values = batch.metrics.values()
+    assert values["num_generated_tokens"] == 24
+    assert (values["agent/num_turns"], values["agent/num_segments"]) == (2, 1)
+    assert (values["score"], values["extra/num"]) == (1, 3)
+    assert batch.failed == {}
+
+
+def test_all_hosts_work_and_every_episode_runs_once(tmp_path, tiny_tokenizer):
+    batch, engines = generate(
+        tmp_path, tiny_tokenizer, [f"p{i}" for i in range(12)], num_samples=2, num_hosts=3
+    )
+    assert len(batch.rollouts) == len({r.sample_id for r in batch.rollouts}) == 24
+    assert sum(len(engine.requests) for engine in engines) == 48
+    assert all(engine.requests for engine in engines)
+
+
+def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
+    with pytest.raises(AgentError, match=re.escape("2 of 4 episodes failed: exception: ")) as info:
+        generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)
+    assert "agent_func.py:10: ValueError: bad at try" in str(info.value)
+    assert info.value.exit_code == 3
+
+
+def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
+    tmp_path, tiny_tokenizer
+):
+    policy = FailurePolicy(drops=True, max_dropped=0.5)
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
+    assert [r.row_id for r in batch.rollouts] == [0, 0]
+    assert list(batch.failed) == [1]
+    assert "ValueError: bad" in batch.failed[1]
+    values = batch.metrics.values()
+    assert (values["agent/num_failed_exception"], values["num_dropped_groups"]) == (2, 1)
+
+
+def test_too_many_dropped_groups_end_the_run(tmp_path, tiny_tokenizer):
+    policy = FailurePolicy(drops=True, max_dropped=0.4)
+    with pytest.raises(AgentError, match=r"more than --reward_max_dropped 0\.4 of a step"):
+        generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
+
+
+def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):
+    policy = FailurePolicy(num_retries=1)
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "shy"], num_samples=1, policy=policy)
+    assert [r.row_id for r in batch.rollouts] == [0, 1]
+    with pytest.raises(AgentError, match="bad at try 2"):
+        generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
+
+
+def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_tokenizer):
+    def say(request):
+        raise EngineError("the engine is down")
+
+    with pytest.raises(EngineError, match="step1/0/0: the engine is down"):
+        generate(
+            tmp_path,
+            tiny_tokenizer,
+            ["ok"],
+            policy=FailurePolicy(drops=True, max_dropped=1),
+            say=say,
+        )
+
+
+def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer, monkeypatch):
+    agent = AGENT.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
+    monkeypatch.setattr(sys.modules[__name__], "AGENT", agent)
+    with pytest.raises(AgentError, match="sample step1/1/0 has no score and others"):
+        generate(tmp_path, tiny_tokenizer, ["a", "b"])
+
+
+def two_part_batch(tmp_path, tokenizer):
+    """Group 0: two episodes of reward 0.5; group 1: two episodes of reward 1.5, in two parts."""
+    batch, _ = generate(tmp_path, tokenizer, ["a", "two"], num_samples=2)
+    return batch.rollouts
+
+
+def test_parts_of_an_episode_share_reward_and_episode(tmp_path, tiny_tokenizer):
+    rollouts = two_part_batch(tmp_path, tiny_tokenizer)
+    assert [r.sample_id for r in rollouts] == [
+        "step1/0/0",
+        "step1/0/1",
+        "step1/1/0",
+        "step1/1/0#1",
+        "step1/1/1",
+        "step1/1/1#1",
+    ]
+    assert [r.reward for r in rollouts] == [0.5, 0.5, 1.5, 1.5, 1.5, 1.5]
+    assert (rollouts[3].prompt_text, rollouts[3].response_text) == ("yo<|end|>??", "yo<|end|>")
+    experience = Experience.from_rollouts(rollouts)
+    assert experience.episodes == [[0], [1], [2, 3], [4, 5]]
+    assert experience.response_lengths.tolist() == [6, 6, 6, 6, 6, 6]
+    assert evaluation_metrics(rollouts, 2)["eval/response_length"] == 6
+
+
+def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer):
+    rollouts = two_part_batch(tmp_path, tiny_tokenizer)
+    experience = Experience.from_rollouts(rollouts)
+    rewards = torch.tensor([0.0, 1.0, 3.0, 3.0, 1.0, 1.0])
+    groups = torch.tensor([0, 0, 1, 1, 1, 1])
+    advantages, _ = estimator("rloo").compute(
+        rewards,
+        groups,
+        torch.zeros(len(experience.rollout_logprobs)),
+        None,
+        experience.num_actions,
+        kl_coef=0.0,
+        clip_range=(-10, 10),
+        episode_ids_B=experience.episode_ids,
+    )
+    first = advantages.split(experience.num_actions.tolist())
+    # group 1 is the episodes 3 and 1: +2 and -2, in both parts of each
+    assert [part[0].item() for part in first] == [-1, 1, 2, 2, -2, -2]
+
+
+def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    (steps,) = plan_updates(experience, 1, train_batch_size=2, max_epochs=1, seed=0)
+    assert len(steps) == 2
+    assert sum(step.num_samples for step in steps) == 6
+    assert sum(step.num_tokens for step in steps) == len(experience.rollout_logprobs)
+    for step in steps:
+        ids = step.experience.episode_ids.tolist()
+        assert all(ids.count(i) == len(experience.episodes[i]) for i in ids)
+
+
+def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    rules = RewardRules(max_new_tokens=8, overlong_buffer_len=4, overlong_penalty_factor=1.0)
+    penalised = rules.apply(experience.rewards, experience)
+    assert (experience.rewards - penalised).tolist() == [0.5] * 6  # 6 tokens: 2 of 4 over
+
+
+def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["abc"])
+    experience = Experience.from_rollouts(batch.rollouts)
+    advantages, _ = estimator("reinforce", no_std_norm=True).compute(
+        experience.rewards,
+        experience.group_ids,
+        torch.arange(6.0),  # one KL a sampled token; the two of the feedback have none
+        None,
+        experience.num_actions,
+        kl_coef=0.1,
+        clip_range=(-10, 10),
+    )
+    sums = torch.tensor([15.0, 15.0, 14.0, 12.0, 9.0, 5.0])  # of this and later sampled tokens
+    expected = 1.5 - 0.1 * sums
+    assert torch.allclose(advantages, expected - expected.mean(), atol=1e-6)
+
+
+def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_dir):
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["abc"])
+    packed = Experience.from_rollouts(batch.rollouts).packed()
+    model = load_causal_lm(tiny_model_dir, dtype=torch.float32)
+    actor = Actor(model)
+    logprobs = actor(packed, temperature=1.0).logprobs
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    row = plain(packed.token_ids[None]).logits[0].log_softmax(-1)
+    # abc yo<end> ?? yo<end>: sampled are 3, 4, 5 and 8, 9, 10, each told by the one before
+    expected = [row[t - 1, packed.token_ids[t]].item() for t in (3, 4, 5, 8, 9, 10)]
+    assert logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+    # The second turn knows the feedback; the first does not.
+    other = packed.token_ids.clone()
+    other[6] = other[0]
+    changed = actor(replace(packed, token_ids=other), temperature=1.0).logprobs
+    assert changed[:3].tolist() == logprobs[:3].tolist()
+    assert changed[3:].tolist() != logprobs[3:].tolist()

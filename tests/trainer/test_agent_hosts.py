@@ -1,0 +1,132 @@
+"""Episodes beside real engines, and in the process of an actor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openrlhf.engines.base import WeightBucket
+from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
+from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost, episode_hosts
+from tests.trainer.agent_fakes import StreamingEngine, prompts, says, settings, write_agent
+
+AGENT = """
+    from openrlhf.utils.agent import AgentInstanceBase
+
+    class AgentInstance(AgentInstanceBase):
+        def __init__(self):
+            self.num_steps = 0
+
+        async def step(self, states):
+            self.num_steps += 1
+            states["sampling_params"].max_tokens = 8
+            return {
+                "rewards": 1.0,
+                "environment_feedback": "<|end|><|user|>more<|end|><|assistant|>",
+                "done": self.num_steps == 3,
+            }
+"""
+
+
+def setup_of(tmp_path, tokenizer) -> AgentSetup:
+    limits = AgentLimits(max_length=64, num_tasks=32)
+    return AgentSetup(str(write_agent(tmp_path, AGENT)), tokenizer, limits, len(tokenizer))
+
+
+def generate(hosts, tokenizer, *, texts=("one", "two", "three"), **sampling):
+    generator = AgentSamplesGenerator(
+        hosts, tokenizer, AgentLimits(max_length=64, num_tasks=32), FailurePolicy()
+    )
+    return generator.generate_samples(
+        prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
+    ).rollouts
+
+
+def largest_gap(model_dir, rollouts, temperature) -> float:
+    """The most that engine and trainer differ in the log-prob of a sampled token."""
+    experience = Experience.from_rollouts(rollouts)
+    actor = Actor(load_causal_lm(model_dir, dtype=torch.float32))
+    with torch.no_grad():
+        logprobs = actor(experience.packed(), temperature=temperature).logprobs
+    return float((logprobs - experience.rollout_logprobs).abs().max())
+
+
+def check_rollouts(rollouts, model_dir, tokenizer) -> None:
+    assert len(rollouts) == 6
+    assert all(r.num_actions >= 3 and r.reward is not None for r in rollouts)
+    assert max(len(r.token_ids) for r in rollouts) <= 64
+    assert any(r.reward > 1.0 for r in rollouts)  # went on after feedback
+    assert largest_gap(model_dir, rollouts, 0.8) < 1e-3
+    assert largest_gap(model_dir, rollouts, 1.0) > 1e-2  # a forgotten temperature would be seen
+
+
+def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
+    tmp_path, tiny_model_dir, tiny_tokenizer
+):
+    engine = HFEngine.from_path(tiny_model_dir, dtype=torch.float32)
+    hosts = episode_hosts([], engine, setup_of(tmp_path, tiny_tokenizer))
+    rollouts = generate(hosts, tiny_tokenizer, num_samples=2, temperature=0.8)
+    check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
+    hosts[0].close()
+
+
+@pytest.mark.slow
+def test_turns_of_vllm_are_what_the_trainer_computes(tmp_path, tiny_model_dir, tiny_tokenizer):
+    from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+
+    engine = VLLMEngine(
+        VLLMEngineConfig(str(tiny_model_dir), dtype="float32", max_model_len=64, max_num_seqs=32)
+    )
+    hosts = episode_hosts([engine], engine, setup_of(tmp_path, tiny_tokenizer))
+    rollouts = generate(hosts, tiny_tokenizer, num_samples=2, temperature=0.8)
+    check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
+    hosts[0].close()
+    engine.shutdown()
+
+
+class FakeActor(AgentHost, StreamingEngine):
+    """An engine actor that writes one word, whatever it is asked."""
+
+    def __init__(self, tokenizer: object) -> None:
+        super().__init__(says(tokenizer, "yo"))
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        self.weight_version += 1
+
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+
+@pytest.mark.slow
+def test_episodes_run_in_the_process_of_their_engine(ray_cluster, tmp_path, tiny_tokenizer):
+    import ray
+
+    kind = ray.remote(FakeActor).options(max_concurrency=8)
+    handles = [kind.remote(tiny_tokenizer) for _ in range(2)]
+    hosts = [RayEpisodeHost(handle, f"engine-{k}") for k, handle in enumerate(handles)]
+    (tmp_path / "nothing.py").write_text("VALUE = 1")
+    setup = setup_of(tmp_path, tiny_tokenizer)
+    with pytest.raises(ConfigError, match=r"has no AgentExecutor.* \[engine-0\]"):
+        hosts[0].start_agents(replace(setup, path=str(tmp_path / "nothing.py")))
+    for host in hosts:
+        host.start_agents(setup)
+    rollouts = generate(hosts, tiny_tokenizer, texts=[f"p{i}" for i in range(12)], num_samples=2)
+    assert len(rollouts) == 24
+    for rollout in rollouts:
+        turn = "yo<|end|>"
+        more = "<|end|><|user|>more<|end|><|assistant|>"
+        assert rollout.response_text == turn + (more + turn) * 2
+        assert rollout.reward == 3.0
+    asked = ray.get([handle.num_requests.remote() for handle in handles])
+    assert sum(asked) == 72 and min(asked) > 0
+    for handle in handles:
+        ray.kill(handle)

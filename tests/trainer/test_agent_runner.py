@@ -1,0 +1,259 @@
+"""Every episode has one outcome: a reward or the name of what went wrong, and it comes in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from openrlhf.errors import ConfigError, EngineError
+from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from tests.trainer.agent_fakes import (
+    BatchEngine,
+    StreamingEngine,
+    act,
+    act_one,
+    make_runner,
+    request,
+    says,
+    write_agent,
+)
+
+HEAD = """
+import asyncio, sys, time
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+DONE = {"rewards": 1.0, "environment_feedback": "", "done": True}
+"""
+
+
+def environment(body: str, header: str = "async def step(self, states)") -> str:
+    lines = body.strip().splitlines()
+    indented = "\n".join(f"        {line}" for line in lines)
+    return f"{HEAD}\nclass AgentInstance(AgentInstanceBase):\n    {header}:\n{indented}\n"
+
+
+def outcome(tmp_path, tokenizer, code, say=None, **limits):
+    """The failure of an agent's one episode, and how long it took."""
+    began_s = time.monotonic()
+    engine = StreamingEngine(say or says(tokenizer, "ok"))
+    result = act_one(write_agent(tmp_path, code), engine, tokenizer, **limits)
+    return result, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        ("raise ValueError('no')", "exception", "agent_func.py:8: ValueError: no"),
+        ("sys.exit(3)", "exception", "agent_func.py:8: SystemExit: 3"),
+        ("raise asyncio.CancelledError", "exception", "cancelled by its own code"),
+        ("return None", "bad_answer", "step answered a NoneType, not a dict"),
+        ("return {**DONE, 'rewards': None}", "bad_answer", "rewards is None, not a number"),
+        ("return {**DONE, 'rewards': float('nan')}", "bad_answer", "rewards is nan"),
+        ("return {**DONE, 'scores': 'high'}", "bad_answer", "scores is 'high', not a number"),
+        ("return {**DONE, 'extra_logs': {'a': None}}", "bad_answer", "extra_logs['a'] is None"),
+        ("return {**DONE, 'done': 'yes'}", "bad_answer", "done is 'yes'. Return True or False"),
+        (
+            "return {**DONE, 'done': False, 'environment_feedback': 3}",
+            "bad_answer",
+            "environment_feedback is a int",
+        ),
+    ],
+)
+def test_a_fault_of_the_environment_has_a_name(body, kind, message, tmp_path, tiny_tokenizer):
+    result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
+    assert result.failure.kind == kind
+    assert message in result.failure.message
+    assert result.segments == () and result.reward is None
+
+
+@pytest.mark.parametrize(
+    ("body", "header"),
+    [
+        ("await asyncio.sleep(60)", "async def step(self, states)"),
+        ("time.sleep(60)", "def step(self, states)"),  # plain: in a thread
+        (
+            "while True:\n    try:\n        await asyncio.sleep(60)\n"
+            "    except asyncio.CancelledError:\n        pass",
+            "async def step(self, states)",
+        ),
+    ],
+    ids=["waits", "sleeps in a thread", "cannot be cancelled"],
+)
+def test_a_step_that_does_not_return_is_cut_off(body, header, tmp_path, tiny_tokenizer):
+    code = environment(body, header)
+    result, seconds = outcome(tmp_path, tiny_tokenizer, code, step_timeout_s=0.4)
+    assert result.failure.kind == "step_timeout"
+    assert "AgentInstance.step did not return in 0.4 s" in result.failure.message
+    assert seconds < 5
+
+
+def test_an_episode_that_never_ends_is_cut_off(tmp_path, tiny_tokenizer):
+    body = "await asyncio.sleep(0.05)\nreturn {**DONE, 'done': False}"
+    result, seconds = outcome(
+        tmp_path, tiny_tokenizer, environment(body), episode_timeout_s=0.5, max_length=10_000
+    )
+    assert result.failure.kind == "episode_timeout"
+    assert 0.5 <= seconds < 5
+
+
+@pytest.mark.parametrize("code", ["time.sleep(4)", "while True: pass"])
+def test_a_step_that_blocks_the_loop_fails_alone(code, tmp_path, tiny_tokenizer):
+    body = f"if states['label'] == 'bad':\n    {code}\nawait asyncio.sleep(0.02)\nreturn DONE"
+    file = write_agent(tmp_path, environment(body))
+    engine = StreamingEngine(says(tiny_tokenizer, "ok"), delay_s=0.01)
+    runner = make_runner(file, engine, tiny_tokenizer, step_timeout_s=0.5)
+    labels = {f"e{i}": "bad" if i == 3 else "good" for i in range(12)}
+    began_s = time.monotonic()
+    results = act(runner, [request(tiny_tokenizer, name=n, label=v) for n, v in labels.items()])
+    assert time.monotonic() - began_s < 8
+    failures = {name: r.failure for name, r in results.items() if r.failure}
+    assert list(failures) == ["e3"]
+    assert failures["e3"].kind == "blocked"
+    assert "agent_func.py:9: blocked the event loop" in failures["e3"].message
+    runner.close()
+
+
+def test_an_executor_that_cannot_be_made_again_ends_the_run(tmp_path, tiny_tokenizer):
+    code = environment("time.sleep(3)") + (
+        "MADE = []\n"
+        "class AgentExecutor(MultiTurnAgentExecutor):\n"
+        "    def __init__(self):\n"
+        "        MADE.append(1)\n"
+        "        assert len(MADE) == 1, 'only once'\n"
+        "        super().__init__(AgentInstance)\n"
+    )
+    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
+    runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, step_timeout_s=0.3)
+    with pytest.raises(ConfigError, match="AssertionError: only once"):
+        act(runner, [request(tiny_tokenizer)])
+    with pytest.raises(ConfigError, match="AssertionError: only once"):
+        act(runner, [request(tiny_tokenizer, name="e1")])
+    runner.close()
+
+
+def test_an_engine_that_fails_is_not_the_agents_fault(tmp_path, tiny_tokenizer):
+    def say(request):
+        raise EngineError("the engine is down")
+
+    code = (
+        HEAD
+        + """
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, llm_engine):
+        try:
+            await llm_engine.generate(prompt, sampling_params)
+        except Exception:
+            return {"reward": 0.0}
+"""
+    )
+    result, _ = outcome(tmp_path, tiny_tokenizer, code, say)
+    assert (result.failure.kind, result.failure.message) == ("engine", "the engine is down")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        ("{'reward': 1.0}", "no_tokens", "ended without a sampled token"),
+        ("None", "bad_answer", "execute answered a NoneType"),
+        ("{'scores': 1.0}", "bad_answer", "reward is None"),
+        ("{'reward': 1.0, 'rewards': 2.0}", "bad_answer", "has both reward and rewards"),
+    ],
+)
+def test_an_execute_must_sample_and_answer(answer, kind, message, tmp_path, tiny_tokenizer):
+    turn = "" if kind == "no_tokens" else "await llm_engine.generate(prompt, sampling_params)\n"
+    code = (
+        f"{HEAD}\nclass AgentExecutor(AgentExecutorBase):\n"
+        "    async def execute(self, prompt, label, sampling_params, llm_engine):\n"
+        f"        {turn}        return {answer}\n"
+    )
+    code = code if turn else code.replace("        " * 2 + "return", "        return")
+    result, _ = outcome(tmp_path, tiny_tokenizer, code)
+    assert result.failure.kind == kind
+    assert message in result.failure.message
+
+
+def test_an_executor_whose_init_fails_is_refused_before_anything_runs(tmp_path, tiny_tokenizer):
+    code = HEAD + "\nclass AgentExecutor(MultiTurnAgentExecutor):\n    def __init__(self): 1 / 0\n"
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        act_one(write_agent(tmp_path, code), None, tiny_tokenizer)
+
+
+def test_a_full_context_ends_the_episode_and_counts_as_cut(tmp_path, tiny_tokenizer):
+    body = "return {'rewards': 0.5, 'environment_feedback': 'more', 'done': False}"
+    result, _ = outcome(tmp_path, tiny_tokenizer, environment(body), max_length=20)
+    (segment,) = result.segments
+    assert tiny_tokenizer.decode(segment.token_ids) == "hi" + "ok<|end|>more" * 2 + "ok<|end|>"
+    assert len(segment.token_ids) == 19  # another "more" would be 23
+    assert result.failure is None and result.is_truncated
+    assert (result.num_turns, result.reward) == (3, 1.5)
+
+
+def test_a_turn_cut_by_its_own_limit_is_seen_and_counts_as_cut(tmp_path, tiny_tokenizer):
+    body = (
+        "states['sampling_params'].max_tokens = 1\n"
+        "is_second = states['action_text'] == 'o'\n"
+        "return {**DONE, 'done': is_second, 'sampling_params': states['sampling_params']}"
+    )
+    result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
+    assert result.failure is None
+    assert (result.num_turns, result.is_truncated) == (2, True)
+
+
+def test_steps_that_run_out_count_as_cut(tmp_path, tiny_tokenizer):
+    code = environment("return {**DONE, 'done': False}")
+    result, _ = outcome(tmp_path, tiny_tokenizer, code, max_steps=3, max_length=1000)
+    assert (result.num_turns, result.reward, result.is_truncated) == (3, 3.0, True)
+
+
+def test_no_more_episodes_run_at_once_than_allowed(tmp_path, tiny_tokenizer):
+    code = "RUNNING = []\nMOST = []\n" + environment(
+        "RUNNING.append(1)\nMOST.append(len(RUNNING))\nawait asyncio.sleep(0.02)\n"
+        "RUNNING.pop()\nreturn {**DONE, 'extra_logs': {'most': max(MOST)}}"
+    )
+    file = write_agent(tmp_path, code)
+    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
+    runner = make_runner(file, engine, tiny_tokenizer, num_tasks=5)
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(30)])
+    assert max(result.extra_logs["most"] for result in results.values()) == 5
+    runner.close()
+
+
+def test_turns_of_many_episodes_go_to_a_blocking_engine_together(tmp_path, tiny_tokenizer):
+    file = write_agent(tmp_path, environment("return DONE"))
+    engine = BatchEngine(says(tiny_tokenizer, "ok"), delay_s=0.05)
+    runner = make_runner(file, engine, tiny_tokenizer)
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(64)])
+    assert len(results) == sum(engine.sizes) == 64
+    assert len(engine.sizes) <= 4
+    runner.close()
+
+
+def test_plain_methods_run_at_the_same_time(tmp_path, tiny_tokenizer):
+    code = environment("time.sleep(0.3)\nreturn DONE", "def step(self, states)")
+    runner = make_runner(
+        write_agent(tmp_path, code), StreamingEngine(says(tiny_tokenizer, "ok")), tiny_tokenizer
+    )
+    began_s = time.monotonic()
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(50)])
+    assert all(result.failure is None for result in results.values())
+    assert time.monotonic() - began_s < 5  # one after the other: 15 s
+    runner.close()
+
+
+def test_owners_get_their_own_results(tmp_path, tiny_tokenizer):
+    runner = make_runner(
+        write_agent(tmp_path, environment("return DONE")),
+        StreamingEngine(says(tiny_tokenizer, "ok")),
+        tiny_tokenizer,
+    )
+    runner.submit_episodes("train", [request(tiny_tokenizer, name="a")])
+    runner.submit_episodes("eval", [request(tiny_tokenizer, name="b")])
+    assert [r.sample_id for r in runner.finished_episodes("eval", 5)] == ["b"]
+    assert [r.sample_id for r in runner.finished_episodes("train", 5)] == ["a"]
+    assert runner.finished_episodes("train", 0.01) == []
+    runner.close()
+
+
+def test_the_file_is_read_once(tmp_path):
+    file = write_agent(tmp_path, environment("return DONE"))
+    assert AgentFile(file).instance_class.__name__ == "AgentInstance"

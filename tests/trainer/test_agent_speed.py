@@ -1,0 +1,116 @@
+"""What agents cost beside the engine and the user's code: below 2 ms a turn."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+from openrlhf.engines.base import Completion
+from openrlhf.trainer.ppo_utils.agent_engine import CURRENT, Episode, TextCodec, TurnTaker
+from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
+from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
+from openrlhf.trainer.ppo_utils.openai_server import ChatSession
+from tests.trainer.agent_fakes import (
+    StreamingEngine,
+    act,
+    make_runner,
+    request,
+    says,
+    write_agent,
+)
+
+NUM_EPISODES, NUM_TURNS = 128, 8
+WORDS = "The answer is not that one, so let us look at it once more and count. " * 2  # 140 tokens
+AGENT = f"""
+    from openrlhf.utils.agent import AgentInstanceBase
+
+    class AgentInstance(AgentInstanceBase):
+        def __init__(self):
+            self.num_steps = 0
+
+        async def step(self, states):
+            self.num_steps += 1
+            return {{
+                "rewards": 0.5,
+                "scores": 1.0,
+                "environment_feedback": "Observation: 17 rows. Go on." * 4,
+                "done": self.num_steps == {NUM_TURNS},
+                "extra_logs": {{"num": self.num_steps}},
+            }}
+"""
+MAX_OVERHEAD_MS = 2.0
+
+
+def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tiny_tokenizer):
+    engine = StreamingEngine(says(tiny_tokenizer, WORDS))
+    runner = make_runner(
+        write_agent(tmp_path, AGENT), engine, tiny_tokenizer, max_length=4096, num_tasks=1000
+    )
+    act(runner, [request(tiny_tokenizer, name="warm")])
+    requests = [request(tiny_tokenizer, name=f"e{i}") for i in range(NUM_EPISODES)]
+    began_s = time.process_time()
+    results = act(runner, requests)
+    overhead_ms = 1000 * (time.process_time() - began_s) / (NUM_EPISODES * NUM_TURNS)
+    assert sum(result.num_turns for result in results.values()) == NUM_EPISODES * NUM_TURNS
+    print(f"{overhead_ms:.2f} ms a turn")
+    assert overhead_ms < MAX_OVERHEAD_MS
+    runner.close()
+
+
+def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokenizer):
+    """From the parsed body to the answer's bytes, without the client and the socket."""
+    import asyncio
+
+    ids = (*tiny_tokenizer.encode(WORDS), tiny_tokenizer.eos_token_id)
+    told = Completion(ids, (-0.5,) * len(ids), "stop", 0)
+    engine = StreamingEngine(lambda asked: told.token_ids)
+    limits = AgentLimits(max_length=8192)
+    taker = TurnTaker(TurnSampler(engine), limits, vocab_size=len(tiny_tokenizer))
+    codec = TextCodec(tiny_tokenizer)
+
+    async def talk(name: str) -> int:
+        episode = Episode(request(tiny_tokenizer, name=name), vocab_size=len(tiny_tokenizer))
+        CURRENT.set(episode)
+        session = ChatSession(episode, taker, codec, {})
+        messages = [{"role": "user", "content": "How many?"}]
+        for _ in range(NUM_TURNS):
+            answer = await session.chat({"messages": messages})
+            body = json.loads(json.dumps(answer.as_whole(codec)))
+            messages.append(body["choices"][0]["message"])
+            messages.append({"role": "user", "content": "Observation: 17 rows. Go on." * 4})
+        return len(episode.trace.close())
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.gather(*(talk(f"e{i}") for i in range(64)))
+
+    asyncio.run(talk("warm"))
+    began_s = time.process_time()
+    num_segments = asyncio.run(all_of_them())
+    overhead_ms = 1000 * (time.process_time() - began_s) / (64 * NUM_TURNS)
+    assert num_segments == [1] * 64
+    print(f"{overhead_ms:.2f} ms a turn")
+    assert overhead_ms < MAX_OVERHEAD_MS
+
+
+def test_thousands_of_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):
+    waiting: list[int] = []
+
+    class Slow(StreamingEngine):
+        def submit(self, requests):
+            (future,) = super().submit(requests)
+            waiting.append(threading.active_count())
+            return [future]
+
+    engine = Slow(says(tiny_tokenizer, "ok"))
+    code = AGENT.replace(
+        "self.num_steps += 1",
+        "import asyncio; await asyncio.sleep(1.0)\n            self.num_steps = 8",
+    )
+    runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, num_tasks=4000)
+    began_s = time.monotonic()
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(2000)])
+    assert all(result.failure is None for result in results.values())
+    assert time.monotonic() - began_s < 20  # one after the other: 2000 s
+    assert max(waiting) < 40
+    runner.close()

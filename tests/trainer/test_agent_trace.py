@@ -1,0 +1,155 @@
+"""A trace keeps what was sampled, in segments that a policy went through without a break."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from openrlhf.engines.base import Completion, SamplingSettings
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.agent_engine import Episode, TextCodec, TurnTaker
+from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
+from openrlhf.trainer.ppo_utils.agent_sampling import first_params, prompt_ids_of, turn_settings
+from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeOverError, EpisodeTrace
+from openrlhf.utils.agent import BadAnswerError
+from openrlhf.utils.tokenizer import TextEncoder
+from tests.trainer.agent_fakes import StreamingEngine, request, says
+
+
+def completion(ids, *, version=0, starts=(), reason="stop"):
+    return Completion(tuple(ids), tuple(-i / 10 for i in ids), reason, version, tuple(starts))
+
+
+def make_trace():
+    return EpisodeTrace("e", vocab_size=100)
+
+
+def test_turns_that_go_on_from_each_other_are_one_segment():
+    trace = make_trace()
+    trace.record([7, 8], completion([9, 2]))
+    trace.record([7, 8, 9, 2, 5], completion([4], version=3))
+    (segment,) = trace.close()
+    assert segment.token_ids == [7, 8, 9, 2, 5, 4]
+    assert segment.action_mask == [False, False, True, True, False, True]
+    assert segment.logprobs == [-0.9, -0.2, -0.4]
+    assert segment.weight_versions == [0, 0, 3]
+    assert segment.num_prompt_tokens == 2
+    assert not trace.is_truncated
+
+
+def test_every_token_keeps_the_version_it_was_sampled_under():
+    trace = make_trace()
+    trace.record([1], completion([2, 3, 4], version=6, starts=[(0, 5), (2, 6)]))
+    (segment,) = trace.close()
+    assert segment.weight_versions == [5, 5, 6]
+
+
+def test_a_rewritten_history_begins_a_segment_of_its_own():
+    trace = make_trace()
+    trace.record([7, 8], completion([9, 2]))
+    trace.record([7, 8, 2, 5], completion([4]))  # the 9 was taken out
+    first, second = trace.close()
+    assert (first.token_ids, first.action_mask) == ([7, 8, 9, 2], [False, False, True, True])
+    assert (second.token_ids, second.action_mask) == ([7, 8, 2, 5, 4], [False] * 4 + [True])
+
+
+def test_branches_are_segments_and_each_goes_on_from_its_own():
+    trace = make_trace()
+    for answer in ([1], [2]):
+        trace.record([7], completion(answer))
+    trace.record([7, 2, 5], completion([3]))
+    trace.record([7, 1, 6], completion([4]))
+    assert [s.token_ids for s in trace.close()] == [[7, 1, 6, 4], [7, 2, 5, 3]]
+
+
+def test_a_turn_that_was_cut_is_remembered():
+    trace = make_trace()
+    trace.record([7], completion([1], reason="length"))
+    trace.record([7, 1], completion([2]))
+    assert trace.is_truncated
+
+
+def test_nothing_is_recorded_after_the_end():
+    trace = make_trace()
+    trace.close()
+    with pytest.raises(EpisodeOverError, match="episode e has ended"):
+        trace.record([7], completion([1]))
+
+
+def test_nothing_is_sampled_for_an_episode_that_has_ended(tiny_tokenizer):
+    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
+    vocab_size = len(tiny_tokenizer)
+    taker = TurnTaker(TurnSampler(engine), AgentLimits(max_length=9), vocab_size=vocab_size)
+    episode = Episode(request(tiny_tokenizer), vocab_size=vocab_size)
+    episode.trace.close()
+    with pytest.raises(EpisodeOverError):
+        asyncio.run(taker.take(episode, [7], None, TextCodec(tiny_tokenizer)))
+    assert engine.requests == []
+
+
+def test_an_impossible_turn_is_the_engines_fault():
+    with pytest.raises(EngineError, match="token 100 at 0"):
+        make_trace().record([7], completion([100]))
+    with pytest.raises(EngineError, match="1 tokens but 0 log-probs"):
+        make_trace().record([7], Completion((1,), (), "stop", 0))
+
+
+RUN = SamplingSettings(num_samples=4, temperature=0.7, max_new_tokens=9, stop_token_ids=(2,))
+
+
+@pytest.fixture
+def encoder(tiny_tokenizer):
+    return TextEncoder(tiny_tokenizer)
+
+
+def test_a_turn_may_fill_what_the_context_leaves(encoder):
+    params = first_params(RUN)
+    turn = turn_settings(params, RUN, room=33, encoder=encoder)
+    assert (turn.num_samples, turn.temperature, turn.max_new_tokens) == (1, 0.7, 33)
+    params.max_tokens = 5
+    assert turn_settings(params, RUN, room=33, encoder=encoder).max_new_tokens == 5
+    assert turn_settings(params, RUN, room=3, encoder=encoder).max_new_tokens == 3
+    assert turn_settings(None, RUN, room=3, encoder=encoder).max_new_tokens == 3
+
+
+def test_stops_of_one_token_are_added_to_the_ends_of_a_turn(encoder):
+    stop = encoder.tokenizer.convert_tokens_to_ids("<|tool|>")
+    wanted = {"stop": ["<|tool|>"], "stop_token_ids": [7]}
+    assert turn_settings(wanted, RUN, room=9, encoder=encoder).stop_token_ids == (2, 7, stop)
+    with pytest.raises(BadAnswerError, match="'stop!' is 5 tokens"):
+        turn_settings({"stop": "stop!"}, RUN, room=9, encoder=encoder)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 0.2}, r"temperature is 0.2, and the run samples with 0.7"),
+        ({"top_p": 0.9}, r"top_p is 0.9, and the run samples with 1.0"),
+        ({"top_k": 5}, r"top_k is 5, which engines of a run do not do"),
+        ({"n": 2}, r"n is 2, which engines"),
+        ({"max_tokens": 0}, r"max_tokens is 0"),
+    ],
+)
+def test_sampling_that_is_not_the_runs_is_refused(params, message, encoder):
+    with pytest.raises(BadAnswerError, match=message):
+        turn_settings(params, RUN, room=9, encoder=encoder)
+
+
+def test_vllms_own_parameters_are_understood(encoder):
+    vllm = pytest.importorskip("vllm.sampling_params")
+    params = vllm.SamplingParams(temperature=0.7, max_tokens=6, stop_token_ids=[5])
+    turn = turn_settings(params, RUN, room=33, encoder=encoder)
+    assert (turn.max_new_tokens, turn.stop_token_ids) == (6, (2, 5))
+
+
+def test_prompts_may_have_any_of_vllms_forms():
+    def encode(text):
+        return [ord(letter) for letter in text]
+
+    assert prompt_ids_of("ab", encode) == ([97, 98], "ab")
+    assert prompt_ids_of([1, 2], encode) == ([1, 2], None)
+    assert prompt_ids_of({"prompt_token_ids": [1, 2]}, encode) == ([1, 2], None)
+    assert prompt_ids_of({"prompt": "ab"}, encode) == ([97, 98], "ab")
+    with pytest.raises(BadAnswerError, match="given a float"):
+        prompt_ids_of(1.5, encode)

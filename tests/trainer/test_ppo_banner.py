@@ -1,0 +1,112 @@
+"""The lines an RL run opens with: every model with its place, the rewards, the true batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.trainer.ppo_banner import banner_sections
+from openrlhf.trainer.ppo_setup import make_schedule, needs_critic, needs_reference
+from openrlhf.trainer.ray.cluster import RoleCounts, role_counts
+from openrlhf.trainer.ray.placement import ClusterView
+
+LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
+NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
+SIZES = {"actor": 3_300_000, "ref": 3_300_000, "reward1": 950, "reward2": 950, "critic": 7_200_000}
+
+
+def banner(
+    flags: str, cluster: ClusterView | None, num_prompts: int = 100
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The sections of a command's banner: models, run."""
+    line = f"--pretrain /m/policy --prompt_data d --save_path out {flags}"
+    config = parse_config(PPOConfig, line.split()).config
+    counts = RoleCounts({"actor": 1, "ref": 1}, 0)
+    if cluster is not None:
+        counts = role_counts(
+            config,
+            cluster,
+            has_critic=needs_critic(config),
+            has_reference=needs_reference(config),
+        )
+    sections = banner_sections(
+        config,
+        make_schedule(config, num_prompts),
+        counts,
+        sizes={role: SIZES[role] for role in counts.ranks},
+        num_prompts=num_prompts,
+        dtype="fp32",
+    )
+    return dict(sections["models"]), dict(sections["run"])
+
+
+def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
+    models, run = banner(
+        "--reward_pretrain /m/a,/m/b --reward_weights 1 0.5 --colocate_actor_ref "
+        "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 1 --reward_num_gpus_per_node 1 "
+        "--vllm_num_engines 1 --vllm_tensor_parallel_size 2",
+        NODE,
+    )
+    assert models == {
+        "actor": "/m/policy: 3.3M parameters, 2 rank(s), colocated with ref",
+        "ref": "/m/policy: 3.3M parameters, 2 rank(s), colocated with actor",
+        "reward1": "/m/a: 950 parameters, 1 rank(s), in a place of its own",
+        "reward2": "/m/b: 950 parameters, 1 rank(s), in a place of its own",
+        "critic": "/m/a: 7.2M parameters, 1 rank(s), in a place of its own",
+        "generation": "1 x vLLM of 2 devices each, in a place of its own",
+    }
+    assert run["reward"] == "the model(s) reward1, reward2, weights 1 0.5"
+    assert run["devices"] == "8 GPU(s)"
+
+
+def test_the_hybrid_engine_shares_the_place_of_all() -> None:
+    models, run = banner("--reward_pretrain /m/a,/m/b --colocate_all_models", LAPTOP)
+    others = "ref, reward1, reward2, critic, vllm"
+    assert models["actor"] == f"/m/policy: 3.3M parameters, 1 rank(s), colocated with {others}"
+    assert models["generation"] == ("1 x vLLM, colocated with actor, ref, reward1, reward2, critic")
+    assert run["devices"] == "CPU ranks on 2 core(s)"
+
+
+def test_without_ray_there_are_no_places() -> None:
+    models, run = banner(
+        "--remote_rm_url r.py --advantage_estimator rloo --vllm_num_engines 0", None
+    )
+    assert models["actor"] == "/m/policy: 3.3M parameters, 1 rank(s)"
+    assert models["generation"] == "the actor itself"
+    assert run["devices"] == "this process"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--remote_rm_url f/r.py", "reward_func of f/r.py"),
+        ("--remote_rm_url http://a:1/x,http://b:2/x", "servers http://a:1/x, http://b:2/x"),
+        ("--agent_func_path f/agent.py", "agents of f/agent.py"),
+        ("--reward_pretrain /m/a", "the model(s) reward"),
+    ],
+)
+def test_the_source_of_rewards_is_named(flags: str, words: str) -> None:
+    _, run = banner(f"{flags} --advantage_estimator rloo --vllm_num_engines 0", None)
+    assert run["reward"] == words
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "batch", "steps"),
+    [
+        (4, "4 prompts x 2 samples = 8; 1 update(s) of 8 samples a step", "1 (4 prompts"),
+        (11, "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step", "2 (11 prompts"),
+        (2, "2 prompts x 2 samples = 4; 1 update(s) of 4 samples a step", "1 (2 prompts"),
+    ],
+)
+def test_a_set_smaller_than_the_batch_is_what_a_step_takes(
+    num_prompts: int, batch: str, steps: str
+) -> None:
+    _, run = banner(
+        "--remote_rm_url r.py --advantage_estimator rloo --n_samples_per_prompt 2 "
+        "--rollout_batch_size 8 --train_batch_size 8 --vllm_num_engines 0",
+        None,
+        num_prompts,
+    )
+    assert run["batch"] == batch
+    assert run["steps"] == f"{steps} x 1 episode(s))"

@@ -1,0 +1,121 @@
+"""Adapters over a base in four bits, where bitsandbytes is installed: they learn, their gradients
+pass through the base, and a run that stops goes on where it stood.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.common import DeepSpeedConfig, LoraConfig
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.models.actor import Actor
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.utils.packing import PackedBatch
+from tests.distributed.spawn import run_ranks
+from tests.integration.test_resume_methods import (
+    check_same,
+    make_inputs,
+    records,
+    start,
+    straight_and_resumed,
+)
+
+pytest.importorskip("bitsandbytes")
+
+BATCH_IDS = torch.arange(20, 40)
+FLAGS = ("--load_in_4bit", "--lora_rank", "4")
+LOSSES = {
+    "sft_lora": "gpt_loss",
+    "rm_lora": "loss",
+    "dpo_lora": "loss",
+    "kd": "loss",
+}
+
+
+def adapted(path: Path) -> Actor:
+    """A policy in four bits with an adapter that is not zero."""
+    actor = Actor(add_lora(load_causal_lm(path, load_in_4bit=True), LoraConfig(rank=4)))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in actor.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return actor
+
+
+def gradients(actor: Actor) -> dict[str, torch.Tensor]:
+    actor.zero_grad()
+    batch = PackedBatch.from_sequences([BATCH_IDS], [torch.arange(20) > 0])
+    actor.train()(batch).logprobs.sum().backward()
+    return {n: p.grad.clone() for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def dequantised(path: Path, actor: Actor) -> Actor:
+    """The same policy with the base's weights as plain numbers."""
+    import bitsandbytes.functional as F
+
+    plain = Actor(add_lora(load_causal_lm(path), LoraConfig(rank=4)))
+    own = dict(actor.named_parameters())
+    for name, parameter in plain.named_parameters():
+        state = getattr(own[name], "quant_state", None)
+        value = own[name] if state is None else F.dequantize_4bit(own[name].data, state)
+        parameter.data.copy_(value)
+    return plain
+
+
+def test_gradients_pass_through_the_base_before_and_after_an_evaluation(
+    tiny_model_dir: Path,
+) -> None:
+    actor = adapted(tiny_model_dir)
+    expected = gradients(dequantised(tiny_model_dir, actor))
+    first = gradients(actor)
+    with torch.no_grad():
+        actor.eval()(PackedBatch.from_sequences([BATCH_IDS], [torch.arange(20) > 0]))
+    second = gradients(actor)
+    assert expected.keys() == first.keys() == second.keys() and len(first) == 2 * 2 * 7
+    for name in expected:
+        torch.testing.assert_close(first[name], expected[name], atol=1e-4, rtol=1e-3)
+        assert torch.equal(first[name], second[name])
+
+
+def test_a_frozen_model_in_four_bits_is_moved_and_answers(tiny_model_dir: Path) -> None:
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(load_in_4bit=True))
+    strategy.setup()
+    engine = strategy.prepare_eval(Actor(load_causal_lm(tiny_model_dir, load_in_4bit=True)))
+    model = engine.module.model.to(strategy.device)
+    sampling = SamplingSettings(temperature=0.0, max_new_tokens=4)
+    [[answer]] = HFEngine(model).generate(
+        [GenerationRequest("r", tuple(BATCH_IDS.tolist()), sampling)]
+    )
+    assert len(answer.token_ids) == 4
+
+
+def run_commands(root: Path) -> None:
+    for case in LOSSES:
+        start(root, root / case, case, *FLAGS, "--max_epochs", "10", "--learning_rate", "1e-2")
+    straight_and_resumed(root, root / "stopped", "sft_lora", *FLAGS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_inputs(tmp_path_factory.mktemp("qlora"))
+    run_ranks(run_commands, 1, root)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOSSES)
+def test_an_adapter_learns_on_a_base_in_four_bits(root: Path, case: str) -> None:
+    losses = [record[LOSSES[case]] for record in records(root / case) if LOSSES[case] in record]
+    assert losses[-1] < 0.95 * losses[0]
+    assert (root / case / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_in_four_bits_goes_on_where_it_stood(root: Path) -> None:
+    check_same(root / "stopped", "sft_lora")

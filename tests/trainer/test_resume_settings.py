@@ -1,0 +1,174 @@
+"""What may be changed on a command that goes on from a checkpoint, what may not, what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.preference import DPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.backend import shut_down
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.resume_settings import check_settings, settings_of
+from tests.distributed.spawn import run_ranks
+from tests.integration.test_resume_methods import make_inputs, records, start, stopping_behind
+
+NEEDED = "--pretrain m --dataset d"
+REFUSED = {
+    "--train_batch_size 64": "--train_batch_size 128",
+    "--optim muon": "--optim adam",
+    "--lr_scheduler linear": "--lr_scheduler cosine_with_min_lr",
+    "--l2 0.1": "--l2 0.0",
+    "--bf16": "--ds.param_dtype auto",
+    "--lora_rank 4": "--lora_rank 0",
+    "--lora_rank 0 --target_modules q_proj v_proj": "--target_modules all-linear",
+}
+SAID = {
+    "--max_epochs 5": "--max_epochs 5 (2 when the checkpoint was written): the learning rate",
+    "--micro_train_batch_size 2": "--micro_train_batch_size 2 (8 when the checkpoint was written): "
+    "results agree to rounding",
+    "--use_dynamic_batch": "--use_dynamic_batch True (False when",
+    "--learning_rate 1": "--learning_rate 1.0 has no effect: 5e-06 goes on with the checkpoint",
+    "--adam_betas 0.8 0.9": "--adam_betas 0.8 0.9 has no effect: 0.9 0.95 goes on",
+    "--max_norm 7": "--max_norm 7.0 (1.0 when the checkpoint was written): it holds from step 8 on",
+    "--lr_warmup_ratio 0.5": "--lr_warmup_ratio 0.5 (0.03 when",
+    "--max_len 99": "--max_len 99 (2048 when the checkpoint was written): the rows to train on and",
+    "--lora_dropout 0.1": "--lora_dropout 0.1 (0.0 when the checkpoint was written): it holds from",
+    "--pretrain n": "--pretrain n (m when the checkpoint was written): what is trained comes from",
+}
+FREE = (
+    "--save_steps 9 --logging_steps 4 --eval_dataset e --save_path x "
+    "--use_wandb true --zero_stage 3"
+)
+
+
+def sft(flags: str) -> SFTConfig:
+    return parse_config(SFTConfig, f"{NEEDED} {flags}".split()).config
+
+
+def saved() -> dict:
+    """Settings as a checkpoint keeps them."""
+    return json.loads(json.dumps(settings_of(sft(""))))
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_change_the_checkpoint_depends_on_is_refused_with_what_to_type(flags: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Type {REFUSED[flags]}, or leave")):
+        check_settings(sft(flags), saved(), path="ckpt/global_step7", step=7)
+
+
+@pytest.mark.parametrize("flags", SAID)
+def test_another_change_is_said_with_its_effect(flags: str) -> None:
+    [line] = check_settings(sft(flags), saved(), path="ckpt/global_step7", step=7)
+    assert line.startswith(SAID[flags])
+
+
+def test_what_changes_no_weights_and_what_a_checkpoint_does_not_know_are_not_said() -> None:
+    assert check_settings(sft(FREE), saved(), path="p", step=7) == []
+    assert check_settings(sft("--max_norm 7"), {}, path="p", step=7) == []
+
+
+def test_all_refused_changes_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(sft("--train_batch_size 64 --bf16"), saved(), path="p", step=7)
+    assert len(caught.value.problems) == 2
+
+
+def test_the_loss_of_a_preference_run_may_be_changed_and_is_said() -> None:
+    def dpo(flags: str) -> DPOConfig:
+        return parse_config(DPOConfig, f"{NEEDED} {flags}".split()).config
+
+    lines = check_settings(
+        dpo("--beta 0.3 --loss_type hinge"), settings_of(dpo("")), path="p", step=1
+    )
+    assert sorted(line.split()[0] for line in lines) == ["--beta", "--loss_type"]
+
+
+CASE = "dpo_precomputed"
+SAVING = ("--save_steps", "2", "--load_checkpoint")
+
+
+def exit_code(root: Path, *more: str) -> int:
+    """How a command ends that goes on with changed settings."""
+    try:
+        start(root, root / "run", CASE, *SAVING, *more)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        shut_down()
+    return 0
+
+
+def run_commands(root: Path) -> dict:
+    """One run that is stopped, refused, finished, started again, exported again, made longer."""
+    asked: list[int] = []
+    precompute = DPOTrainer.precompute_reference
+
+    def count(self: DPOTrainer) -> None:
+        asked.append(self.global_step)
+        precompute(self)
+
+    DPOTrainer.precompute_reference = count  # type: ignore[method-assign]
+    with stopping_behind(2):
+        start(root, root / "run", CASE, *SAVING)
+    results: dict = {
+        "batch": exit_code(root, "--train_batch_size", "2"),
+        "micro": exit_code(root, "--micro_train_batch_size", "1"),
+    }
+    exported = (root / "run" / "model.safetensors").stat().st_mtime_ns
+    results["again"] = exit_code(root)
+    results["untouched"] = exported == (root / "run" / "model.safetensors").stat().st_mtime_ns
+    (root / "run" / "finished.json").unlink()  # as a kill leaves it behind the last checkpoint
+    (root / "run" / "model.safetensors").unlink()
+    results["export"] = exit_code(root)
+    results["exported"] = (root / "run" / "model.safetensors").is_file()
+    results["asked"] = list(asked)
+    results["longer"] = exit_code(root, "--max_epochs", "3")
+    return results
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("settings"))
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict:
+    [results] = run_ranks(run_commands, 1, root)
+    return results
+
+
+def test_a_command_with_another_batch_size_is_refused_with_exit_code_2(results: dict) -> None:
+    assert (results["batch"], results["micro"]) == (2, 0)
+
+
+def test_a_finished_command_typed_again_does_no_work(results: dict) -> None:
+    assert (results["again"], results["untouched"]) == (0, True)
+
+
+def test_a_command_that_died_before_its_export_exports_without_asking_the_reference(
+    results: dict,
+) -> None:
+    assert (results["export"], results["exported"]) == (0, True)
+    assert results["asked"] == [0, 2]  # by the two starts that trained
+
+
+def test_more_epochs_go_on_behind_the_last_step_at_the_rate_of_the_longer_run(
+    results: dict, root: Path
+) -> None:
+    assert results["longer"] == 0
+    rates = {record["step"]: record["lr"] for record in records(root / "run") if "lr" in record}
+    assert list(rates) == [3, 6, 9]
+
+    # Cosine from 1e-3 to a tenth of it; a line has the largest rate behind its three updates.
+    def expected(k: int, num: int) -> float:
+        return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / num)) / 2)
+
+    assert rates[6] == pytest.approx(expected(4, 6))
+    assert rates[9] == pytest.approx(expected(7, 9))

@@ -1,0 +1,367 @@
+"""Scores over HTTP are the reward model's, whoever asks when, and the server stops in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.errors import ConfigError
+from openrlhf.models.value_head import RewardModel
+from openrlhf.trainer.reward_server.batcher import Batcher
+from openrlhf.trainer.reward_server.server import read_token
+from openrlhf.utils.packing import PackedBatch
+from tests.source import ROOT
+from tests.tiny import make_reward_model
+from tests.trainer.served import JSON, serving
+
+TEXTS = [
+    "hi",
+    "a longer text, with words",
+    "<|user|>2+2<|end|><|assistant|>4<|end|>",
+    "é\x00ß",
+    " ",
+]
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory):
+    return make_reward_model(tmp_path_factory.mktemp("served") / "judge")
+
+
+@pytest.fixture(scope="module")
+def served(reward_dir):
+    with serving(reward_dir, limits={"max_tokens_per_forward": 400}) as served:
+        yield served
+
+
+def trainers_scores(path, texts, *, normalize_reward=False):
+    """As the trainer asks: token ids in a packed row, each text by itself."""
+    model = RewardModel.from_pretrained(path, normalize_reward=normalize_reward).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    scores = []
+    for text in texts:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        with torch.no_grad():
+            batch = PackedBatch.from_sequences([ids], [torch.zeros(len(ids))])
+            scores.append(model(batch).item())
+    return scores
+
+
+def test_rewards_over_http_are_those_of_the_reward_model(served, reward_dir):
+    expected = trainers_scores(reward_dir, TEXTS)
+    assert served.rewards(*TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert [served.rewards(text)[0] for text in TEXTS] == pytest.approx(expected, abs=1e-5)
+
+
+def test_rewards_are_those_of_hugging_faces_own_forward(served, reward_dir):
+    auto = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(reward_dir, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_dir)
+    ids = tokenizer(TEXTS[2], add_special_tokens=False, return_tensors="pt").input_ids
+    assert ids[0, -1] == tokenizer.eos_token_id  # spelled in the text, and one token
+    assert served.rewards(TEXTS[2]) == pytest.approx([model(ids).logits.item()], abs=1e-5)
+
+
+def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):
+    rng = random.Random(0)
+    letters = "abcdefgh "
+    texts = ["".join(rng.choices(letters, k=rng.randint(1, 80))) for _ in range(192)]
+    requests = [texts[start : start + 3] for start in range(0, len(texts), 3)]
+    before = served.service.batcher.num_forwards
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(lambda texts: served.rewards(*texts), requests))
+    found = [reward for answer in answers for reward in answer]
+    assert found == pytest.approx(trainers_scores(reward_dir, texts), abs=1e-5)
+    assert served.service.batcher.num_forwards - before < 64  # requests shared forwards
+
+
+def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkeypatch):
+    model, sizes, gate = served.service.models[0], [], threading.Event()
+    score = model.score
+
+    def slow_score(rows):
+        sizes.append(len(rows))
+        assert gate.wait(10)
+        return score(rows)
+
+    monkeypatch.setattr(model, "score", slow_score)
+    with ThreadPoolExecutor(6) as pool:
+        first = pool.submit(served.rewards, "first")
+        wait_until(lambda: sizes == [1])
+        others = [pool.submit(served.rewards, text) for text in "abcde"]
+        wait_until(lambda: served.service.batcher.num_waiting == 5)
+        assert served.client.get("/ready").json()["queued"] == 5
+        start = time.monotonic()
+        assert served.client.get("/health").status_code == 200
+        assert time.monotonic() - start < 0.5  # the model does not hold up the event loop
+        gate.set()
+        assert len({first.result()[0], *(other.result()[0] for other in others)}) == 6
+    assert sizes == [1, 5]
+
+
+def test_a_large_request_does_not_hold_up_a_small_one(served, monkeypatch):
+    model, done = served.service.models[0], []
+    score = model.score
+
+    def slow_score(rows):
+        time.sleep(0.05)
+        return score(rows)
+
+    monkeypatch.setattr(model, "score", slow_score)
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(served.rewards, *["x" * 200] * 40)  # 20 forwards of 400 tokens
+        large.add_done_callback(lambda _: done.append("large"))
+        wait_until(lambda: served.service.batcher.num_waiting > 20)
+        small = pool.submit(served.rewards, "small")
+        small.add_done_callback(lambda _: done.append("small"))
+        assert len(large.result()) == 40
+    assert done == ["small", "large"]
+
+
+def test_a_forward_takes_a_row_of_each_request_in_turn():
+    batcher, forwards = Batcher(max_rows=2, max_tokens=100), []
+
+    def first_ids(model, rows):
+        forwards.append([row[0] for row in rows])
+        return [float(row[0]) for row in rows]
+
+    async def ask():
+        large = asyncio.ensure_future(batcher.score(0, [[1], [2], [3]]))
+        small = asyncio.ensure_future(batcher.score(0, [[4]]))
+        await asyncio.sleep(0)
+        worker = threading.Thread(target=batcher.run, args=(first_ids,))
+        worker.start()
+        answers = await large, await small
+        batcher.close()
+        worker.join(10)
+        return answers
+
+    assert asyncio.run(ask()) == ([1.0, 2.0, 3.0], [4.0])
+    assert forwards == [[1, 4], [2, 3]]
+
+
+def test_batch_size_is_the_most_texts_of_a_forward(reward_dir, monkeypatch):
+    with serving(reward_dir, batch_size=3) as served:
+        model, sizes = served.service.models[0], []
+        score = model.score
+        monkeypatch.setattr(model, "score", lambda rows: sizes.append(len(rows)) or score(rows))
+        served.rewards(*"abcdefgh")
+    assert sizes == [3, 3, 2]
+
+
+def test_normalized_rewards_use_mean_and_std_of_the_config(reward_dir):
+    with serving(reward_dir, reward={"normalize_enable": True}) as served:
+        found = served.rewards(*TEXTS)
+    assert found == pytest.approx(
+        trainers_scores(reward_dir, TEXTS, normalize_reward=True), abs=1e-5
+    )
+    plain = trainers_scores(reward_dir, TEXTS)
+    assert found == pytest.approx([(score - 0.1) / 0.5 for score in plain], abs=1e-5)
+
+
+def test_several_models_add_up_and_each_can_be_asked_alone(reward_dir, tmp_path):
+    other_dir = make_reward_model(tmp_path / "second", seed=5)
+    one, two = (trainers_scores(path, TEXTS) for path in (reward_dir, other_dir))
+    both = f"{reward_dir},{other_dir}"
+    with serving(both, reward={"weights": (0.5, 2.0)}) as served:
+        answer = served.ask({"query": TEXTS}).json()
+        alone = served.ask({"query": TEXTS, "model": "second"}).json()
+        wrong = served.ask({"query": TEXTS, "model": "third"})
+    total = [0.5 * a + 2 * b for a, b in zip(one, two, strict=True)]
+    assert answer["rewards"] == pytest.approx(total, abs=1e-5)
+    assert answer["extra_logs"]["judge"] == pytest.approx(one, abs=1e-5)
+    assert answer["extra_logs"]["second"] == pytest.approx(two, abs=1e-5)
+    assert alone["rewards"] == pytest.approx(two, abs=1e-5)
+    assert answer["models"]["judge"] != answer["models"]["second"]
+    assert (wrong.status_code, wrong.json()["field"]) == (404, "model")
+
+
+def test_a_cut_text_is_marked_and_scored_as_cut(reward_dir):
+    texts = ["a" * 7, "a" * 8, "b" + "a" * 8]
+    for side, kept in (("truncate_left", "a" * 8), ("truncate_right", "b" + "a" * 7)):
+        with serving(reward_dir, data={"max_len": 8, "overlong_texts": side}) as served:
+            answer = served.ask({"query": texts}).json()
+        expected = trainers_scores(reward_dir, [*texts[:2], kept])
+        assert answer["rewards"] == pytest.approx(expected, abs=1e-5)
+        assert answer["truncated"] == [False, False, True]
+        assert answer["extra_logs"]["truncated"] == [0.0, 0.0, 1.0]
+
+
+def test_the_trainers_client_takes_the_answers(served, reward_dir):
+    from openrlhf.rewards.base import RewardBatch
+    from openrlhf.rewards.remote import RemoteReward
+
+    prompts = [text[:1] for text in TEXTS]
+    batch = RewardBatch(TEXTS, prompts, [text[1:] for text in TEXTS], labels=[None] * len(TEXTS))
+    source = RemoteReward(f"{served.url}/get_reward")
+    found = source.score(batch).rewards.tolist()
+    source.close()
+    assert found == pytest.approx(trainers_scores(reward_dir, TEXTS), abs=1e-5)
+
+
+def wait_until(is_so, seconds=10.0):
+    """Poll until it is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.005)
+
+
+def config_of(**settings):
+    return ServeRewardConfig(reward={"model_name_or_path": "m"}, **settings)
+
+
+def test_other_machines_need_a_token_and_this_one_does_not(monkeypatch, tmp_path):
+    monkeypatch.delenv("OPENRLHF_REWARD_TOKEN", raising=False)
+    for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
+        assert read_token(config_of(host=host)) is None
+    for host in ("0.0.0.0", "::", "10.0.0.1", "some.name"):
+        with pytest.raises(ConfigError, match=f"--host {host} lets other machines connect"):
+            read_token(config_of(host=host))
+    file = tmp_path / "token"
+    file.write_text("t" * 32 + "\n")
+    assert read_token(config_of(host="0.0.0.0", token_file=str(file))) == "t" * 32
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "e" * 16)
+    assert read_token(config_of(host="0.0.0.0")) == "e" * 16
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="at least 16 plain characters: 5 found"):
+        read_token(config_of(token_file=str(file)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(config_of(token_file=str(tmp_path / "none")))
+
+
+def test_what_is_in_flight_is_answered_when_the_server_stops(reward_dir, monkeypatch):
+    with ThreadPoolExecutor(2) as pool:
+        with serving(reward_dir) as served:
+            model = served.service.models[0]
+            score = model.score
+            monkeypatch.setattr(model, "score", lambda rows: time.sleep(0.4) or score(rows))
+            first = pool.submit(served.rewards, "first")
+            wait_until(lambda: served.service.batcher.num_forwards == 1)
+            second = pool.submit(served.rewards, "second")  # waits for the first's forward
+            wait_until(lambda: served.service.batcher.num_waiting == 1)
+            url = served.url
+            served.server.stop()
+            served.worker.join(10)
+        found = [*first.result(), *second.result()]
+    assert found == pytest.approx(trainers_scores(reward_dir, ["first", "second"]), abs=1e-5)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+class Process:
+    """The command itself; `lines` is what it has said so far."""
+
+    def __init__(self, *words, patch=""):
+        code = f"{patch}\nfrom openrlhf.cli.serve_rm import main\nmain()"
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, start):
+        """The first line that begins so."""
+        wait_until(lambda: self._found(start) or self.popen.poll() is not None, 60)
+        assert self._found(start), self.lines
+        return self._found(start)
+
+    def _found(self, start):
+        return next((line for line in self.lines if line.startswith(start)), None)
+
+    def end(self, number=None):
+        """Exit code, after this signal."""
+        if number is not None:
+            self.popen.send_signal(number)
+        code = self.popen.wait(20)
+        self.reader.join(5)
+        return code
+
+
+SLOW_MODEL = """
+import time
+from openrlhf.trainer.reward_server.model import ServedModel
+score = ServedModel.score
+ServedModel.score = lambda self, rows: time.sleep(0.6) or score(self, rows)
+"""
+ENDLESS_LOADING = """
+import time
+from openrlhf.trainer.reward_server.model import ServedModel
+ServedModel.load = lambda self: time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_server_after_what_is_in_flight(reward_dir, number):
+    process = Process("--reward_pretrain", str(reward_dir), "--port", "0", patch=SLOW_MODEL)
+    url = process.wait_for("ready: ").removeprefix("ready: ")
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(
+            httpx.post, url, json={"query": ["in flight"]}, headers=JSON, timeout=20
+        )
+        time.sleep(0.3)
+        assert process.end(number) == 0
+        assert answer.result().json()["rewards"] == pytest.approx(
+            trainers_scores(reward_dir, ["in flight"]), abs=1e-5
+        )
+    assert process.lines[-1] == "stopped: 1 texts scored in 1 forward passes"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url.replace("get_reward", "health"))
+
+
+@pytest.mark.slow
+def test_while_the_model_loads_the_server_lives_and_ctrl_c_ends_it_at_once(reward_dir):
+    process = Process("--reward_pretrain", str(reward_dir), "--port", "0", patch=ENDLESS_LOADING)
+    url = process.wait_for("listening on ").split()[2].removesuffix(";")
+    base = url.removesuffix("/get_reward")
+    assert httpx.get(f"{base}/health").status_code == 200
+    ready = httpx.get(f"{base}/ready")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "loading")
+    assert httpx.post(url, json={"query": ["a"]}).status_code == 503
+    start = time.monotonic()
+    assert process.end(signal.SIGINT) == 130
+    assert time.monotonic() - start < 10  # Python's own end takes a second or more
+
+
+def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_model_dir, capsys):
+    from openrlhf.cli.serve_rm import main
+    from openrlhf.trainer.reward_server.server import listen
+
+    def refused(*words):
+        with pytest.raises(SystemExit) as end:
+            main(["--port", "0", *words])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    assert "No reward model is named" in refused()
+    assert "has no value head" in refused("--reward_pretrain", str(tiny_model_dir))
+    name = str(reward_dir)
+    assert "no token is set" in refused("--reward_pretrain", name, "--host", "0.0.0.0")
+    assert f"names {name} 2 times" in refused("--reward_pretrain", f"{name},{name}")
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert "Address already in use" in refused("--reward_pretrain", name, "--port", port)

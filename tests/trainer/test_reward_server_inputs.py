@@ -1,0 +1,281 @@
+"""Bad requests for rewards are refused by name, never scored, and the next one is served."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import pickle
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.config.reward_server import ServerLimitsConfig
+from openrlhf.trainer.reward_server.request import RefusedError, RewardRequest, read_request
+from tests.tiny import make_reward_model
+from tests.trainer.served import JSON, serving
+
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GOOD = b'{"query": ["good"]}'
+TOKEN = "secret-token-of-32-characters-xx"
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory):
+    return make_reward_model(tmp_path_factory.mktemp("inputs") / "judge")
+
+
+@pytest.fixture(scope="module")
+def server(reward_dir):
+    with serving(reward_dir, data={"max_len": 64}) as served:
+        yield served
+
+
+@pytest.fixture
+def served(server):
+    """The server; after every test it answers a good request, and has not grown by much."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    yield server
+    assert len(server.rewards("good")) == 1
+    assert server.client.get("/ready").json() == {
+        "ready": True,
+        "reason": None,
+        "queued": 0,
+        "requests": 0,
+    }
+    assert process.memory_info().rss - before < 150 * 2**20  # the client's bodies are in it too
+
+
+class Marker:
+    """Pickled, it would write a file when unpickled."""
+
+    def __reduce__(self):
+        return (open, ("unpickled", "w"))
+
+
+def deep(depth):
+    return b'{"query": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BODIES = {
+    "no body": (b"", 400, "body"),
+    "not JSON": (b"query=hello", 400, "body"),
+    "cut short": (b'{"query": ["a"', 400, "body"),
+    "pickle": (pickle.dumps(Marker()), 400, "body"),
+    "a list": (b'["a"]', 400, "body"),
+    "null": (b"null", 400, "body"),
+    "no query": (b'{"prompts": ["a"]}', 400, "query"),
+    "a text": (b'{"query": "hello"}', 422, "query"),
+    "an object": (b'{"query": {"a": "b"}}', 422, "query"),
+    "numbers": (b'{"query": [1, 2]}', 422, "query[0]"),
+    "null within": (b'{"query": ["a", null]}', 422, "query[1]"),
+    "a pair": (b'{"query": [["a", "b"]]}', 422, "query[0]"),
+    "an empty text": (b'{"query": ["a", ""]}', 422, "query[1]"),
+    "too long": (json.dumps({"query": ["a" * 64, "a" * 65]}).encode(), 422, "query[1]"),
+    "too many characters": (json.dumps({"query": ["a" * 1_000_001]}).encode(), 413, "query[0]"),
+    "too many texts": (json.dumps({"query": ["a"] * 100_000}).encode(), 413, "query"),
+    "a flood of values": (b'{"query": [' + b"[]," * 5_000_000 + b"1]}", 413, "body"),
+    "a flood of texts": (b'{"query": [' + b'"\\\\",' * 3_000_000 + b'"a"]}', 413, "body"),
+    "9 deep": (b'{"query": ["a"], "labels": ' + b"[" * 8 + b"]" * 8 + b"}", 400, "body"),
+    "100000 deep": (deep(100_000), 400, "body"),
+    "unknown field": (b'{"query": ["a"], "prompt": ["b"]}', 422, "prompt"),
+    "a field twice": (b'{"query": ["a"], "query": ["b"]}', 400, "query"),
+    "NaN": (b'{"query": ["a"], "labels": [NaN]}', 400, "body"),
+    "Infinity": (b'{"query": [-Infinity]}', 400, "body"),
+    "a huge integer": (b'{"query": ["a"], "labels": [' + b"9" * 10_000 + b"]}", 400, "body"),
+    "half a character": (b'{"query": ["a", "b\\ud800"]}', 422, "query[1]"),
+    "a raw NUL": (b'{"query": ["a\x00"]}', 400, "body"),
+    "bad UTF-8": (b'{"query": ["\xff"]}', 400, "body"),
+    "UTF-16": (GOOD.decode().encode("utf-16"), 400, "body"),
+    "labels too few": (b'{"query": ["a", "b"], "labels": [1]}', 422, "labels"),
+    "prompts too many": (b'{"query": ["a"], "prompts": ["a", "b"]}', 422, "prompts"),
+    "prompts no texts": (b'{"query": ["a"], "prompts": [1]}', 422, "prompts[0]"),
+    "labels no list": (b'{"query": ["a"], "labels": "x"}', 422, "labels"),
+    "ids too few": (b'{"query": ["a"], "ids": []}', 422, "ids"),
+    "another model": (b'{"query": ["a"], "model": "gpt"}', 404, "model"),
+    "model a number": (b'{"query": ["a"], "model": 1}', 422, "model"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_bad_body_is_refused_and_its_field_is_named(served, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body, status, field = BODIES[name]
+    answer = served.ask(body)
+    assert (answer.status_code, answer.json()["field"]) == (status, field), answer.text
+    assert answer.json()["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_deep_nesting_is_refused_in_a_moment():
+    for body in (deep(100_000), b"[" * 100_000):
+        start = time.monotonic()
+        with pytest.raises(RefusedError):
+            read_request(body, ServerLimitsConfig())
+        assert time.monotonic() - start < 0.05
+
+
+def test_what_looks_bad_but_is_text_is_scored(served):
+    quotes = '"\\" [[[[[[[[[[[[ {{{{{{{{{{{{ ,,,, \\\\'
+    texts = [quotes, "nul\x00", "\U000f0000", "NaN", " ", "<|end|>"]
+    assert len(served.rewards(*texts)) == len(texts)
+    full = {"query": ["a"], "prompts": ["a"], "labels": [{"x": [1, None]}], "ids": ["id-1"]}
+    answer = served.ask({**full, "model": "judge"}).json()
+    assert answer["ids"] == ["id-1"]
+    assert list(answer["models"]) == ["judge"]
+
+
+def test_no_texts_have_no_rewards(served):
+    answer = served.ask({"query": []})
+    assert (answer.status_code, answer.json()["rewards"]) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "field"),
+    [
+        ({"content_type": "text/plain"}, 415, "content-type"),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
+        ({"content_encoding": "gzip"}, 415, "content-encoding"),
+        ({"x_request_id": "a b"}, 400, "x-request-id"),
+        ({"x_request_id": "a" * 129}, 400, "x-request-id"),
+    ],
+)
+def test_bad_headers_are_refused_by_name(served, headers, status, field):
+    answer = served.ask(GOOD, **headers)
+    assert (answer.status_code, answer.json()["field"]) == (status, field)
+
+
+def test_a_body_that_would_unpack_to_much_is_not_unpacked(served):
+    bomb = gzip.compress(b'{"query": ["' + b"a" * 100_000_000 + b'"]}')
+    assert served.ask(bomb, content_encoding="gzip").status_code == 415
+    assert served.ask(bomb).status_code == 400
+
+
+@pytest.fixture
+def poisoned(served, monkeypatch):
+    """A model that fails on texts with a `!` and has no number for those with a `?`."""
+    model = served.service.models[0]
+    fails, is_nan = (model.tokenizer(sign).input_ids[0] for sign in "!?")
+    score = model.score
+
+    def poisoned_score(rows):
+        if any(fails in row for row in rows):
+            raise RuntimeError("out of memory\nmore lines")
+        return [
+            float("nan") if is_nan in row else s for row, s in zip(rows, score(rows), strict=True)
+        ]
+
+    monkeypatch.setattr(model, "score", poisoned_score)
+    return served
+
+
+def test_a_text_that_breaks_the_model_is_its_requests_error_alone(poisoned):
+    with ThreadPoolExecutor(3) as pool:
+        bad = pool.submit(poisoned.ask, {"query": ["a", "b", "boom!"]}, x_request_id="id-7")
+        good = pool.submit(poisoned.rewards, "c", "d")
+        nan = pool.submit(poisoned.ask, {"query": ["e", "what?"]})
+        assert len(good.result()) == 2
+    answer = bad.result()
+    assert answer.status_code == 503
+    assert answer.json() == {
+        "error": "the model failed: out of memory",
+        "field": "query[2]",
+        "request_id": "id-7",
+    }
+    assert nan.result().status_code == 500
+    assert nan.result().json()["error"] == "non_finite: the score is nan"
+    assert nan.result().json()["field"] == "query[1]"
+
+
+def test_a_model_that_fails_altogether_is_not_ready(served, monkeypatch):
+    def broken(rows):
+        raise RuntimeError("device-side assert")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.service.models[0], "score", broken)
+        assert served.ask(GOOD).status_code == 503
+        ready = served.client.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "the model fails")
+        assert served.client.get("/health").status_code == 200
+    assert served.ask(GOOD).status_code == 200
+
+
+def test_the_same_request_id_is_computed_once(served):
+    first = served.ask(GOOD, x_request_id="once")
+    num_rows = served.service.batcher.num_rows
+    second = served.ask(GOOD, x_request_id="once")
+    assert second.json() == first.json()
+    assert second.headers["x-request-id"] == "once"
+    assert served.service.batcher.num_rows == num_rows
+    other = served.ask({"query": ["other"]}, x_request_id="once")
+    assert (other.status_code, other.json()["field"]) == (422, "x-request-id")
+
+
+def test_a_failed_request_can_be_repeated_under_its_id(poisoned, monkeypatch):
+    body = {"query": ["again!"]}
+    assert poisoned.ask(body, x_request_id="again").status_code == 503
+    monkeypatch.undo()
+    assert poisoned.ask(body, x_request_id="again").status_code == 200
+
+
+def test_two_tries_at_the_same_time_are_one_computation(served, monkeypatch):
+    model, sizes = served.service.models[0], []
+    score = model.score
+    monkeypatch.setattr(
+        model, "score", lambda rows: sizes.append(len(rows)) or time.sleep(0.3) or score(rows)
+    )
+    with ThreadPoolExecutor(2) as pool:
+        tries = [pool.submit(served.ask, GOOD, x_request_id="twin") for _ in range(2)]
+        assert tries[0].result().json() == tries[1].result().json()
+    assert sizes == [1]
+
+
+def test_without_the_right_token_nothing_is_read_and_nothing_is_logged(reward_dir, caplog):
+    caplog.set_level(logging.DEBUG)
+    with serving(reward_dir, token=TOKEN) as served:
+        assert served.client.get("/health").status_code == 200
+        right = f"Bearer {TOKEN}"
+        for wrong in ("", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}", "Bearer é"):
+            answer = served.ask(GOOD, authorization=wrong.encode("latin-1"))
+            assert (answer.status_code, answer.json()["field"]) == (401, "authorization")
+        in_url = served.client.post(f"/get_reward?token={TOKEN}", content=GOOD, headers=JSON)
+        assert in_url.status_code == 401
+        # Refused from the headers alone: the body never comes.
+        head = HEAD + b"Authorization: Bearer no\r\nContent-Length: 1000\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+            connection.sendall(head)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
+        assert served.ask(GOOD, authorization=right).status_code == 200
+    ours = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))]
+    assert TOKEN not in "".join(record.getMessage() for record in ours)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELD_NAMES = st.sampled_from(["query", "prompts", "labels", "ids", "model", "x"])
+BODY_BYTES = st.binary(max_size=60) | st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4).map(
+    lambda fields: json.dumps(fields).encode()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(BODY_BYTES)
+def test_any_body_is_a_request_or_a_refusal(body):
+    try:
+        request = read_request(body, ServerLimitsConfig())
+    except RefusedError as error:
+        assert 400 <= error.status < 500
+    else:
+        assert isinstance(request, RewardRequest)
+        assert all(isinstance(text, str) for text in request.queries)

@@ -1,0 +1,316 @@
+"""Groups are scored as they come; what has no reward ends the run, is tried again or is dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import RewardError
+from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ppo_utils.scoring import (
+    FailurePolicy,
+    GroupScorer,
+    ModelScorer,
+    ScoredGroups,
+    SourceScorer,
+    model_names,
+)
+from openrlhf.trainer.ray.vllm_engine import EnginePool
+from openrlhf.utils.rollout import Rollout
+
+DROP = FailurePolicy(drops=True)
+Answers = Callable[[RewardBatch], object]
+
+
+@dataclass
+class Source:
+    """Answers batches at once, in this thread; keeps which samples each had."""
+
+    answers: Answers
+    asked: list[list[str]] = field(default_factory=list)
+
+    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+        self.asked.append(list(batch.sample_ids))
+        future: Future[RewardResult] = Future()
+        with handed_to(future):
+            future.set_result(result_from_answer(self.answers(batch), batch=batch, source="s"))
+        return future
+
+    def score(self, batch: RewardBatch) -> RewardResult:
+        return self.submit(batch).result()
+
+    def close(self) -> None: ...
+
+
+def group(index: int, size: int = 2) -> list[Rollout]:
+    return [
+        Rollout(
+            sample_id=f"{index}/{k}",
+            group_id=index,
+            row_id=100 + index,
+            token_ids=torch.tensor([7, 8, 9]),
+            action_mask=torch.tensor([False, True, True]),
+            logprobs=torch.zeros(2),
+            weight_versions=torch.zeros(2, dtype=torch.int32),
+            finish_reason="stop",
+            prompt_text="p",
+            response_text=f"r{index}",
+            label=index,
+        )
+        for k in range(size)
+    ]
+
+
+def by_label(batch: RewardBatch) -> object:
+    return [float(str(label)) for label in batch.labels]
+
+
+def failing_for(*bad: int) -> Answers:
+    """One reward a sample, unless a sample of one of these groups is in the batch."""
+
+    def answer(batch: RewardBatch) -> object:
+        for label in batch.labels:
+            if label in bad:
+                raise RewardError(f"cannot score {label}")
+        return by_label(batch)
+
+    return answer
+
+
+def run(
+    source: Source, groups: Sequence[list[Rollout]], policy: FailurePolicy, batch_size: int = 4
+) -> ScoredGroups:
+    scoring = GroupScorer(SourceScorer(source, batch_size), policy).begin()
+    for one in groups:
+        scoring.add(one)
+    return scoring.finish()
+
+
+def test_groups_are_sent_as_soon_as_they_fill_a_batch_and_come_back_in_order() -> None:
+    source = Source(by_label)
+    scoring = GroupScorer(SourceScorer(source, batch_size=4)).begin()
+    for index, sent in ((2, 0), (0, 1), (1, 1)):
+        scoring.add(group(index))
+        assert len(source.asked) == sent
+    scored = scoring.finish()
+    assert source.asked == [["2/0", "2/1", "0/0", "0/1"], ["1/0", "1/1"]]
+    assert [r.sample_id for r in scored.rollouts] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
+    assert [r.reward for r in scored.rollouts] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> None:
+    seen: list[RewardBatch] = []
+    cut = replace(group(0)[0], finish_reason="length", columns={"level": 3})
+    run(Source(lambda batch: seen.append(batch) or [0.0] * 2), [[cut, group(0)[1]]], DROP)
+    [batch] = seen
+    assert batch.columns == {"is_truncated": [True, False], "level": [3, None]}
+    assert (batch.queries[0], batch.prompts[0], batch.responses[0]) == ("pr0", "p", "r0")
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "sizes"),
+    [(3, 4, [3, 3, 3]), (8, 4, [8, 8, 8]), (1, 2, [2, 1]), (2, 1, [2, 2, 2])],
+)
+def test_groups_are_not_cut(num_samples: int, batch_size: int, sizes: list[int]) -> None:
+    source = Source(by_label)
+    run(source, [group(i, num_samples) for i in range(3)], FailurePolicy(), batch_size)
+    assert [len(ids) for ids in source.asked] == sizes
+
+
+def test_by_default_a_reward_that_cannot_be_had_ends_the_run() -> None:
+    with pytest.raises(RewardError, match="cannot score 1"):
+        run(Source(failing_for(1)), [group(0), group(1)], FailurePolicy())
+
+
+def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None:
+    source = Source(failing_for(1))
+    scored = run(source, [group(i) for i in range(4)], DROP)
+    assert [r.group_id for r in scored.rollouts] == [0, 0, 2, 2, 3, 3]
+    assert scored.failed == {101: "cannot score 1"}
+    assert scored.metrics["num_dropped_groups"] == 1
+    # The batch of groups 0 and 1 failed; then each was asked for alone.
+    assert source.asked[2:] == [["0/0", "0/1"], ["1/0", "1/1"]]
+
+
+def test_more_dropped_than_allowed_ends_the_run() -> None:
+    groups = [group(i) for i in range(4)]
+    assert len(run(Source(failing_for(1, 2)), groups, DROP).failed) == 2
+    with pytest.raises(RewardError, match=r"3 of 4 prompts got no rewards.*cannot score 1"):
+        run(Source(failing_for(1, 2, 3)), groups, DROP)
+    with pytest.raises(RewardError, match="1 of 1 prompts"):
+        run(Source(failing_for(0)), [group(0)], DROP)
+
+
+def test_failures_are_tried_again_as_often_as_asked() -> None:
+    num_calls = 0
+
+    def third_time_lucky(batch: RewardBatch) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3:
+            raise RewardError("not yet")
+        return by_label(batch)
+
+    policy = FailurePolicy(num_retries=2, retry_wait_s=0.01)
+    scored = run(Source(third_time_lucky), [group(5)], policy)
+    assert [r.reward for r in scored.rollouts] == [5.0, 5.0]
+    assert scored.metrics["num_reward_retries"] == 2
+    num_calls = 0
+    with pytest.raises(RewardError, match="not yet"):
+        run(Source(third_time_lucky), [group(5)], FailurePolicy(num_retries=1, retry_wait_s=0.01))
+
+
+def test_the_policy_is_read_from_the_flag() -> None:
+    assert FailurePolicy.parse("fail", 0.5) == FailurePolicy()
+    assert FailurePolicy.parse("drop_group", 0.1) == FailurePolicy(drops=True, max_dropped=0.1)
+    assert FailurePolicy.parse("retry(12)", 0.5) == FailurePolicy(num_retries=12)
+
+
+def test_scores_for_some_samples_only_are_an_error() -> None:
+    def answer(batch: RewardBatch) -> object:
+        scores = [1.0] * len(batch) if 0 in batch.labels else None
+        return {"rewards": by_label(batch), "scores": scores}
+
+    with pytest.raises(RewardError, match="sample 1/0 has no score"):
+        run(Source(answer), [group(0), group(1)], FailurePolicy(), batch_size=2)
+
+
+def forward(values: list[float]) -> object:
+    """A reward model that answers this."""
+
+    class Forward:
+        def start(self, experience: object) -> Callable[[], torch.Tensor]:
+            return lambda: torch.tensor(values)
+
+        def __call__(self, experience: object) -> torch.Tensor:
+            return torch.tensor(values)
+
+    return Forward()
+
+
+@pytest.mark.parametrize("is_sequential", [False, True])
+def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
+    is_sequential: bool,
+) -> None:
+    models = {"helpful": forward([1.0, 2.0, 3.0]), "safe": forward([0.5, 0.0, -4.0])}
+    scorer = ModelScorer(models, [1.0, 0.5], is_sequential=is_sequential)  # type: ignore[arg-type]
+    scoring = GroupScorer(scorer).begin()
+    assert not scoring.is_streaming
+    scoring.add(group(0, 2))
+    scoring.add(group(1, 1))
+    scored = scoring.finish()
+    assert [r.reward for r in scored.rollouts] == [1.25, 2.0, 1.0]
+    assert scored.metrics["reward/helpful"] == pytest.approx(2.0)
+    assert scored.metrics["reward/safe"] == pytest.approx(-3.5 / 3)
+
+
+def test_one_model_is_not_logged_twice_and_weighs_one() -> None:
+    scoring = GroupScorer(ModelScorer({"m": forward([3.0, 4.0])})).begin()  # type: ignore[dict-item]
+    scoring.add(group(0))
+    scored = scoring.finish()
+    assert [r.reward for r in scored.rollouts] == [3.0, 4.0]
+    assert "reward/m" not in scored.metrics
+
+
+def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
+    scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
+    scoring = GroupScorer(scorer, DROP).begin()
+    scoring.add(group(0))
+    scoring.add(group(1))
+    assert scoring.finish().failed == {100: "sample 0/1: the reward model m answered nan"}
+
+
+def test_parts_have_the_names_of_their_models() -> None:
+    assert model_names(["a/helpful", "b/safe/"]) == ["helpful", "safe"]
+    assert model_names(["a/rm", "b/rm", "c"]) == ["rm_1", "rm_2", "c"]
+
+
+# Rewards are had while other samples are generated.
+
+
+class SlowSource(Source):
+    """Scores 50 ms a sample, one batch after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(by_label)
+        self.thread = ThreadPoolExecutor(max_workers=1)
+
+    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+        def answer() -> RewardResult:
+            time.sleep(0.05 * len(batch))
+            return result_from_answer([1.0] * len(batch), batch=batch, source="s")
+
+        return self.thread.submit(answer)
+
+
+class PacedEngine:
+    """Finishes one request after the other, evenly over a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+
+        def work() -> None:
+            for request, future in zip(requests, futures, strict=True):
+                time.sleep(self.seconds / len(requests))
+                one = Completion((5, 1), (0.0, 0.0), "stop", weight_version=0)
+                future.set_result([one] * request.sampling.num_samples)
+
+        threading.Thread(target=work).start()
+        return futures
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        return [future.result() for future in self.submit(requests)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the generator reads of a prompt."""
+
+    row_id: int
+    prompt_token_ids: tuple[int, ...] = (3, 4)
+    prompt_text: str = "p"
+    label: object = None
+    datasource: str = "default"
+    columns: dict[str, object] = field(default_factory=dict)
+
+
+class Words:
+    """A tokenizer that only writes."""
+
+    def batch_decode(self, rows: Sequence[object], **options: object) -> list[str]:
+        return ["text"] * len(rows)
+
+
+def seconds_of_generation(source: Source) -> float:
+    """32 samples of 16 prompts from two engines that take 2.5 s."""
+    generator = SamplesGenerator(
+        EnginePool([PacedEngine(2.5), PacedEngine(2.5)]),  # type: ignore[list-item]
+        GroupScorer(SourceScorer(source, batch_size=2)),
+        Words(),  # type: ignore[arg-type]
+        vocab_size=10,
+    )
+    start = time.monotonic()
+    prompts = [Prompt(row) for row in range(16)]
+    sampling = SamplingSettings(num_samples=2)
+    batch = generator.generate_samples(prompts, sampling, tag="t")  # type: ignore[arg-type]
+    seconds = time.monotonic() - start
+    assert [r.row_id for r in batch.rollouts] == [row for row in range(16) for _ in range(2)]
+    return seconds
+
+
+def test_a_reward_of_fifty_milliseconds_a_sample_hides_behind_generation() -> None:
+    without = seconds_of_generation(Source(lambda batch: [1.0] * len(batch)))
+    with_reward = seconds_of_generation(SlowSource())
+    # 1.6 s in all, of which the last two groups are waited for; the rest is for a busy machine.
+    assert with_reward - without < 0.6

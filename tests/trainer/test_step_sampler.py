@@ -1,0 +1,145 @@
+"""A step gets the groups it needs, groups without a signal are replaced, every prompt has an
+outcome.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.errors import RewardError
+from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
+from openrlhf.utils.metrics import Metrics
+from tests.trainer.test_experience import rollout
+
+
+def group(scores, *, row=0, index=0):
+    return [
+        replace(rollout([5], [6], group=index, reward=score), sample_id=f"{row}/{k}", row_id=row)
+        for k, score in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_kept"),
+    [
+        ([0.0, 1.0], True),
+        ([1.0, 1.0], False),
+        ([0.0, 0.0], False),
+        ([0.3, 0.3, 0.3, 0.3], False),  # inside the range, and nothing to learn
+        ([0.29, 0.31], True),
+        ([-3.0, 1.0], False),  # mean outside
+    ],
+)
+def test_a_group_is_kept_by_mean_and_spread(scores, is_kept):
+    assert GroupFilter(0.0, 1.0).keeps(group(scores)) is is_kept
+
+
+def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(), episodes=1):
+    """A sampler and what it asks for; `scores_of(row)` are the scores of the row's samples."""
+    prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
+    cursor = PromptCursor(EpochSampler(num_prompts, 0, is_shuffled=False), num_episodes=episodes)
+    asked = []
+
+    def generate(batch, tag):
+        asked.append((tag, [p.row_id for p in batch]))
+        rollouts = [
+            sample
+            for index, p in enumerate(batch)
+            if p.row_id not in failed_rows
+            for sample in group(scores_of(p.row_id), row=p.row_id, index=index)
+        ]
+        failed = {p.row_id: "no reward" for p in batch if p.row_id in failed_rows}
+        return SampleBatch(rollouts, Metrics(), failed)
+
+    sampler = StepSampler(prompts, cursor, batch_size=batch_size, group_filter=group_filter)
+    return sampler, generate, asked
+
+
+def rows(samples):
+    return sorted({r.row_id for r in samples.rollouts})
+
+
+def test_rejected_groups_are_replaced_until_the_step_is_full():
+    sampler, generate, asked = make(
+        8, 3, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
+    )
+    samples = sampler.collect(generate, "step1")
+    assert asked == [("step1", [0, 1, 2]), ("step1.1", [3, 4]), ("step1.2", [5])]
+    assert rows(samples) == [1, 3, 5]
+    assert samples.metrics.values()["dynamic_filtering_pass_rate"] == 0.5
+    groups = {r.group_id for r in samples.rollouts}
+    assert len(groups) == 3
+    sampler.settle(groups)
+    assert sampler.ledger.outcomes == {"trained": 3, "filtered:no signal": 3}
+
+
+def test_the_last_step_takes_what_is_left():
+    sampler, generate, _ = make(
+        5, 3, lambda row: [0.0, float(row == 4)], group_filter=GroupFilter()
+    )
+    samples = sampler.collect(generate, "step1")
+    assert rows(samples) == [4] and sampler.cursor.is_exhausted
+    sampler.settle({r.group_id for r in samples.rollouts})
+    assert sampler.ledger.outcomes == {"trained": 1, "filtered:no signal": 4}
+
+
+def test_without_a_filter_a_step_is_one_draw():
+    sampler, generate, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
+    samples = sampler.collect(generate, "step1")
+    assert asked == [("step1", [0, 1, 2])]
+    assert rows(samples) == [0, 2] and samples.failed == {1: "no reward"}
+    sampler.settle({r.group_id for r in samples.rollouts})
+    assert sampler.ledger.outcomes == {"trained": 2, "failed:reward": 1}
+
+
+def test_a_constant_reward_ends_the_run_and_says_why():
+    group_filter = GroupFilter(max_empty=10)
+    sampler, generate, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)
+    with pytest.raises(RewardError, match=r"10 batches in a row .*: pass rate 0 %"):
+        sampler.collect(generate, "step1")
+    assert len(asked) == 10
+
+
+def test_a_group_that_never_reached_the_update_is_found():
+    sampler, generate, _ = make(3, 3, lambda row: [0.0, 1.0])
+    samples = sampler.collect(generate, "step1")
+    with pytest.raises(AssertionError, match="never trained on"):
+        sampler.settle({samples.rollouts[0].group_id})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    signals=st.lists(st.sampled_from(["good", "flat", "failed"]), min_size=1, max_size=20),
+    batch_size=st.integers(1, 6),
+    episodes=st.integers(1, 3),
+)
+def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
+    sampler, generate, _ = make(
+        len(signals),
+        batch_size,
+        lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
+        group_filter=GroupFilter(max_empty=1000),
+        failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
+        episodes=episodes,
+    )
+    step = 0
+    while not sampler.cursor.is_exhausted:
+        step += 1
+        samples = sampler.collect(generate, f"step{step}")
+        groups = {r.group_id for r in samples.rollouts}
+        assert len(groups) <= batch_size
+        assert len(groups) == batch_size or sampler.cursor.is_exhausted
+        assert len({r.sample_id for r in samples.rollouts}) == 2 * len(groups) or episodes > 1
+        sampler.settle(groups)
+    outcomes = sampler.ledger.outcomes
+    assert outcomes["trained"] == episodes * signals.count("good")
+    assert outcomes["failed:reward"] == episodes * signals.count("failed")
+    assert outcomes["filtered:no signal"] == episodes * signals.count("flat")

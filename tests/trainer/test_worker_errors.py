@@ -1,0 +1,95 @@
+"""What a person reads when a worker fails: the error itself, the role, the rank and the node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from openrlhf.errors import EngineError, NumericsError
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
+from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ray.vllm_engine import RayEngine
+
+
+class Probe(ModelWorker):
+    """A worker without a model."""
+
+    def setup(self) -> None:
+        """There is nothing to set up."""
+
+    def fail_on(self, rank: int) -> None:
+        """Raise on one rank."""
+        if self.identity.rank == rank:
+            raise NumericsError("The loss is nan.")
+
+    def die_on(self, rank: int) -> None:
+        """End one rank's process."""
+        if self.identity.rank == rank:
+            os._exit(1)
+
+
+class Engine:
+    """An engine without a model, in a process of its own."""
+
+    def ready(self) -> str:
+        """As LLMRayActor answers."""
+        return "10.0.0.7"
+
+    def sleep(self) -> None:
+        """Raise, as an engine may."""
+        raise EngineError("The engine has no memory left.")
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayActorGroup]:
+    """Two ranks that have joined."""
+    run_dir: Path = tmp_path_factory.mktemp("run")
+    slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
+    group = RayActorGroup(Probe, (None,), slots, role="critic", run_dir=str(run_dir), num_threads=1)
+    assert group._who(1) == "critic rank 1 of 2"  # nobody knows its node yet
+    group.join()
+    yield group
+    for handle in group.handles:
+        ray.kill(handle)
+    remove_placement_group(slots[0].group)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_worker_names_role_rank_and_node(group: RayActorGroup) -> None:
+    node = ray.nodes()[0]["NodeManagerAddress"]
+    assert group.nodes == [node, node]
+    with pytest.raises(NumericsError) as caught:
+        group.call(Probe.fail_on, 1)
+    assert str(caught.value) == f"The loss is nan. [critic rank 1 of 2 on node {node}]"
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_names_role_rank_and_node(group: RayActorGroup) -> None:
+    with pytest.raises(EngineError) as caught:
+        group.call(Probe.die_on, 0)
+    assert str(caught.value).startswith(f"critic rank 0 of 2 on node {group.nodes[0]} died: ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_error_of_an_engine_names_it_and_its_node() -> None:
+    engine = RayEngine(ray.remote(Engine).options(num_cpus=0.01).remote(), "vllm-1")
+    assert engine.who == "vllm-1"
+    engine.ready()
+    with pytest.raises(EngineError) as caught:
+        engine.sleep()
+    assert str(caught.value) == "The engine has no memory left. [vllm-1 on node 10.0.0.7]"
+    ray.kill(engine.handle)
+
+
+def test_outside_of_ray_the_network_says_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_NODE_IP_ADDRESS", raising=False)
+    assert [part.isdigit() for part in node_address().split(".")] == [True] * 4
+    monkeypatch.setenv("RAY_NODE_IP_ADDRESS", "10.1.2.3")
+    assert node_address() == "10.1.2.3"
