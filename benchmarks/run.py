@@ -69,8 +69,25 @@ class Bench:
         print(f"{what:<52}{ratio:>7.2f}  goal {sign} {goal:<5} {mark:<7} {detail}", flush=True)
 
 
+def compare_memory(bench: Bench) -> None:
+    """Peak memory of log-probs over a large vocabulary against one chunk of logits in fp32."""
+    num_tokens, vocab_size, chunk_tokens = 2048, 152_000, 1024
+    words = [sys.executable, "-m", "benchmarks.logprob_memory", "--variant", "chunked"]
+    words += ["--num-tokens", str(num_tokens), "--vocab-size", str(vocab_size)]
+    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | THREADS)
+    if result.returncode:
+        raise SystemExit(f"logprob_memory failed:\n{result.stderr[-4000:]}")
+    found = json.loads(result.stdout)
+    forward, backward = found["forward_mib"], found["backward_mib"]
+    bound = chunk_tokens * vocab_size * 4 / 2**20
+    detail = f"forward {forward:.0f}, backward {backward:.0f}, chunk {bound:.0f} MiB"
+    what = f"log-prob peak memory / 1 chunk, V={vocab_size:,}"
+    bench.say(what, max(forward, backward) / bound, 1.0, detail, at_most=True)
+
+
 def run(bench: Bench, *, with_trl: bool) -> None:
     """All benchmarks."""
+    compare_memory(bench)
     ours, plain = bench.both("generate_vllm", "generate_plain", 64)
     tokens = 128 * 64
     detail = f"{tokens / ours:.0f} against {tokens / plain:.0f} tokens/s"

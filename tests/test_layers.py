@@ -28,7 +28,7 @@ LAYERS = {
 # Third-party libraries a module may import at its top; the longest matching name counts.
 HOMES = {
     "openrlhf.errors": set(),
-    "openrlhf.config": {"pydantic", "pydantic_core", "tyro", "yaml"},
+    "openrlhf.config": {"pydantic", "pydantic_core", "yaml"},
     "openrlhf.algorithms": {"torch"},
     "openrlhf.utils": {"torch", "rich"},
     "openrlhf.utils.tokenizer": {"torch", "transformers"},

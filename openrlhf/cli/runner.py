@@ -94,5 +94,6 @@ def hide_from_process_list(secret: str) -> None:
 
 def print_notices(notices: Sequence[str]) -> None:
     """Say what the user should know before the run starts."""
-    for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+    from openrlhf.utils.logging import say_notices  # noqa: PLC0415 - rich would slow --help
+
+    say_notices(notices)

@@ -47,8 +47,9 @@ def batch_problems(micro_batch_size: int, batch_size: int) -> Iterator[str]:
 def schedule_problems(name: str) -> Iterator[str]:
     """The schedule is one that transformers has."""
     if name not in SCHEDULERS:
-        near = get_close_matches(name, SCHEDULERS, n=1, cutoff=0.0)[0]
-        yield f"--lr_scheduler is not a known schedule: {name}. Type --lr_scheduler {near}."
+        near = get_close_matches(name, SCHEDULERS, n=1)
+        remedy = f"--lr_scheduler {near[0]}" if near else f"one of {', '.join(SCHEDULERS)}"
+        yield f"--lr_scheduler is not a known schedule: {name}. Type {remedy}."
 
 
 def muon_notes(config: OptimizerConfig) -> Iterator[str]:

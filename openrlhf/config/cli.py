@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from openrlhf.config.base import Option, value_at, walk, with_value
 from openrlhf.config.flags import leaf_types, names_of
+from openrlhf.config.notices import Caution
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.sources import Given, read_all
 from openrlhf.errors import ConfigError
@@ -46,8 +47,10 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str]) -> Parsed[Con
     config, environment = take_secrets(config)
     notices = [*reading.notices, *config.notices()]
     notices += [
-        f"The secret typed on the command line was moved to {name}; other users of this "
-        f"machine can see command lines. Set {name} instead."
+        Caution(
+            f"The secret typed on the command line was moved to {name}; other users of this "
+            f"machine can see command lines. Set {name} instead."
+        )
         for name in environment
     ]
     return Parsed(config, tuple(notices), environment)

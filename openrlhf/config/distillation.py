@@ -13,6 +13,7 @@ from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.idle import Idle, idle_settings
+from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
     IDLE_IN_PRETRAIN_MODE,
     PACKED_WEIGHTS,
@@ -134,7 +135,7 @@ class KDConfig(SupervisedConfig):
         packed = Idle(("teacher.offload",), lambda config: config.ds.load_in_4bit, PACKED_WEIGHTS)
         yield from idle_settings(self, [IDLE_IN_PRETRAIN_MODE, sampling, packed])
         if self.kd.on_policy_enable and self.kd.coef < 1:
-            yield (
+            yield Caution(
                 f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "
                 "student's own answers. Type --kd_coef 1."
             )

@@ -13,6 +13,7 @@ from typing import ClassVar
 from openrlhf.config.base import is_given
 from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
 from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.notices import Caution
 from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
 from openrlhf.config.ppo_parts import (
     DEFAULT_GROUP_SIZE,
@@ -281,12 +282,12 @@ class PPOConfig(RunConfig):
         """In the reward k1 is unbiased; in the loss only k2 and k3 have a useful gradient."""
         kl = self.algo.kl
         if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1":
-            yield (
+            yield Caution(
                 "--use_kl_loss with --kl_estimator k1: its gradient does not pull to the "
                 "reference. Type --kl_estimator k2 or k3."
             )
         if kl.init_coef > 0 and not kl.use_loss and kl.estimator != "k1":
-            yield (
+            yield Caution(
                 f"--kl_estimator {kl.estimator} without --use_kl_loss: as a reward term it is "
                 "biased. Type --kl_estimator k1, or add --use_kl_loss."
             )

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from openrlhf.config.base import Base, is_given, option, switch, with_default
 from openrlhf.config.common import CheckpointConfig, EvalConfig, LoggerConfig, TrainConfig
+from openrlhf.config.notices import Caution
 
 
 class CommandConfig(Base):
@@ -55,7 +56,7 @@ class CommandConfig(Base):
     def note_remote_code(self) -> Iterator[str]:
         """Code from a hub is said loudly."""
         if self.trust_remote_code:
-            yield "WARNING: --trust_remote_code: Python files that come with the models are run."
+            yield Caution("--trust_remote_code: Python files that come with the models are run.")
 
 
 class RunConfig(CommandConfig):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datasets import Dataset
 from torch import Tensor
 
+from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import (
     STANDARD_PROMPT_COLUMNS,
     RowError,
@@ -125,7 +126,7 @@ class PromptDataset:
             chat_template_of(self._encoder.tokenizer)
         elif form.input_template and not has_placeholder(form.input_template):
             self.notices.append(
-                f"--input_template {form.input_template!r} has no {{}} and is not used"
+                Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
             )
         if notice:
             self.notices.append(notice)
@@ -217,13 +218,17 @@ class PromptDataset:
             )
         if self.num_dropped:
             self.notices.append(
-                f"{self.num_dropped} of {num_rows} prompts are over {limit} tokens and were left "
-                "out"
+                Caution(
+                    f"{self.num_dropped} of {num_rows} prompts are over {limit} tokens and were "
+                    "left out"
+                )
             )
         if self.num_truncated:
             self.notices.append(
-                f"{self.num_truncated} of {num_rows} prompts are over {limit} tokens and lost "
-                "their beginning"
+                Caution(
+                    f"{self.num_truncated} of {num_rows} prompts are over {limit} tokens and lost "
+                    "their beginning"
+                )
             )
         if not self._kept:
             raise DataError(

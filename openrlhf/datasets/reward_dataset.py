@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from openrlhf.config.notices import Caution
 from openrlhf.config.preference import PairDataConfig
 from openrlhf.datasets.chat import (
     Message,
@@ -108,7 +109,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if form.prompt_key is None and self._prompt_key is not None:
             self.notices.append("no --prompt_key was given; the standard column 'prompt' is used")
         if form.input_template and self._prompt_key is None and not form.apply_chat_template:
-            self.notices.append("--input_template is not used: there is no prompt column")
+            self.notices.append(Caution("--input_template is not used: there is no prompt column"))
 
     def _draft(self, row: Row) -> Draft:
         form = self._format

@@ -15,6 +15,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 from datasets import Dataset
 from torch import Tensor
 
+from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import RowError, Span, has_placeholder
 from openrlhf.datasets.problems import Problems, row_place
 from openrlhf.datasets.token_cache import MIN_ROWS, cache_key, load_tokens, save_tokens
@@ -152,7 +153,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             chat_template_of(self._encoder.tokenizer)
         elif form.input_template and not has_placeholder(form.input_template):
             self.notices.append(
-                f"--input_template {form.input_template!r} has no {{}} and is not used"
+                Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
             )
 
     def _fill(self, progress: Progress | None) -> TokenizedRows:
@@ -171,7 +172,9 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         try:
             save_tokens(key, built)
         except OSError as error:
-            self.notices.append(f"the tokenised rows are not kept for the next run: {error}")
+            self.notices.append(
+                Caution(f"the tokenised rows are not kept for the next run: {error}")
+            )
         return built
 
     def _build(self, progress: Progress | None) -> TokenizedRows:
@@ -277,10 +280,13 @@ class TokenizedDataset(ABC, Generic[FormatT]):
     def _report(self) -> None:
         num_rows = len(self._rows)
         for reason, count in sorted(self.dropped.items()):
-            self.notices.append(f"{count} of {num_rows} rows were left out: {reason}")
+            self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
         if self.num_truncated:
             self.notices.append(
-                f"{self.num_truncated} of {num_rows} rows were cut at {self._format.max_len} tokens"
+                Caution(
+                    f"{self.num_truncated} of {num_rows} rows were cut at {self._format.max_len} "
+                    "tokens"
+                )
             )
         if not len(self):
             reasons = ", ".join(f"{reason}: {count}" for reason, count in self.dropped.items())

@@ -21,7 +21,7 @@ from openrlhf.trainer.batch_generation import PromptTask, check_ranks
 from openrlhf.trainer.batch_scoring import ScoreTask
 from openrlhf.trainer.batch_task import BatchTask
 from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
-from openrlhf.utils.logging import notice, redirect_framework_logs, warn
+from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 
 Row = Any
 TASKS: dict[str, type[BatchTask]] = {
@@ -65,8 +65,7 @@ def unfinished_items(task: BatchTask, parts: AnswerParts, *, say: bool) -> list[
     """The items without a part yet, the same on every rank."""
     left: list[int] = []
     if say:
-        for line in task.notices:
-            warn(line)
+        say_notices(task.notices)
         found = parts.prepare(task.key)
         if found:
             notice(found)

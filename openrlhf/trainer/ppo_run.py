@@ -21,6 +21,7 @@ from openrlhf.trainer.ppo_setup import (
     needs_critic,
     needs_old_logprobs,
     needs_reference,
+    only_busy_samples_count,
     prepare_inputs,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
@@ -59,7 +60,7 @@ from openrlhf.utils.logging import (
     notice,
     print_banner,
     redirect_framework_logs,
-    warn,
+    say_notices,
 )
 from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
 
@@ -71,7 +72,7 @@ Groups = dict[str, WorkerGroup]
 
 def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
-    _say(notices)
+    say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
     redirect_framework_logs(inputs.run_dir, "driver")
     with inputs, ray_session():
@@ -89,16 +90,11 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train in the launching process or processes, without Ray."""
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
-        _say(notices)
+        say_notices(notices)
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
     with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
         _run(config, inputs, cluster, is_main=topology.is_main)
-
-
-def _say(notices: Sequence[str]) -> None:
-    for line in notices:
-        warn(line)
 
 
 def _run(
@@ -255,6 +251,7 @@ def _experience_maker(
             if "ref" in groups
             else None,
             is_sequential=config.train.colocate_all,
+            only_busy=only_busy_samples_count(config),
         ),
     )
 

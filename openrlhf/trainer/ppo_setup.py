@@ -24,7 +24,7 @@ from openrlhf.rewards.worker_process import WorkerLimits
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import refuse_adapter
-from openrlhf.utils.logging import counter, notice
+from openrlhf.utils.logging import counter, say_notices
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 
@@ -150,6 +150,13 @@ def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
     return schedule.updates_per_rollout > 1 or has_reward_kl
 
 
+def only_busy_samples_count(config: PPOConfig) -> bool:
+    """Whether a sample without an advantage moves nothing, so that no forward is made for it."""
+    actor = config.actor
+    has_bonus = bool(actor.entropy_coef) or actor.aux_loss_coef > 0
+    return not (needs_critic(config) or needs_reference(config) or has_bonus)
+
+
 def _name(value: str | None) -> str:
     assert value is not None, "checked by the configuration"
     return value
@@ -212,8 +219,7 @@ def _prompts(
     )
     with counter("tokenising prompts") as show:
         prompts = PromptDataset(rows, tokenizer, prompt_format, progress=show)
-    for line in prompts.notices:
-        notice(line)
+    say_notices(prompts.notices)
     return prompts
 
 

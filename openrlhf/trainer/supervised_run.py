@@ -37,7 +37,7 @@ from openrlhf.utils.logging import (
     notice,
     print_banner,
     redirect_framework_logs,
-    warn,
+    say_notices,
 )
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
@@ -139,12 +139,11 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     )
     if strategy.is_main:
         save_resolved(config, run_dir / "config.yaml")
-        for line in inputs.samples.notices:
-            warn(line)
+        say_notices(inputs.samples.notices)
         if base_of_adapter(inputs.model_path) is not None:
             notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
-        for line in inputs.eval_samples.notices if inputs.eval_samples else ():
-            warn(f"evaluation: {line}")
+        if inputs.eval_samples:
+            say_notices(inputs.eval_samples.notices, about="evaluation: ")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts, config)

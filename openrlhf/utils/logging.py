@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import Protocol
 
 import rich.console
 import rich.progress
+
+from openrlhf.config.notices import Caution
 
 _LOGGER = logging.getLogger("openrlhf")
 _LOGGER.addHandler(logging.NullHandler())
@@ -76,6 +78,19 @@ def warn_once(message: str) -> None:
     if message not in _WARNED:
         _WARNED.add(message)
         warn(message)
+
+
+def say_notices(lines: Iterable[str], *, about: str = "") -> None:
+    """Say notices on stderr and in the role's log file: cautions as warnings, others plainly.
+
+    `about` says what all of them are about.
+    """
+    for line in lines:
+        if isinstance(line, Caution):
+            warn(about + line)
+        else:
+            _console(is_error=True).print(f"note: {about}{line}")
+            _LOGGER.info("%s%s", about, line)
 
 
 def format_count(number: float) -> str:

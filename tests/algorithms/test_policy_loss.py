@@ -21,15 +21,19 @@ from openrlhf.algorithms.policy_loss import (
 from openrlhf.config.ppo_models import POLICY_LOSS_NAMES
 
 
-def ppo(ratios, advantages, **clip):
+def loss_terms(function, ratios, advantages, **clip):
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().float().requires_grad_()
-    return logprobs, ppo_loss(
+    return logprobs, function(
         logprobs,
         torch.zeros(len(ratios)),
         advantages_N=torch.tensor(advantages),
         num_actions_B=torch.tensor([len(ratios)]),
         clip=ClipRange(**clip),
     )
+
+
+def ppo(ratios, advantages, **clip):
+    return loss_terms(ppo_loss, ratios, advantages, **clip)
 
 
 def test_ppo_by_hand():
@@ -194,17 +198,6 @@ def test_an_unknown_aggregation_is_refused():
             num_seqs_global=1,
             max_new_tokens=1,
         )
-
-
-def loss_terms(function, ratios, advantages, **clip):
-    logprobs = torch.tensor(ratios, dtype=torch.float64).log().float().requires_grad_()
-    return logprobs, function(
-        logprobs,
-        torch.zeros(len(ratios)),
-        advantages_N=torch.tensor(advantages),
-        num_actions_B=torch.tensor([len(ratios)]),
-        clip=ClipRange(**clip),
-    )
 
 
 def test_cispo_by_hand():

@@ -16,7 +16,7 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
-HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich", "tyro")
+HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
 MAX_HELP_SECONDS = 0.7  # 0.25 on an idle machine
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
 COMMANDS += ["infer", "serve-rm", "merge-lora", "chat"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
@@ -108,6 +109,13 @@ def notices(line):
         (
             "--lr_scheduler cosin",
             "--lr_scheduler is not a known schedule: cosin. Type --lr_scheduler cosine.",
+        ),
+        (
+            "--lr_scheduler foo",
+            "--lr_scheduler is not a known schedule: foo. Type one of linear, cosine, "
+            "cosine_with_restarts, polynomial, constant, constant_with_warmup, inverse_sqrt, "
+            "reduce_lr_on_plateau, cosine_with_min_lr, cosine_warmup_with_min_lr, "
+            "warmup_stable_decay, greedy.",
         ),
         (
             "--eval_steps 0",
@@ -235,4 +243,21 @@ def test_notices():
         "--advantage_estimator rloo: 8 samples of each prompt."
     ]
     assert notices("--advantage_estimator rloo --n_samples_per_prompt 8") == []
-    assert notices("--trust_remote_code")[0].startswith("WARNING: --trust_remote_code")
+    assert notices("--trust_remote_code")[0].startswith("--trust_remote_code: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "is_caution"),
+    [
+        ("--trust_remote_code", True),
+        ("--use_kl_loss", True),
+        ("--kl_estimator k3", True),
+        ("--use_wandb secret", True),
+        ("--vllm_enable_sleep", False),
+        ("--advantage_estimator rloo", False),
+        ("--actor_init_on_gpu", False),
+        ("--rollout_batch_size 150 --train_batch_size 64", False),
+    ],
+)
+def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution):
+    assert [isinstance(notice, Caution) for notice in notices(line)] == [is_caution]

@@ -44,7 +44,7 @@ CASES = {
     "kd_on_policy": f"kd {SFT} --teacher_model {{root}}/teacher --kd_on_policy "
     "--kd_max_new_tokens 4 --zero_stage 2",
 }
-QUICK_CASES = ("sft_lora", "rm_lora", "dpo_precomputed", "prm")
+QUICK_CASES = ("rm_lora", "dpo_precomputed")
 STAGES = {"zero2": "--zero_stage 2 --adam_offload", "zero3": "--zero_stage 3"}
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,22 +49,21 @@ class Outcome:
     code: int
     output: str
     errors: str
-    names: set[str]  # of all processes it ever had below it
+    titles: set[str]  # of all processes it ever had below it
     left: list[str]  # of those alive after it
 
 
 def watch(process: subprocess.Popen[str]) -> dict[psutil.Process, str]:
-    """Every process seen below one until it ended, with its name."""
-    top, seen = psutil.Process(process.pid), {}
+    """Every process seen below one until it ended, with its last title: Ray gives its workers one
+    when they have something to do.
+    """
+    top, seen = psutil.Process(process.pid), dict[psutil.Process, str]()
     deadline = time.monotonic() + TIMEOUT_S
     while process.poll() is None:
         assert time.monotonic() < deadline, "the run does not end"
-        try:
+        with suppress(psutil.NoSuchProcess):  # ended between two looks
             for child in top.children(recursive=True):
-                if child not in seen:
-                    seen[child] = " ".join([child.name(), *child.cmdline()[:1]])
-        except psutil.NoSuchProcess:
-            pass  # ended between two looks
+                seen[child] = " ".join(child.cmdline()) or seen.get(child, "")
         time.sleep(0.2)
     return seen
 
@@ -93,7 +93,7 @@ def outcome(
             text=True,
             env=os.environ | {"RAY_ADDRESS": "local"},
         )
-        seen = {}
+        seen: dict[psutil.Process, str] = {}
         try:
             seen = watch(process)
         finally:
@@ -125,7 +125,7 @@ def test_the_failure_is_one_line_with_file_and_line(outcome: Outcome) -> None:
 
 
 def test_no_process_of_the_run_is_left(outcome: Outcome) -> None:
-    names = " ".join(outcome.names)
+    titles = " ".join(outcome.titles)
     for part in ("raylet", "gcs_server", "LLMRayActor", "PolicyModelActor"):
-        assert part in names  # else nothing was watched
+        assert part in titles  # else nothing was watched
     assert outcome.left == []

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from openrlhf.algorithms.advantages import estimator
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
@@ -145,7 +145,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_to
 def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer, monkeypatch):
     agent = AGENT.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
     monkeypatch.setattr(sys.modules[__name__], "AGENT", agent)
-    with pytest.raises(AgentError, match="sample step1/1/0 has no score and others"):
+    with pytest.raises(RewardError, match="sample step1/1/0 has no score and others"):
         generate(tmp_path, tiny_tokenizer, ["a", "b"])
 
 

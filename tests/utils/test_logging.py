@@ -13,6 +13,7 @@ import peft
 import rich.console
 import transformers
 
+from openrlhf.config.notices import Caution
 from openrlhf.utils import logging as console
 from tests.tiny import make_model
 
@@ -203,6 +204,26 @@ def test_a_counter_takes_totals_and_is_quiet_without_a_terminal(capsys):
         show(10, 100)
         show(100, 100)
     assert capsys.readouterr().out == ""
+
+
+def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, monkeypatch):
+    lines = ["8 samples of each prompt.", Caution("code of the model is run.")]
+    console.say_notices(lines)
+    console.say_notices(lines[:1], about="evaluation: ")
+    assert capsys.readouterr() == (
+        "",
+        "note: 8 samples of each prompt.\nwarning: code of the model is run.\n"
+        "note: evaluation: 8 samples of each prompt.\n",
+    )
+    screen = io.StringIO()
+    terminal = rich.console.Console(
+        file=screen, force_terminal=True, color_system="standard", markup=False, highlight=False
+    )
+    monkeypatch.setattr(console, "_console", lambda **_: terminal)
+    console.say_notices(lines)
+    assert screen.getvalue() == (
+        "note: 8 samples of each prompt.\n\x1b[33mwarning: code of the model is run.\x1b[0m\n"
+    )
 
 
 def test_adapters_on_experts_are_put_on_without_a_false_warning(tmp_path):

@@ -28,7 +28,7 @@ from openrlhf.trainer.ppo_utils.agent_trace import (
     Segment,
 )
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
@@ -97,7 +97,7 @@ class AgentSamplesGenerator:
             for rollout in self._rollouts(prompt, results[request.sample_id], group_id)
         ]
         metrics.add("num_generated_tokens", sum(r.num_actions for r in rollouts), reduction="sum")
-        _check_scores(rollouts)
+        check_scores(rollouts)
         _add_metrics(list(results.values()), metrics)
         return SampleBatch(self._with_texts(rollouts), metrics, failed)
 
@@ -266,16 +266,6 @@ def _requests(prompt: PromptRecord, sampling: SamplingSettings, tag: str) -> Gro
         )
         for k in range(sampling.num_samples)
     ]
-
-
-def _check_scores(rollouts: Sequence[Rollout]) -> None:
-    """Pass rates would mix scores and rewards."""
-    without = [rollout.sample_id for rollout in rollouts if rollout.score is None]
-    if without and len(without) < len(rollouts):
-        raise AgentError(
-            f"sample {without[0]} has no score and others of its step have. "
-            "Return scores for every sample or for none."
-        )
 
 
 def _add_metrics(results: Sequence[EpisodeResult], metrics: Metrics) -> None:

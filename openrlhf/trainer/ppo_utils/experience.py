@@ -118,6 +118,12 @@ class Experience:
             lengths_B[members] = self.num_actions[members].sum()
         return lengths_B
 
+    def busy_samples(self) -> list[int]:
+        """Samples that can move the policy: some advantage is not zero."""
+        assert self.advantages is not None, "advantages are not known yet"
+        parts = self.advantages.split(self.num_actions.tolist())
+        return [index for index, part in enumerate(parts) if bool((part != 0).any())]
+
     def packed(self) -> PackedBatch:
         """The samples as one packed row whose targets are the sampled tokens."""
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)

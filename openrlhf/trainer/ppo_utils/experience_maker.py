@@ -18,7 +18,7 @@ from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.reward_shaping import penalise_overlong, penalise_truncated
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.errors import NumericsError
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -67,6 +67,13 @@ class Forwards:
     values: ForwardPass | None = None
     ref_logprobs: ForwardPass | None = None
     is_sequential: bool = False  # groups that share devices take turns
+    # Only samples with an advantage are asked for: advantages need no forward then, and no other
+    # sample reaches the update.
+    only_busy: bool = False
+
+    def __post_init__(self) -> None:
+        needed = self.values is not None or self.ref_logprobs is not None
+        assert not (self.only_busy and needed), "values and KL are needed for every sample"
 
     def run(self, experience: Experience) -> dict[str, Tensor]:
         """Their columns, (N,) each; raises NumericsError for one that is not finite."""
@@ -103,8 +110,28 @@ class RemoteExperienceMaker:
     ) -> tuple[Experience, Metrics]:
         """Experience with advantages and returns, and the metrics of the batch."""
         experience = Experience.from_rollouts(rollouts)
+        if self.forwards.only_busy:
+            experience = self._with_advantages(experience, None, kl_coef)
+            return self._ask_for_busy(experience), experience_metrics(experience, None)
         experience = experience.with_columns(**self.forwards.run(experience))
         kl_N = self._reward_kl(experience)
+        experience = self._with_advantages(experience, kl_N, kl_coef)
+        return experience, experience_metrics(experience, kl_N)
+
+    def _ask_for_busy(self, experience: Experience) -> Experience:
+        """Old log-probs of the samples that are trained on; the engine's stand in for the rest."""
+        busy = experience.busy_samples()
+        if not busy or self.forwards.old_logprobs is None:
+            return experience
+        idle = sorted(set(range(len(experience))) - set(busy))
+        found = self.forwards.run(experience.select(busy))["old_logprobs"]
+        parts = [found, experience.select(idle).rollout_logprobs]
+        old_N = scatter_back(parts, [busy, idle], experience.num_actions)
+        return experience.with_columns(old_logprobs=old_N)
+
+    def _with_advantages(
+        self, experience: Experience, kl_N: Tensor | None, kl_coef: float
+    ) -> Experience:
         advantages_N, returns_N = self.estimator.compute(
             self.rules.apply(experience.rewards, experience),
             experience.group_ids,
@@ -117,8 +144,7 @@ class RemoteExperienceMaker:
         )
         if not torch.isfinite(advantages_N).all():
             raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
-        experience = experience.with_columns(advantages=advantages_N, returns=returns_N)
-        return experience, experience_metrics(experience, kl_N)
+        return experience.with_columns(advantages=advantages_N, returns=returns_N)
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
         """KL estimates (N,) for the token reward; None when KL is off or part of the loss."""

@@ -82,9 +82,7 @@ def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs:
 def without_idle_samples(step: UpdateStep) -> UpdateStep:
     """Leave out samples that cannot move the policy: every advantage exactly zero."""
     experience = step.experience
-    assert experience.advantages is not None
-    parts = experience.advantages.split(experience.num_actions.tolist())
-    busy = [i for i, part in enumerate(parts) if bool((part != 0).any())]
+    busy = experience.busy_samples()
     if len(busy) == len(experience):
         return step
     return replace(step, experience=experience.select(busy))

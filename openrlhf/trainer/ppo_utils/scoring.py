@@ -130,7 +130,7 @@ class GroupScoring:
         self._check_dropped(failed, num_groups)
         good.sort(key=lambda group: group[0].group_id)
         rollouts = [rollout for group in good for rollout in group]
-        _check_scores(rollouts)
+        check_scores(rollouts)
         _add_score_metrics(rollouts, self.metrics)
         if self.policy.drops:
             self.metrics.add("num_dropped_groups", len(failed), reduction="sum")
@@ -318,8 +318,8 @@ def _sort_out(
             good.append(outcome)
 
 
-def _check_scores(rollouts: Sequence[Rollout]) -> None:
-    """Pass rates would mix scores and rewards."""
+def check_scores(rollouts: Sequence[Rollout]) -> None:
+    """Refuse a step in which some samples have a score: pass rates would mix scores and rewards."""
     without = [rollout.sample_id for rollout in rollouts if rollout.score is None]
     if without and len(without) < len(rollouts):
         raise RewardError(
