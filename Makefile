@@ -1,10 +1,16 @@
-# Needs Python (3.10 or newer), pip, gcc and make; everything else goes into .venv.
+# Needs Python (3.11 or newer: vLLM does), pip, gcc and make; everything else goes into .venv.
+# Another Python than python3: PYTHON=python3.12 make demo
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 QUICK := not slow and not gpu and not faults
+# What .venv is, or will be made with.
+USED_PYTHON = $(if $(wildcard $(BIN)/pip),$(BIN)/python,$(PYTHON))
+REMEDY = $(if $(wildcard $(BIN)/pip),rm -r $(VENV); )PYTHON=python3.11 make $(or $(MAKECMDGOALS),install)
+CHECK_PYTHON = import sys; v = sys.version_info; v >= (3, 11) or sys.exit(\
+    'Python is %d.%d.%d: vLLM needs 3.11 or newer. Type $(REMEDY)' % tuple(v[:3]))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo check format lint types layers test test-slow test-faults test-gpu bench
@@ -18,11 +24,15 @@ help:
 install: $(STAMP)
 
 # The stamp makes this happen once, and again when the dependencies change.
+# The CPU build of torch is in no package index: it comes from a folder of wheels that pip is told of
+# (uv does not read pip's settings), or from PyTorch's own index.
 $(STAMP): pyproject.toml requirements/cpu-overrides.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(USED_PYTHON) -c "$(CHECK_PYTHON)"
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python \
-	    $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)") \
+	@links="$${PIP_FIND_LINKS:-$$($(BIN)/pip config get global.find-links 2>/dev/null)}"; \
+	if [ -n "$$links" ]; then set -- --find-links "$$links"; else set -- --torch-backend cpu; fi; \
+	set -x; $(BIN)/uv pip install --quiet --python $(BIN)/python "$$@" \
 	    --overrides requirements/cpu-overrides.txt -e ".[cpu,dev]"
 	touch $(STAMP)
 
