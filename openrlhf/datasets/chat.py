@@ -99,7 +99,34 @@ def render_prompt(
         messages.pop()
     if not messages or is_blank(messages[-1]):
         raise RowError(f"'{input_key}' is empty")
+    check_order(messages)
     return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
+
+
+# Who may speak after whom; None is the beginning.
+_FOLLOWERS: dict[str | None, tuple[str, ...]] = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+
+
+def check_order(messages: Sequence[Message]) -> None:
+    """Raise RowError unless user and assistant take turns, after at most one system message, tools
+    answer the assistant, and no user's message is blank.
+    """
+    before = None
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        if role not in _FOLLOWERS[before]:
+            after = f"after the {before}'s" if before else "the first"
+            raise RowError(f"message {number} is the {role}'s, {after}")
+        if role == "user" and is_blank(message):
+            raise RowError(f"message {number}, the user's, is empty")
+        before = role
 
 
 def ends_with_answer(value: object) -> bool:
@@ -175,6 +202,7 @@ def render_dialogue(
     Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused
     dialogue.
     """
+    check_order(messages)
     if has_generation_markers(encoder):
         text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
         return Rendered(text, tuple(spans))
@@ -192,6 +220,7 @@ def render_answer(
         raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
     if len(messages) < 2:
         raise RowError("the assistant's message answers nothing")
+    check_order(messages)
     prompt = render(encoder, messages[:-1], add_generation_prompt=True, tools=tools)
     text = render(encoder, messages, tools=tools)
     if text.startswith(prompt):
@@ -208,8 +237,6 @@ def has_generation_markers(encoder: TextEncoder) -> bool:
 def _prefix_span(
     encoder: TextEncoder, messages: Sequence[Message], index: int, text: str, tools: object
 ) -> Span:
-    if index == 0:
-        raise RowError("the first message is the assistant's")
     before = render(encoder, messages[:index], add_generation_prompt=True, tools=tools)
     after = render(encoder, messages[: index + 1], tools=tools)
     if not (text.startswith(after) and after.startswith(before)):

@@ -7,7 +7,6 @@ checkpoints as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,31 +92,3 @@ class PromptCursor:
         if episode != self.episode:
             self._order = self.sampler.order(episode).tolist()
         self.episode, self.position = episode, position
-
-
-def length_grouped_batches(
-    order: Sequence[int], lengths: Sequence[int], *, batch_size: int, max_tokens: int
-) -> list[list[list[int]]]:
-    """Global batches of consecutive rows, each cut into micro-batches of rows of similar length.
-
-    `order` are row indices, `lengths[row]` their token counts. A micro-batch holds at most
-    `max_tokens` tokens, or a single row that is longer. Rows are regrouped only inside their global
-    batch, so what an optimizer step sees depends on the order alone.
-    """
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return [_first_fit(batch, lengths, max_tokens) for batch in batches]
-
-
-def _first_fit(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(rows, key=lambda index: (-lengths[index], index)):
-        for group, left in enumerate(room):
-            if lengths[row] <= left:
-                groups[group].append(row)
-                room[group] -= lengths[row]
-                break
-        else:
-            groups.append([row])
-            room.append(max_tokens - lengths[row])
-    return groups

@@ -41,6 +41,8 @@ from openrlhf.datasets.tokenized import (
 )
 from openrlhf.errors import ConfigError, DataError
 
+DIALOGUE_COLUMNS = ("messages", "conversations")  # standard columns that hold the answer too
+
 
 @dataclass(frozen=True)
 class AnsweredFormat(RowFormat):
@@ -101,14 +103,15 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
     def _pick_output(self, input_key: str) -> str | None:
         """The response column; None when the dialogue holds the response itself."""
         form, columns = self._format, self._rows.column_names
-        if form.output_key is not None:
-            if form.output_key not in columns:
-                raise missing_column(form.output_key, columns, flag="--output_key")
+        if form.output_key in columns:
             return form.output_key
+        has_own_answer = form.apply_chat_template and input_key in DIALOGUE_COLUMNS
+        is_standard = has_own_answer or (input_key == "prompt" and "completion" in columns)
+        # "output" is the default of some commands: then it need not be meant.
+        if form.output_key is not None and not (form.output_key == "output" and is_standard):
+            raise missing_column(form.output_key, columns, flag="--output_key")
         if input_key == "prompt" and "completion" in columns:
-            self.notices.append(
-                "no --output_key was given; the standard column 'completion' is used"
-            )
+            self.notices.append("the answers are taken from the standard column 'completion'")
             return "completion"
         if not form.apply_chat_template:
             raise DataError(

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_CHECKED_PAIRS = 4  # scored again from the exported files
-MAX_SCORE_ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+MAX_SCORE_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}  # of the largest
 
 
 class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
@@ -212,7 +212,7 @@ def check_export(
     with torch.no_grad():
         model = model if options.get("load_in_4bit") else model.to(run.engine.device)
         found = RewardModel(model.eval())(batch.packed).cpu()
-    error = (found - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
     if not error <= MAX_SCORE_ERROR[dtype]:
         raise CheckpointError(
             f"The reward model saved at {path} gives other scores than the one that was trained "

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from openrlhf.datasets.sampler import EpochSampler, PromptCursor, length_grouped_batches
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 
 
 def test_every_epoch_has_every_row_once_in_its_own_order():
@@ -53,9 +53,3 @@ def test_a_position_in_other_data_is_refused():
     state = PromptCursor(EpochSampler(5, seed=3), num_episodes=1).state_dict()
     with pytest.raises(AssertionError, match="data order"):
         PromptCursor(EpochSampler(6, seed=3), num_episodes=1).load_state_dict(state)
-
-
-def test_micro_batches_hold_similar_lengths_within_a_global_batch():
-    lengths = [5, 1, 4, 2, 9, 3]
-    batches = length_grouped_batches([0, 1, 2, 3, 4, 5], lengths, batch_size=4, max_tokens=6)
-    assert batches == [[[0, 1], [2, 3]], [[4], [5]]]

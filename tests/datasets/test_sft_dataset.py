@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from datasets import Dataset
 
+from openrlhf.algorithms.balancing import token_budget_batches
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.packing import PackedBatch
@@ -211,11 +213,57 @@ def test_a_missing_response_column_lists_the_columns(tokenizer):
         ),
         ([message("assistant", "b")], "answers nothing"),
         ([message("robot", "b")], "unknown role 'robot'"),
+        ([message("user", " "), message("assistant", "b")], "message 1, the user's, is empty"),
+        (
+            [message("user", "a"), message("user", "b"), message("assistant", "c")],
+            "message 2 is the user's, after the user's",
+        ),
+        (
+            [message("user", "a"), message("system", "b"), message("assistant", "c")],
+            "message 2 is the system's, after the user's",
+        ),
+        (
+            [message("assistant", "a"), message("user", "b"), message("assistant", "c")],
+            "message 1 is the assistant's, the first",
+        ),
+        (
+            [message("user", "a"), message("tool", "b"), message("assistant", "c")],
+            "message 2 is the tool's, after the user's",
+        ),
     ],
 )
 def test_dialogues_of_the_wrong_shape_are_named(tokenizer, value, message_part):
     with pytest.raises(DataError, match=f"row 0: .*{message_part}"):
         examples(tokenizer, [{"input": value}], apply_chat_template=True)
+
+
+def test_standard_columns_need_no_flag_where_output_is_the_default(tokenizer):
+    dataset = examples(tokenizer, [{"prompt": "a", "completion": "b"}], output_key="output")
+    assert shown(tokenizer, dataset)[1].startswith("b")
+    assert dataset.notices[-1].endswith("the standard column 'completion'")
+    dialogue = [message("user", "a"), message("assistant", "c")]
+    rows = [{"messages": dialogue}]
+    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
+    assert shown(tokenizer, dataset)[1].startswith("c")
+    with pytest.raises(DataError, match="'answer' is not"):
+        examples(tokenizer, [{"prompt": "a", "completion": "b"}], output_key="answer")
+
+
+def test_rows_of_log_normal_lengths_go_through_the_model_without_padding(tokenizer):
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(64, generator=generator) * 0.7 + 4.5).exp().clamp(16, 512).int()
+    rows = [{"input": "a", "output": "b" * int(n)} for n in lengths]
+    dataset = examples(tokenizer, rows, output_key="output")
+    sizes = dataset.lengths.tolist()
+    batches = token_budget_batches(sizes, 1024)
+    packed = [
+        PackedBatch.from_sequences(
+            [dataset[i].token_ids for i in batch], [dataset[i].loss_mask for i in batch]
+        )
+        for batch in batches
+    ]
+    assert sum(len(batch.token_ids) for batch in packed) == sum(sizes)
+    assert max(len(batch.token_ids) for batch in packed) <= 1024
 
 
 def test_multiturn_without_a_chat_template_is_refused(tokenizer):

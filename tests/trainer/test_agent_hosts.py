@@ -20,7 +20,7 @@ from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHos
 from tests.trainer.agent_fakes import StreamingEngine, prompts, says, settings, write_agent
 
 AGENT = """
-    from openrlhf.utils.agent import AgentInstanceBase
+    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
     class AgentInstance(AgentInstanceBase):
         def __init__(self):
@@ -34,6 +34,14 @@ AGENT = """
                 "environment_feedback": "<|end|><|user|>more<|end|><|assistant|>",
                 "done": self.num_steps == 3,
             }
+
+    class AgentExecutor(MultiTurnAgentExecutor):
+        def __init__(self):
+            super().__init__(AgentInstance)
+
+        async def execute(self, prompt, label, sampling_params, **more):
+            sampling_params.max_tokens = 8  # or a turn could fill the context
+            return await super().execute(prompt, label, sampling_params, **more)
 """
 
 

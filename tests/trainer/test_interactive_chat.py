@@ -168,7 +168,14 @@ def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
     command += ["--pretrain", str(tiny_model_dir), *GREEDY.split(), "--apply_chat_template"]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        # A shell that runs the tests in the background has them, and this, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"hi\n")
     process.stdin.flush()

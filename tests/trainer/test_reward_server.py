@@ -274,6 +274,8 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A shell that runs the tests in the background has them, and this, ignore SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self.lines = []
         self.reader = threading.Thread(target=self._read, daemon=True)
