@@ -40,6 +40,9 @@ CASES = {
     "dpo_lora": f"dpo {PAIRS} --beta 0.1 {LORA}",
     "kto": f"kto {SFT} --label_key label",
     "prm": f"prm --input_key steps --label_key labels {PRM}",
+    "kto_lora": f"kto {SFT} --label_key label {LORA}",
+    "prm_lora": f"prm --input_key steps --label_key labels {PRM} {LORA}",
+    "kd_lora": f"kd {SFT} --teacher_model {{root}}/teacher --kd_coef 0.5 {LORA}",
     "kd": f"kd {SFT} --teacher_model {{root}}/teacher --kd_coef 0.5",
     "kd_on_policy": f"kd {SFT} --teacher_model {{root}}/teacher --kd_on_policy "
     "--kd_max_new_tokens 4 --zero_stage 2",

@@ -68,7 +68,8 @@ def test_grpo_with_kl_loss(
     "flags",
     [
         "reinforce",
-        "rloo --lora_rank 4 --actor_learning_rate 1e-3",  # what reaches the engine is merged
+        # What reaches the engine is merged, out of the parts that two ranks hold.
+        "rloo --lora_rank 4 --actor_learning_rate 1e-3 --zero_stage 3 --actor_num_gpus_per_node 2",
         "reinforce_baseline --top_p 0.9 --temperature 0.7",
         "dr_grpo",
     ],

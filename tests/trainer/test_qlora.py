@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from openrlhf.cli import train_ppo
 from openrlhf.config.common import DeepSpeedConfig, LoraConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
@@ -17,7 +18,10 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
+from tests.integration.commands import argv
+from tests.integration.conftest import REWARD_CODE
 from tests.integration.test_resume_methods import (
     check_same,
     make_inputs,
@@ -25,6 +29,7 @@ from tests.integration.test_resume_methods import (
     start,
     straight_and_resumed,
 )
+from tests.tiny import write_jsonl
 
 pytest.importorskip("bitsandbytes")
 
@@ -119,3 +124,25 @@ def test_an_adapter_learns_on_a_base_in_four_bits(root: Path, case: str) -> None
 @pytest.mark.slow
 def test_a_run_in_four_bits_goes_on_where_it_stood(root: Path) -> None:
     check_same(root / "stopped", "sft_lora")
+
+
+@pytest.mark.slow
+def test_a_policy_in_four_bits_is_synced_to_vllm(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The engine gets the base as plain numbers with the adapter merged in, at every step."""
+    (tmp_path / "reward.py").write_text(REWARD_CODE)
+    prompts = [{"input": f"{i}+{i}=", "answer": str(2 * i)} for i in range(11)]
+    train_ppo.main(
+        argv(
+            "--advantage_estimator rloo --n_samples_per_prompt 2 --init_kl_coef 0 --lora_rank 4 "
+            "--load_in_4bit --bf16 --vllm_num_engines 1 --actor_learning_rate 1e-2 "
+            "--label_key answer",
+            pretrain=tiny_model_dir,
+            prompt_data=write_jsonl(tmp_path / "prompts.jsonl", prompts),
+            remote_rm_url=tmp_path / "reward.py",
+            save_path=tmp_path / "run",
+        )
+    )
+    steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in r]
+    assert len(steps) == 2
+    assert all(step["vllm_kl"] < 1e-3 and step["actor_grad_norm"] > 0 for step in steps)
+    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
