@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -224,7 +225,8 @@ def weight_sync(work: w.Workload) -> Measurement:
 
     actor = _policy(work, work.model.parent)
     engine = VLLMEngine(VLLMEngineConfig(str(work.model), dtype="float32", max_model_len=64))
-    return {"seconds": seconds(lambda: actor.broadcast_to_vllm([engine]), repeats=10)}
+    broadcast = partial(actor.broadcast_to_vllm, [engine])
+    return {"seconds": seconds(broadcast, repeats=20, warm_up=5)}
 
 
 def vllm_reload(work: w.Workload) -> Measurement:
@@ -242,7 +244,7 @@ def vllm_reload(work: w.Workload) -> Measurement:
         model.load_weights(iter(tensors.items()))
         reload.finalize_layerwise_reload(model, config)
 
-    return {"seconds": seconds(lambda: llm.apply_model(load), repeats=10)}
+    return {"seconds": seconds(partial(llm.apply_model, load), repeats=20, warm_up=5)}
 
 
 def step(work: w.Workload) -> Measurement:

@@ -116,6 +116,13 @@ class TrainEngine:
         """
         return stored_parameters(self.module)
 
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of what the optimizer updates in place: none under ZeRO, where
+        DeepSpeed keeps weights in buffers of its own. Their memory may be exchanged.
+        """
+        if self._is_plain:
+            yield from self.module.named_parameters()
+
     def offload_states(self) -> None:
         """Move optimizer states, gradients and master weights to CPU memory."""
         offload.offload_states(self.engine)

@@ -25,7 +25,7 @@ from openrlhf.engines.base import (
 )
 from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
-from openrlhf.engines.shared_memory import ShmBucketReader, checksum
+from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
 from openrlhf.errors import EngineError, WeightSyncError
 
 MAX_NUM_ROWS = 256
@@ -103,7 +103,7 @@ class HFEngine:
             if name in self._received:
                 raise WeightSyncError(f"tensor {name} came twice")
             parameters[name].copy_(tensor)
-            self._received[name] = checksum(parameters[name])
+            self._received[name] = checksum(parameters[name], checked_part(bucket))
 
     def finish_weight_update(self, weight_version: int) -> SyncReceipt:
         """Check that every parameter came and is held bit by bit; there is no cache to drop."""

@@ -2,7 +2,7 @@
 
 Every update frees the packed copy of a layer and takes one of the same size. The GNU C library
 gives such large pieces back to the system at once and asks for new ones, which the system has to
-clear page by page: that took longer than packing itself.
+clear page by page, which takes longer than packing itself.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import xxhash
@@ -25,11 +24,19 @@ from openrlhf.utils.tensors import align, as_bytes, dtype_name, tensors_in
 
 NUM_SEGMENTS = 2
 CHUNK_BYTES = 1 << 20  # what is read from memory once and then used twice, out of a cache
+NUM_PARTS = 4
 
 
-def checksum(tensor: Tensor) -> int:
-    """xxh3 of the raw bits, 64 of them: the fingerprint of tensors that go through host memory."""
-    return int(xxhash.xxh3_64_intdigest(_buffer(as_bytes(tensor).cpu())))
+def checksum(tensor: Tensor, part: int | None = None) -> int:
+    """xxh3 of the raw bits, 64 of them: the fingerprint of tensors that go through host memory.
+
+    With `part`, only every NUM_PARTS-th chunk from that one on is looked at, and the last chunk.
+    """
+    chunks = as_bytes(tensor).cpu().split(CHUNK_BYTES)
+    digest = xxhash.xxh3_64()
+    for chunk in chunks if part is None else (*chunks[part::NUM_PARTS], chunks[-1]):
+        digest.update(_buffer(chunk))
+    return int(digest.intdigest())
 
 
 class Segment:
@@ -42,7 +49,7 @@ class Segment:
         self.inode = os.fstat(self.descriptor).st_ino  # paths come again, this does not
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, num_bytes)
-        self._mapped: Any = None
+        self._mapped: Tensor | None = None
         self._num_owned = 0  # bytes from the beginning whose pages are there
 
     def put(self, data: Tensor, begin: int) -> int:
@@ -56,6 +63,13 @@ class Segment:
             begin += len(chunk)
         return int(digest.intdigest())
 
+    def mapped(self) -> Tensor:
+        """The memory, (num_bytes,) uint8; it may be touched where something was put."""
+        if self._mapped is None:
+            memory = mmap.mmap(self.descriptor, self.num_bytes)
+            self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        return self._mapped
+
     def _put(self, data: Tensor, begin: int) -> None:
         """New pages are written: a mapping would kill the process where memory lacks. Pages that
         are there already are mapped, which takes a third of the time.
@@ -63,7 +77,7 @@ class Segment:
         num_mapped = min(max(self._num_owned - begin, 0), len(data))
         if num_mapped:
             # By one thread: the engine needs the others, and memory is not faster for two.
-            self._mapping()[begin : begin + num_mapped] = data[:num_mapped].numpy()
+            self.mapped().numpy()[begin : begin + num_mapped] = data[:num_mapped].numpy()
         if num_mapped < len(data):
             self._write(data[num_mapped:], begin + num_mapped)
 
@@ -79,20 +93,13 @@ class Segment:
         if has_no_gap:
             self._num_owned = begin
 
-    def _mapping(self) -> Any:
-        """The memory as a numpy array, (num_bytes,) uint8."""
-        if self._mapped is None:
-            mapped = mmap.mmap(self.descriptor, self.num_bytes)
-            self._mapped = torch.frombuffer(mapped, dtype=torch.uint8).numpy()
-        return self._mapped
-
     def close(self) -> None:
         """Let go of the memory; it is freed when the last reader has done the same."""
         self._finalizer()
 
 
 @dataclass
-class _Filling:
+class Filling:
     """A bucket that is being filled."""
 
     names: list[str] = field(default_factory=list)
@@ -100,8 +107,18 @@ class _Filling:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     num_bytes: int = 0
+    part: int | None = None  # of the tensors, that their checksums are taken of
+
+    def add(self, name: str, tensor: Tensor, begin: int) -> None:
+        """Note a tensor that lies at `begin`."""
+        self.names.append(name)
+        self.dtypes.append(dtype_name(tensor.dtype))
+        self.shapes.append(tuple(tensor.shape))
+        self.offsets.append(begin)
+        self.num_bytes = max(self.num_bytes, begin + tensor.nbytes)
 
     def bucket(self, segment: Segment) -> WeightBucket:
+        """The tensors in the memory where they lie."""
         return WeightBucket(
             tuple(self.names),
             tuple(self.dtypes),
@@ -112,6 +129,7 @@ class _Filling:
                 "shm": segment.path,
                 "inode": segment.inode,
                 "segment_bytes": segment.num_bytes,
+                "part": self.part,
             },
         )
 
@@ -138,19 +156,15 @@ class ShmBucketWriter:
         `fingerprints` is given the checksum of every tensor as it was before it was copied.
         """
         fingerprints = {} if fingerprints is None else fingerprints
-        filling = _Filling()
+        filling = Filling()
         for name, tensor in tensors:
             begin = align(filling.num_bytes)
             if self._is_full(filling, name, begin + tensor.nbytes):
                 yield self._finish(filling)
-                filling, begin = _Filling(), 0
+                filling, begin = Filling(), 0
             segment = self._segment(begin + tensor.nbytes)
             fingerprints[name] = segment.put(as_bytes(tensor), begin)
-            filling.names.append(name)
-            filling.dtypes.append(dtype_name(tensor.dtype))
-            filling.shapes.append(tuple(tensor.shape))
-            filling.offsets.append(begin)
-            filling.num_bytes = begin + tensor.nbytes
+            filling.add(name, tensor, begin)
         if filling.names:
             yield self._finish(filling)
 
@@ -167,7 +181,7 @@ class ShmBucketWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_full(self, filling: _Filling, name: str, num_bytes: int) -> bool:
+    def _is_full(self, filling: Filling, name: str, num_bytes: int) -> bool:
         if not filling.names:
             return False
         limit = self.bucket_bytes
@@ -189,7 +203,7 @@ class ShmBucketWriter:
             self._segments[self._turn] = segment
         return segment
 
-    def _finish(self, filling: _Filling) -> WeightBucket:
+    def _finish(self, filling: Filling) -> WeightBucket:
         segment = self._segments[self._turn]
         assert segment is not None
         self._turn = (self._turn + 1) % NUM_SEGMENTS
@@ -214,11 +228,20 @@ class ShmBucketReader:
     def _open(self, bucket: WeightBucket) -> Tensor:
         path, inode, num_bytes = (bucket.handle[key] for key in ("shm", "inode", "segment_bytes"))
         assert isinstance(inode, int) and isinstance(num_bytes, int)
-        if inode not in self._mapped:
-            if len(self._mapped) == NUM_SEGMENTS:  # the writer has a new one for the oldest
+        memory = self._mapped.pop(inode, None)
+        if memory is None:
+            if len(self._mapped) == NUM_SEGMENTS + 1:  # the writer has a new one in its place
                 del self._mapped[next(iter(self._mapped))]
-            self._mapped[inode] = _mapped(str(path), inode, num_bytes)
-        return self._mapped[inode]
+            memory = _mapped(str(path), inode, num_bytes)
+        self._mapped[inode] = memory  # the last one used is at the end
+        return memory
+
+
+def checked_part(bucket: WeightBucket) -> int | None:
+    """The part of its tensors that the checksums of this bucket are taken of; None: all."""
+    part = bucket.handle["part"]
+    assert part is None or isinstance(part, int)
+    return part
 
 
 def module_of(name: str) -> str:

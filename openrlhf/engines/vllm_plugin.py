@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from openrlhf.engines.base import WeightBucket
-from openrlhf.engines.shared_memory import ShmBucketReader, checksum
+from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
 from openrlhf.engines.vllm_held import HeldBits, SentBits, held_bits
 from openrlhf.engines.vllm_logprobs import report_full_logprobs
 from openrlhf.engines.vllm_weights import (
@@ -102,13 +102,16 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[BucketInitInfo, Buck
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         """Load the tensors of one bucket and remember their fingerprints."""
-        self.update.load(self._noted(self.reader.read(WeightBucket(**vars(update_info)))))
+        bucket = WeightBucket(**vars(update_info))
+        self.update.load(self._noted(self.reader.read(bucket), checked_part(bucket)))
 
-    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _noted(
+        self, tensors: Iterable[tuple[str, Tensor]], part: int | None
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             if name in self.fingerprints:
                 raise WeightSyncError(f"tensor {name} came twice")
-            self.fingerprints[name] = checksum(tensor)
+            self.fingerprints[name] = checksum(tensor, part)
             if self.sent is not None and not is_tied_copy(name, self.model_config):
                 self.sent.add(tensor)
             yield name, tensor

@@ -220,6 +220,7 @@ class PolicyModelActor(ModelWorker):
         )
         if rank == 0:
             transport.connect(engines)
+            transport.share(self.engine.own_parameters())
         return transport
 
     def generate(

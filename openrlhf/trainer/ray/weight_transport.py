@@ -8,16 +8,18 @@ buckets. NCCL broadcasts from rank 0 to the workers of all engines. Both follow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from openrlhf.distributed.collectives import all_gather_object, barrier
 from openrlhf.engines.base import SHM_BACKEND, NamedTensors, RolloutEngine, WeightBucket
-from openrlhf.engines.shared_memory import ShmBucketWriter
+from openrlhf.engines.shared_memory import NUM_PARTS, Filling, ShmBucketWriter, checksum
+from openrlhf.engines.shared_parameters import SharedParameters
 from openrlhf.errors import ConfigError, WeightSyncError
 from openrlhf.trainer.ray.device_buffer import DeviceBuffer, GpuMemory
 from openrlhf.trainer.ray.weight_sync import BucketWriter, all_results, drain
@@ -34,6 +36,11 @@ class WeightTransport(BucketWriter, Protocol):
 
     def connect(self, engines: Sequence[RolloutEngine]) -> None:
         """Meet the engines; rank 0 calls it, once and before the first update."""
+
+    def share(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Take note, on rank 0 and once, of whole parameters that stay where they are from now on;
+        they may be moved.
+        """
 
     def follow(self, tensors: NamedTensors) -> None:
         """What the other ranks do while rank 0 sends the same tensors."""
@@ -97,19 +104,49 @@ def make_transport(
 
 
 class SharedMemoryTransport:
-    """Buckets in host memory that every engine of this machine can open."""
+    """Buckets in host memory that every engine of this machine can open.
+
+    Parameters that live in such memory themselves are read there; all others are copied.
+    """
 
     fills_ahead = True
 
     def __init__(self, bucket_bytes: int) -> None:
         self.writer = ShmBucketWriter(bucket_bytes)
+        self.shared: SharedParameters | None = None
+        self.num_updates = 0
 
     def connect(self, engines: Sequence[RolloutEngine]) -> None:
         """Nothing has to be agreed on."""
 
+    def share(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Move the parameters to where engines can read them, those that can be moved."""
+        self.shared = SharedParameters(parameters)
+
     def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
-        """See BucketWriter."""
-        return self.writer.write(tensors, fingerprints)
+        """See BucketWriter. What is shared comes as one bucket, at the end.
+
+        Nothing can be lost on the way of what both sides read in the same memory: the checksums,
+        over all of it the first time, are over a part of it then, another one at every update.
+        """
+        shared: list[tuple[str, torch.Tensor]] = []
+        filling = Filling(part=self.num_updates % NUM_PARTS if self.num_updates else None)
+        self.num_updates += 1
+
+        def to_copy() -> NamedTensors:
+            for name, tensor in tensors:
+                begin = self.shared.offset_of(tensor) if self.shared else None
+                if begin is None:
+                    yield name, tensor
+                else:
+                    shared.append((name, tensor))
+                    filling.add(name, tensor, begin)
+
+        yield from self.writer.write(to_copy(), fingerprints)
+        if shared and self.shared:
+            yield filling.bucket(self.shared.segment)
+            # While the engines read: the parameters do not change until all have acknowledged.
+            fingerprints |= {name: checksum(tensor, filling.part) for name, tensor in shared}
 
     def push(self, bucket: WeightBucket) -> None:
         """Engines read for themselves."""
@@ -138,6 +175,9 @@ class IpcTransport:
     def connect(self, engines: Sequence[RolloutEngine]) -> None:
         """Say that tensors come packed."""
         _on_all(engines, [{"packed": True}] * len(engines))
+
+    def share(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Nothing is gained: weights travel over the GPUs' own links."""
 
     def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         """See BucketWriter; every rank must iterate."""
@@ -233,6 +273,9 @@ class NcclTransport:
     def connect(self, engines: Sequence[RolloutEngine]) -> None:
         """Open the group with all engines."""
         self.group.connect(engines)
+
+    def share(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Nothing is gained: weights travel over the GPUs' own links."""
 
     def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
         """See BucketWriter; copies into the buffer wait on its stream for the last broadcast."""
