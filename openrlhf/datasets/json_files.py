@@ -2,7 +2,7 @@
 byte.
 
 Byte order marks, CRLF and blank lines are harmless and accepted. Rows go into Arrow chunk by chunk,
-so memory is bounded by the table, not by Python objects.
+and lines have a limit, so memory is bounded by the table, not by Python objects.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from openrlhf.datasets.problems import Problems
 from openrlhf.errors import DataError
 
 CHUNK_ROWS = 10_000
+MAX_LINE_MIB = 64
+DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 _BOM = b"\xef\xbb\xbf"
 Row = dict[str, object]
 
@@ -85,9 +87,16 @@ def _records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
 
 
 def _lines(file: BinaryIO, path: Path, problems: Problems) -> Iterator[bytes]:
+    """The lines up to one that is too long, or damaged."""
+    limit, number = MAX_LINE_MIB * 2**20, 1
     try:
-        yield from file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        while line := file.readline(limit + 1):
+            if len(line) > limit:
+                problems.add(f"{path}:{number}", f"a line of over {MAX_LINE_MIB} MiB")
+                return
+            yield line
+            number += 1
+    except DAMAGED_GZIP as error:
         problems.add(str(path), f"the compressed file is cut or damaged ({error})")
 
 
@@ -96,7 +105,7 @@ def _array_records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
     try:
         with _open(path) as file:
             records = _loads(file.read().removeprefix(_BOM).decode("utf-8"))
-    except (_BadRecord, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (_BadRecord, UnicodeDecodeError, *DAMAGED_GZIP) as error:
         problems.add(str(path), str(error))
         return
     assert isinstance(records, list), "an array was announced"

@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from datasets import Dataset, DatasetDict
 
-from openrlhf.datasets.json_files import join_tables, read_json_table
+from openrlhf.datasets.json_files import DAMAGED_GZIP, join_tables, read_json_table
 from openrlhf.datasets.problems import files_of, remember_files
 from openrlhf.errors import ConfigError, DataError
 
@@ -51,7 +51,7 @@ def load_rows(
     remedy.
     """
     names = (
-        [spec] if Path(spec).expanduser().exists() else [name.strip() for name in spec.split(",")]
+        [spec] if _exists(Path(spec).expanduser()) else [name.strip() for name in spec.split(",")]
     )
     names = [name for name in names if name]
     if not names:
@@ -82,8 +82,13 @@ def _is_local(name: str) -> bool:
         raise ConfigError(
             f"data set {name} is a URL, which is not fetched. Download it, then give the path."
         )
-    if path.exists():
+    if _exists(path):
         return True
+    if path.is_symlink():
+        raise ConfigError(
+            f"data set {name} is a link to {path.readlink()}, which does not exist. "
+            "Give the file itself."
+        )
     repository = name.partition("@")[0]
     looks_local = name.startswith(("/", ".", "~")) or name.endswith(SUFFIXES)
     if looks_local or repository.count("/") > 1:
@@ -94,10 +99,20 @@ def _is_local(name: str) -> bool:
     return False
 
 
+def _exists(path: Path) -> bool:
+    """Whether a file or folder is there; raises DataError where that may not be seen."""
+    try:
+        return path.exists()
+    except PermissionError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except OSError:  # longer than any name, as a list of many names is
+        return False
+
+
 def _local_path(name: str) -> Path:
     """The path of `path` or `folder@subfolder`."""
     path = Path(name).expanduser()
-    if not path.exists() and "@" in name:
+    if not _exists(path) and "@" in name:
         folder, _, subset = name.rpartition("@")
         if Path(folder).expanduser().is_dir():
             return Path(folder).expanduser() / subset
@@ -107,7 +122,7 @@ def _local_path(name: str) -> Path:
 def _load_local(name: str, split: str) -> Dataset:
     path = _local_path(name)
     if _is_saved_dataset(path):
-        return _pick_saved(datasets.load_from_disk(str(path)), name, split)
+        return _pick_saved(_read_saved(path), name, split)
     if path.is_file():
         return _read_files([path])  # a file has no splits: it is what was asked for
     by_split = _files_by_split(path)
@@ -123,6 +138,15 @@ def _load_local(name: str, split: str) -> Dataset:
 
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _read_saved(path: Path) -> Dataset | DatasetDict:
+    try:
+        return datasets.load_from_disk(str(path))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{path} is a damaged saved data set: {_first_line(error)} Save it again."
+        ) from error
 
 
 def _pick_saved(saved: Dataset | DatasetDict, name: str, split: str) -> Dataset:
@@ -185,8 +209,21 @@ def _read_arrow(path: Path) -> Dataset:
 
 
 def _read_table(path: Path) -> pa.Table:
-    if path.stat().st_size == 0:
-        raise DataError(f"{path} is empty: 0 rows. Give a file that has rows.")
+    """All rows of a file that stays as it is meanwhile."""
+    try:
+        before = path.stat()
+        if before.st_size == 0:
+            raise DataError(f"{path} is empty: 0 rows. Give a file that has rows.")
+        table = _read_by_suffix(path)
+        after = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path} changed while it was read. Start again once it is written.")
+    return table
+
+
+def _read_by_suffix(path: Path) -> pa.Table:
     try:
         if path.suffix == ".csv":
             return _read_csv(path)
@@ -195,10 +232,8 @@ def _read_table(path: Path) -> pa.Table:
         if path.suffix == ".arrow":
             return _read_arrow(path).data.table
         return read_json_table(path)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, *DAMAGED_GZIP) as error:
         raise DataError(f"{path} is damaged: {_first_line(error)}. Write it again.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
 def _read_csv(path: Path) -> pa.Table:

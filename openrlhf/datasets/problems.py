@@ -25,6 +25,11 @@ class Problems:
         if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{place}: {what}")
 
+    def extend(self, other: Problems) -> None:
+        """Note those of rows that follow."""
+        self.num_found += other.num_found
+        self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
+
     def raise_if_any(self, subject: str, remedy: str) -> None:
         """Raise one DataError that lists the first problems and says how many there are in all."""
         if not self.num_found:

@@ -6,6 +6,8 @@ PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), la
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from dataclasses import dataclass, field
 
@@ -22,8 +24,8 @@ from openrlhf.datasets.chat import (
     render_prompt,
 )
 from openrlhf.datasets.problems import Problems, missing_column, row_place
-from openrlhf.datasets.token_store import TokenStore
-from openrlhf.datasets.tokenized import CHUNK_ROWS, Progress
+from openrlhf.datasets.token_store import TokenizedRows, TokenStore
+from openrlhf.datasets.tokenized import CHUNK_ROWS, Progress, cached, map_chunks
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
@@ -55,6 +57,10 @@ class PromptRecord:
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
 
 
+# What became of rows, beside the prompts that they are: keys of the counts that are kept.
+DROPPED, TRUNCATED, ANSWERED, HIDDEN = "dropped", "truncated", "answered", "hidden"
+
+
 class PromptDataset:
     """Prompts that fit the length limit, in file order; raises DataError for rows that cannot be
     used.
@@ -69,32 +75,33 @@ class PromptDataset:
         progress: Progress | None = None,
     ) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
-        self.num_dropped = 0  # over-long prompts left out
-        self.num_truncated = 0  # over-long prompts cut at their beginning
-        self.num_answered = 0  # dialogues whose last answer was left out
         self._rows = rows
         self._format = prompt_format
         self._encoder = TextEncoder(
             tokenizer, allow_special_tokens=prompt_format.allow_special_tokens
         )
         self._input_key = self._check_columns()
-        self._kept: list[int] = []
-        self._texts: list[str] = []
-        self._tokens = TokenStore()
-        self._build(progress)
+        self._content = cached(
+            rows,
+            tokenizer,
+            f"{type(self).__qualname__} {prompt_format!r}",
+            lambda: self._build(progress),
+            progress=progress,
+            notices=self.notices,
+        )
         self._report()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._content.row_ids)
 
     def __getitem__(self, index: int) -> PromptRecord:
-        row_id = self._kept[index]
+        row_id = self._content.row_ids[index]
         row = self._rows[row_id]
         label_key = self._format.label_key
         return PromptRecord(
             row_id=row_id,
-            prompt_text=self._texts[index],
-            prompt_token_ids=tuple(self._tokens[index].tolist()),
+            prompt_text=str(self._content.extras[index]),
+            prompt_token_ids=tuple(self._content.stores[0][index].tolist()),
             label=row[label_key] if label_key else None,
             datasource=str(row.get("datasource") or "default"),
             columns={name: value for name, value in row.items() if name != self._input_key},
@@ -103,12 +110,32 @@ class PromptDataset:
     @property
     def lengths(self) -> Tensor:
         """Token count of every prompt, (len,) int64."""
-        return self._tokens.lengths
+        return self._content.stores[0].lengths
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all token ids, to notice on resume that the data changed."""
-        return self._tokens.fingerprint()
+        """A hash of all token ids and labels, to notice on resume that the data changed."""
+        digest = hashlib.sha256(self._content.stores[0].fingerprint().encode())
+        key = self._format.label_key
+        for start in range(0, len(self._rows), CHUNK_ROWS) if key else ():
+            labels = self._rows[start : start + CHUNK_ROWS][key]
+            digest.update(json.dumps(labels, default=str).encode())
+        return digest.hexdigest()
+
+    @property
+    def num_dropped(self) -> int:
+        """Over-long prompts left out."""
+        return self._content.dropped[DROPPED]
+
+    @property
+    def num_truncated(self) -> int:
+        """Over-long prompts cut at their beginning."""
+        return self._content.dropped[TRUNCATED]
+
+    @property
+    def num_answered(self) -> int:
+        """Dialogues whose last answer was left out."""
+        return self._content.dropped[ANSWERED]
 
     def _check_columns(self) -> str:
         columns, form = self._rows.column_names, self._format
@@ -132,25 +159,33 @@ class PromptDataset:
             self.notices.append(notice)
         return name
 
-    def _build(self, progress: Progress | None) -> None:
-        problems = Problems()
-        num_hidden = 0
-        for start in range(0, len(self._rows), CHUNK_ROWS):
-            row_ids, texts = self._render_chunk(start, problems)
-            num_hidden += sum(map(self._encoder.hides_anything, texts))
-            for row_id, text, ids in zip(
-                row_ids, texts, self._encoder.encode_prompts(texts), strict=True
-            ):
-                self._add(row_id, self._encoder.reveal(text), ids, problems)
+    def _build(self, progress: Progress | None) -> TokenizedRows:
+        prompts, problems, num_rows = TokenizedRows([TokenStore()]), Problems(), len(self._rows)
+        num_done = 0
+        for part, found in map_chunks(self._build_chunk, num_rows):
+            prompts.extend(part)
+            problems.extend(found)
+            num_done = min(num_done + CHUNK_ROWS, num_rows)
             if progress is not None:
-                progress(min(start + CHUNK_ROWS, len(self._rows)), len(self._rows))
+                progress(num_done, num_rows)
         problems.raise_if_any("prompt data set", "Repair the rows, or choose other columns.")
-        if num_hidden:
-            self.notices.append(
-                f"{num_hidden} prompts spell special tokens; they were tokenised as plain text"
-            )
+        return prompts
 
-    def _render_chunk(self, start: int, problems: Problems) -> tuple[list[int], list[str]]:
+    def _build_chunk(self, start: int) -> tuple[TokenizedRows, Problems]:
+        prompts, problems = TokenizedRows([TokenStore()]), Problems()
+        row_ids, texts = self._render_chunk(start, prompts, problems)
+        prompts.dropped[HIDDEN] = sum(map(self._encoder.hides_anything, texts))
+        encoded = self._encoder.encode_prompts(texts)
+        for row_id, text, ids in zip(row_ids, texts, encoded, strict=True):
+            try:
+                self._add(row_id, self._encoder.reveal(text), ids, prompts)
+            except RowError as error:
+                problems.add(row_place(self._rows, row_id), str(error))
+        return prompts, problems
+
+    def _render_chunk(
+        self, start: int, prompts: TokenizedRows, problems: Problems
+    ) -> tuple[list[int], list[str]]:
         stop = min(start + CHUNK_ROWS, len(self._rows))
         chunk = self._rows[start:stop]
         row_ids, texts = [], []
@@ -159,22 +194,23 @@ class PromptDataset:
             try:
                 self._check_label(row)
                 texts.append(self._render(row))
+                prompts.dropped[ANSWERED] += self._is_answered(row)
                 row_ids.append(start + offset)
             except RowError as error:
                 problems.add(row_place(self._rows, start + offset), str(error))
         return row_ids, texts
 
     def _render(self, row: dict[str, object]) -> str:
-        text = render_prompt(
+        return render_prompt(
             row,
             input_key=self._input_key,
             input_template=self._format.input_template,
             apply_chat_template=self._format.apply_chat_template,
             encoder=self._encoder,
         )
-        if self._format.apply_chat_template:
-            self.num_answered += ends_with_answer(row[self._input_key])
-        return text
+
+    def _is_answered(self, row: dict[str, object]) -> bool:
+        return self._format.apply_chat_template and ends_with_answer(row[self._input_key])
 
     def _check_label(self, row: dict[str, object]) -> None:
         key = self._format.label_key
@@ -186,22 +222,20 @@ class PromptDataset:
         if isinstance(label, float) and not math.isfinite(label):
             raise RowError(f"'{key}' is {label}")
 
-    def _add(self, row_id: int, text: str, ids: list[int], problems: Problems) -> None:
+    def _add(self, row_id: int, text: str, ids: list[int], prompts: TokenizedRows) -> None:
         limit = self._format.max_len
         if limit is not None and len(ids) > limit:
             if self._format.overlong == "error":
-                what = f"{len(ids)} tokens, over the limit of {limit}"
-                problems.add(row_place(self._rows, row_id), what)
-                return
+                raise RowError(f"{len(ids)} tokens, over the limit of {limit}")
             if self._format.overlong == "filter":
-                self.num_dropped += 1
+                prompts.dropped[DROPPED] += 1
                 return
-            self.num_truncated += 1
+            prompts.dropped[TRUNCATED] += 1
             ids = self._cut(ids, limit)
             text = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
-        self._kept.append(row_id)
-        self._texts.append(text)
-        self._tokens.append(ids)
+        prompts.row_ids.append(row_id)
+        prompts.extras.append(text)
+        prompts.stores[0].append(ids)
 
     def _cut(self, ids: list[int], limit: int) -> list[int]:
         """The last tokens of a prompt, behind the BOS it began with."""
@@ -211,6 +245,10 @@ class PromptDataset:
 
     def _report(self) -> None:
         limit, num_rows = self._format.max_len, len(self._rows)
+        if num_hidden := self._content.dropped[HIDDEN]:
+            self.notices.append(
+                f"{num_hidden} prompts spell special tokens; they were tokenised as plain text"
+            )
         if self.num_answered:
             self.notices.append(
                 f"{self.num_answered} of {num_rows} prompts end with the assistant's turn, which "
@@ -230,7 +268,7 @@ class PromptDataset:
                     "their beginning"
                 )
             )
-        if not self._kept:
+        if not len(self):
             raise DataError(
                 f"all {num_rows} prompts are longer than --prompt_max_len {limit}. "
                 "Raise it, or use shorter ones."

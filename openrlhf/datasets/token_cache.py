@@ -2,22 +2,24 @@
 
 An entry is found by what it was made from: rows, tokenizer, format, and the code that made it. It
 is written under another name first and carries its own hash, so a torn or damaged one is made anew.
-Knows nothing of formats and columns.
+Of several processes that want an entry one makes it. Knows nothing of formats and columns.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import datasets
 import pyarrow as pa
@@ -29,6 +31,9 @@ from openrlhf.utils.tokenizer import Tokenizer
 
 MIN_ROWS = 1000  # fewer are tokenised sooner than they are looked up
 MAX_AGE_S = 30 * 24 * 3600  # entries nobody used for so long are removed
+PATIENCE_S = 20.0  # for the process that goes first to begin
+POLL_S = 0.05
+_PATIENCE: ContextVar[float] = ContextVar("patience_s", default=0.0)
 _DIGEST_SIZE = 32
 _LENGTH_SIZE = 8
 _SUFFIX = ".tokens"
@@ -83,7 +88,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 
 def load_tokens(key: str) -> TokenizedRows | None:
     """The entry of a key; None when there is none or it is damaged."""
-    path = cache_folder() / (key + _SUFFIX)
+    path = _path_of(key)
     try:
         rows = _unpack(path.read_bytes())
         os.utime(path)
@@ -101,14 +106,70 @@ def save_tokens(key: str, rows: TokenizedRows) -> None:
         with os.fdopen(handle, "wb") as file:
             for part in _pack(rows):
                 file.write(part)
-        Path(name).replace(folder / (key + _SUFFIX))
+        Path(name).replace(_path_of(key))
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), *_lock_folder().glob("*")):
         with suppress(FileNotFoundError):  # another run tidies up too
             if time.time() - path.stat().st_mtime > MAX_AGE_S:
                 path.unlink()
+
+
+@contextmanager
+def giving_way(*, gives_way: bool = True) -> Iterator[None]:
+    """A block in which another process of this machine gets some time to begin filling an entry:
+    the one that shows how far it is.
+    """
+    token = _PATIENCE.set(PATIENCE_S if gives_way else 0.0)
+    try:
+        yield
+    finally:
+        _PATIENCE.reset(token)
+
+
+@contextmanager
+def only_filler(key: str) -> Iterator[None]:
+    """A block that one process of this machine is in at a time, to look again and fill the entry.
+
+    The lock of one that died is free; a cache that cannot be written to has none.
+    """
+    try:
+        file = _lock_file(key)
+    except OSError:
+        yield
+        return
+    with file:
+        deadline = time.monotonic() + _PATIENCE.get()
+        with suppress(OSError):  # a file system without locks
+            while time.monotonic() < deadline and not (_is_held(file) or _path_of(key).exists()):
+                time.sleep(POLL_S)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_file(key: str) -> IO[str]:
+    folder = _lock_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / key).open("a")
+
+
+def _lock_folder() -> Path:
+    return cache_folder().with_name("locks")
+
+
+def _is_held(file: IO[str]) -> bool:
+    """Whether another process has the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def _path_of(key: str) -> Path:
+    return cache_folder() / (key + _SUFFIX)
 
 
 def _pack(rows: TokenizedRows) -> list[bytes]:

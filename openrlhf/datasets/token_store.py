@@ -48,6 +48,13 @@ class TokenStore:
         assert len(self._masks) == len(self._ids), "a mask of another length than its ids"
         self._ends.append(len(self._ids))
 
+    def extend(self, other: TokenStore) -> None:
+        """Add all sequences of another store."""
+        offset = len(self._ids)
+        self._ids.extend(other._ids)
+        self._masks.extend(other._masks)
+        self._ends.extend(offset + end for end in other._ends)
+
     def __len__(self) -> int:
         return len(self._ends)
 
@@ -89,6 +96,15 @@ class TokenizedRows:
     extras: list[Json] = field(default_factory=list)  # what an example holds besides its tokens
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
     num_truncated: int = 0
+
+    def extend(self, other: TokenizedRows) -> None:
+        """Add the examples of rows that follow."""
+        for store, others in zip(self.stores, other.stores, strict=True):
+            store.extend(others)
+        self.row_ids += other.row_ids
+        self.extras += other.extras
+        self.dropped += other.dropped
+        self.num_truncated += other.num_truncated
 
     def fingerprint(self) -> str:
         """A hash of all examples."""

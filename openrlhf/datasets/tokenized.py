@@ -1,14 +1,15 @@
 """From rows to examples of token ids, the same way for every kind of supervised data.
 
-Rows are rendered into segments, encoded many at a time, held against the length limit and counted.
-What a row must hold is said by the subclasses; the result is kept in the token cache.
+Rows are rendered into segments, encoded many at a time, held against the length limit and counted,
+in several processes where there are many of them. What a row must hold is said by the subclasses;
+the result is kept in the token cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -18,12 +19,21 @@ from torch import Tensor
 from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import RowError, Span, has_placeholder
 from openrlhf.datasets.problems import Problems, row_place
-from openrlhf.datasets.token_cache import MIN_ROWS, cache_key, load_tokens, save_tokens
+from openrlhf.datasets.token_cache import (
+    MIN_ROWS,
+    cache_key,
+    load_tokens,
+    only_filler,
+    save_tokens,
+)
 from openrlhf.datasets.token_store import Json, TokenizedRows, TokenStore
 from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.forked import map_forked, num_cores
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 CHUNK_ROWS = 1000
+PARALLEL_ROWS = 10_000  # of fewer, two processes do no more than one that encodes on two cores
+MAX_PROCESSES = 16  # more than the one that collects their results can keep up with
 OVERLONG_POLICIES = ("filter", "truncate", "error")
 Progress = Callable[[int, int], None]  # rows done, rows in all
 Row = Mapping[str, object]
@@ -68,6 +78,7 @@ class LeftOutError(ValueError):
 
 
 FormatT = TypeVar("FormatT", bound=RowFormat)
+ChunkT = TypeVar("ChunkT")
 
 
 class TokenizedDataset(ABC, Generic[FormatT]):
@@ -158,36 +169,36 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     def _fill(self, progress: Progress | None) -> TokenizedRows:
         """The examples, from the cache where they are there."""
-        num_rows = len(self._rows)
-        if num_rows < MIN_ROWS:
-            return self._build(progress)
-        recipe = f"{type(self).__qualname__} {self._format!r}"
-        key = cache_key(self._rows, self._encoder.tokenizer, recipe)
-        found = load_tokens(key)
-        if found is not None:
-            if progress is not None:
-                progress(num_rows, num_rows)
-            return found
-        built = self._build(progress)
-        try:
-            save_tokens(key, built)
-        except OSError as error:
-            self.notices.append(
-                Caution(f"the tokenised rows are not kept for the next run: {error}")
-            )
-        return built
+        return cached(
+            self._rows,
+            self._encoder.tokenizer,
+            f"{type(self).__qualname__} {self._format!r}",
+            lambda: self._build(progress),
+            progress=progress,
+            notices=self.notices,
+        )
 
     def _build(self, progress: Progress | None) -> TokenizedRows:
-        content = TokenizedRows([TokenStore() for _ in range(self.num_sequences)])
-        problems = Problems()
-        for start in range(0, len(self._rows), CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, len(self._rows))
-            drafts = self._draft_chunk(start, stop, content, problems)
-            self._encode_chunk(drafts, content, problems)
+        content, problems, num_rows = self._no_rows(), Problems(), len(self._rows)
+        num_done = 0
+        for part, found in map_chunks(self._build_chunk, num_rows):
+            content.extend(part)
+            problems.extend(found)
+            num_done = min(num_done + CHUNK_ROWS, num_rows)
             if progress is not None:
-                progress(stop, len(self._rows))
+                progress(num_done, num_rows)
         problems.raise_if_any("data set", "Repair the rows, or choose other columns.")
         return content
+
+    def _build_chunk(self, start: int) -> tuple[TokenizedRows, Problems]:
+        content, problems = self._no_rows(), Problems()
+        stop = min(start + CHUNK_ROWS, len(self._rows))
+        drafts = self._draft_chunk(start, stop, content, problems)
+        self._encode_chunk(drafts, content, problems)
+        return content, problems
+
+    def _no_rows(self) -> TokenizedRows:
+        return TokenizedRows([TokenStore() for _ in range(self.num_sequences)])
 
     def _draft_chunk(
         self, start: int, stop: int, content: TokenizedRows, problems: Problems
@@ -293,6 +304,49 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             raise DataError(
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
+
+
+def cached(
+    rows: Dataset,
+    tokenizer: Tokenizer,
+    recipe: str,
+    build: Callable[[], TokenizedRows],
+    *,
+    progress: Progress | None,
+    notices: list[str],
+) -> TokenizedRows:
+    """What is made of the rows, from the cache where it is there; one rank of a machine builds it.
+
+    `recipe` names all that decides the result besides rows and tokenizer; `notices` gain what a
+    person should be told.
+    """
+    num_rows = len(rows)
+    if num_rows < MIN_ROWS:
+        return build()
+    key = cache_key(rows, tokenizer, recipe)
+    found = load_tokens(key)
+    if found is None:
+        with only_filler(key):
+            found = load_tokens(key)  # another process may have made it meanwhile
+            if found is None:
+                return _keep(key, build(), notices)
+    if progress is not None:
+        progress(num_rows, num_rows)
+    return found
+
+
+def _keep(key: str, built: TokenizedRows, notices: list[str]) -> TokenizedRows:
+    try:
+        save_tokens(key, built)
+    except OSError as error:
+        notices.append(Caution(f"the tokenised rows are not kept for the next run: {error}"))
+    return built
+
+
+def map_chunks(build: Callable[[int], ChunkT], num_rows: int) -> Iterator[ChunkT]:
+    """What is built of each chunk of rows, named by its first; in order."""
+    num_processes = min(num_cores(), MAX_PROCESSES) if num_rows >= PARALLEL_ROWS else 1
+    return map_forked(build, range(0, num_rows, CHUNK_ROWS), num_processes=num_processes)
 
 
 def text_to_learn(value: object) -> str:

@@ -1,8 +1,8 @@
 """Answering prompts in bulk: the tasks generate_vllm and generate of batch_inference.
 
-Every prompt has seeds of its own, so its answers depend neither on the ranks nor on which prompts
-were done before a restart. Rows hold the prompt as the data has it, so that later commands render
-it in the same way.
+Every rank has an engine of its own. Every prompt has seeds of its own, so its answers depend
+neither on the ranks nor on which prompts were done before a restart. Rows hold the prompt as the
+data has it, so that later commands render it in the same way.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.vllm_installed import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.answer_parts import Rows
@@ -41,8 +42,8 @@ SEED_BITS = 63
 class PromptTask(BatchTask):
     """Prompts that fit, sampled by an engine."""
 
-    def __init__(self, config: BatchInferenceConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
+        super().__init__(config, goes_first=goes_first)
         data = config.data
         prompt_format = PromptFormat(
             input_key=data.input_key,
@@ -54,7 +55,10 @@ class PromptTask(BatchTask):
         rows = self.rows
         if config.csft.enable:
             rows = asked_for_reward(rows, self.input_column, config.csft.prompt)
-        with counter("tokenising prompts") as show:
+        with (
+            giving_way(gives_way=not goes_first),
+            counter("tokenising prompts", is_shown=goes_first) as show,
+        ):
             self.prompts = PromptDataset(rows, self.tokenizer, prompt_format, progress=show)
         self.notices = self.prompts.notices
         self.max_model_len = int(self.prompts.lengths.max()) + config.rollout.max_new_tokens
@@ -76,9 +80,9 @@ class PromptTask(BatchTask):
 
     def work(self, mine: Sequence[int], record: Record, strategy: DeepSpeedStrategy) -> None:
         """Answer prompts, the longest first, a chunk at a time."""
-        if not mine:
-            return
         is_vllm = self.config.eval_task == "generate_vllm"
+        if not mine and not is_vllm:  # vLLM makes groups among all ranks while it starts
+            return
         engine = self._vllm_engine() if is_vllm else self._hf_engine(strategy)
         lengths = self.prompts.lengths
         ordered = sorted(mine, key=lambda index: -int(lengths[index]))
@@ -176,18 +180,11 @@ class PromptTask(BatchTask):
         )
 
 
-def check_ranks(config: BatchInferenceConfig, topology: Topology) -> None:
-    """vLLM starts its own processes, so that a launcher's would each do all of the work, and reads
-    whole models.
-    """
-    if config.eval_task != "generate_vllm":
-        return
-    refuse_adapter(config.model.model_name_or_path or "", "--pretrain")
-    if topology.world_size > 1:
-        raise ConfigError(
-            f"--eval_task generate_vllm was started as {topology.world_size} ranks. Start it with "
-            "python -m openrlhf.cli.batch_inference and name the GPUs with --tp_size."
-        )
+def check_vllm(config: BatchInferenceConfig) -> None:
+    """Refuse what vLLM cannot do: to be used where it is not, and to read adapters."""
+    if config.eval_task == "generate_vllm":
+        check_vllm_is_installed(instead="--eval_task generate, which does without it")
+        refuse_adapter(config.model.model_name_or_path or "", "--pretrain")
 
 
 def sampling_settings(

@@ -17,7 +17,7 @@ from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.trainer.answer_parts import AnswerParts, check_writable, write_lines
-from openrlhf.trainer.batch_generation import PromptTask, check_ranks
+from openrlhf.trainer.batch_generation import PromptTask, check_vllm
 from openrlhf.trainer.batch_scoring import ScoreTask
 from openrlhf.trainer.batch_task import BatchTask
 from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
@@ -40,10 +40,10 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     assert config.output_path is not None, "check_what_is_needed_is_named"
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path).expanduser()
-    check_ranks(config, topology)
+    check_vllm(config)
     check_writable(output)
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
-    task = TASKS[config.eval_task](config)
+    task = TASKS[config.eval_task](config, goes_first=topology.local_rank == 0)
     strategy = DeepSpeedStrategy(
         config.ds.as_deepspeed(),
         seed=config.seed,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.errors import ConfigError, RewardError
@@ -29,14 +30,17 @@ BATCHES_BETWEEN_WRITES = 16
 class ScoreTask(BatchTask):
     """Prompts with answers, scored by a reward model."""
 
-    def __init__(self, config: BatchInferenceConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
+        super().__init__(config, goes_first=goes_first)
         if not is_value_model(self.model_config):
             raise ConfigError(
                 f"The model at {self.model_path!r} has no value head. Give a trained reward model."
             )
         row_format = SFTFormat.of(config.data)
-        with counter("tokenising rows") as show:
+        with (
+            giving_way(gives_way=not goes_first),
+            counter("tokenising rows", is_shown=goes_first) as show,
+        ):
             self.examples = SFTDataset(self.rows, self.tokenizer, row_format, progress=show)
         self.notices = self.examples.notices
 

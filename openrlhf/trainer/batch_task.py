@@ -33,7 +33,10 @@ class BatchTask(ABC):
 
     notices: list[str]  # what a person should be told, one line each
 
-    def __init__(self, config: BatchInferenceConfig) -> None:
+    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
+        """Read and check; of the ranks on a machine the one that goes first tokenises and shows it,
+        the others read what it leaves in the cache.
+        """
         path = config.model.model_name_or_path
         assert path is not None, "BatchInferenceConfig.check_what_is_needed_is_named"
         self.config = config

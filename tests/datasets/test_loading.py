@@ -88,6 +88,11 @@ def test_data_sets_follow_one_another_without_probabilities(tmp_path):
     assert rows["extra"] == [None, None, "x"]
 
 
+def test_many_data_sets_are_more_than_a_file_name_holds(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert len(load_rows(",".join([str(path)] * 200))) == 400
+
+
 def test_probabilities_interleave_and_the_seed_fixes_the_order(tmp_path):
     one = write_jsonl(tmp_path / "one.jsonl", [{"input": f"a{i}"} for i in range(50)])
     two = write_jsonl(tmp_path / "two.jsonl", [{"input": f"b{i}"} for i in range(50)])

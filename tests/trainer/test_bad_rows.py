@@ -12,6 +12,8 @@ import pytest
 from tests.tiny import write_jsonl
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
+QUESTION = {"role": "user", "content": "q"}
+REPLY = {"role": "assistant", "content": "a"}
 ANSWER = {"input": "q", "output": "a", "label": 1}
 CASES = {
     "a side that is no text": (
@@ -43,6 +45,36 @@ CASES = {
         "train_prm --input_key text --label_key labels --placeholder_token # --reward_tokens + -",
         [{"text": "a # b #", "labels": ["+", "-"]}, {"text": "a # b #", "labels": ["+"]}],
         "row 1",
+    ),
+    "a label that is missing": (
+        "train_kto --output_key output",
+        [ANSWER, {"input": "q", "output": "a"}],
+        "row 1: 'label' is None; labels are 1 and 0",
+    ),
+    "a key that one row lacks": (
+        "train_sft --output_key output",
+        [ANSWER, {"output": "a"}],
+        "row 1: 'input' is missing, not text",
+    ),
+    "a prompt of white space": (
+        "train_sft --output_key output",
+        [ANSWER, ANSWER | {"input": " \n"}],
+        "row 1: 'input' is empty",
+    ),
+    "an unknown role": (
+        "train_sft --input_key messages --apply_chat_template",
+        [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION | {"role": "king"}, REPLY]}],
+        "row 1: unknown role 'king'",
+    ),
+    "roles out of turn": (
+        "train_sft --input_key messages --apply_chat_template",
+        [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION, QUESTION, REPLY]}],
+        "row 1: message 2 is the user's, after the user's",
+    ),
+    "an over-long row where that is an error": (
+        "train_sft --output_key output --max_len 30 --overlong_rows error",
+        [ANSWER, ANSWER | {"output": "a" * 99}],
+        "row 1: 119 tokens, over the limit of 30",
     ),
     "an answer column that is not there": (
         "train_kd --teacher_model {model} --output_key answer",

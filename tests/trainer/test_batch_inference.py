@@ -17,9 +17,11 @@ import transformers
 from openrlhf.cli.batch_inference import main
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.engines import vllm_installed
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.batch_generation import check_ranks, slice_of
+from openrlhf.trainer.batch_generation import slice_of
 from openrlhf.trainer.batch_inference import run_batch_inference, summary
+from openrlhf.trainer.rank_gpus import own_gpus, see_own_gpus
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
@@ -270,12 +272,35 @@ def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> 
         run_batch_inference(config_of(folder, "generate", "--max_new_tokens 2047"))
 
 
-def test_vllm_under_a_launcher_is_refused(folder: Path) -> None:
-    from openrlhf.distributed.topology import Topology
+def test_vllm_that_is_not_installed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_installed, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"it is not installed\..*, or --eval_task generate"):
+        run_batch_inference(config_of(folder, "generate_vllm", ""))
 
-    config = config_of(folder, "generate_vllm", "")
-    with pytest.raises(ConfigError, match="started as 2 ranks"):
-        check_ranks(config, Topology(world_size=2))
+
+def test_ranks_take_neighbouring_gpus_each() -> None:
+    assert [own_gpus("4567", rank, 2) for rank in range(2)] == ["45", "67"]
+    assert [own_gpus("4567", rank, 1) for rank in range(2)] == ["4", "5"]
+    with pytest.raises(ConfigError, match=r"2 ranks or more need 4 GPUs .* has 3\. Start 1 ranks"):
+        own_gpus("012", 1, 2)
+
+
+def test_only_ranks_of_generate_vllm_are_left_their_own_gpus(folder: Path) -> None:
+    def seen(task: str, world_size: int) -> str:
+        ranks = {"WORLD_SIZE": str(world_size), "RANK": "1", "LOCAL_RANK": "1"}
+        env = {"CUDA_VISIBLE_DEVICES": "2,5"} | (ranks if world_size > 1 else {})
+        see_own_gpus(config_of(folder, task, ""), env=env)
+        return env["CUDA_VISIBLE_DEVICES"]
+
+    assert seen("generate_vllm", 2) == "5"
+    assert seen("generate_vllm", 1) == seen("generate", 2) == "2,5"
+
+
+def test_gpus_are_shared_out_before_torch_is_imported() -> None:
+    code = "import sys, openrlhf.cli.batch_inference; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.slow

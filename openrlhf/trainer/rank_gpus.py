@@ -1,0 +1,49 @@
+"""Which GPUs a rank sees whose engine takes some of its own; decided before torch is imported.
+
+CUDA looks at the choice once, when a library first asks for a device, be it at its import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.distributed.topology import Topology
+from openrlhf.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def see_own_gpus(
+    config: BatchInferenceConfig, *, env: MutableMapping[str, str] = os.environ
+) -> None:
+    """Leave a rank of generate_vllm the GPUs of its engine; without GPUs there is nothing to do.
+
+    Raises ConfigError when the machine has too few for all of its ranks.
+    """
+    topology = Topology.from_env(local_rank=config.local_rank, env=env)
+    names = env[VISIBLE].split(",") if env.get(VISIBLE) else gpus_of_machine()
+    if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
+        size = config.vllm.tensor_parallel_size or 1
+        env[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
+
+
+def gpus_of_machine() -> list[str]:
+    """The numbers of the GPUs that this machine shows, without a library of theirs."""
+    files = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return [str(number) for number in range(len(files))]
+
+
+def own_gpus(names: Sequence[str], local_rank: int, tensor_parallel_size: int) -> Sequence[str]:
+    """Neighbours for each rank: of GPUs 4, 5, 6, 7 in engines of two, rank 1 has 6 and 7."""
+    start = local_rank * tensor_parallel_size
+    stop = start + tensor_parallel_size
+    if stop > len(names):
+        raise ConfigError(
+            f"The engines of {local_rank + 1} ranks or more need {stop} GPUs "
+            f"(--tp_size {tensor_parallel_size}), and this machine has {len(names)}. Start "
+            f"{len(names) // tensor_parallel_size} ranks on it, or type a smaller --tp_size."
+        )
+    return names[start:stop]
