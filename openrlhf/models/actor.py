@@ -19,7 +19,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
 from openrlhf.models.router_loss import (
     experts_per_token,
-    load_balancing_loss,
+    load_balancing_losses,
     refuse_reentrant,
 )
 from openrlhf.utils.packing import PackedBatch
@@ -33,7 +33,7 @@ class TokenStats(NamedTuple):
 
     logprobs: Tensor  # (N,) fp32
     entropy: Tensor | None = None  # (N,) fp32, of the temperature-scaled distribution
-    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,13 @@ class States(NamedTuple):
     """What a model without its head says about a packed batch."""
 
     hidden_TH: Tensor
-    # () router loss over the batch's tokens: a mean, so callers weight micro-batches by their share
-    # of what the step counts
-    aux_loss: Tensor | None = None
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence
 
 
 def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = None) -> States:
-    """Last hidden states, and the router loss of a model that sends each token to `top_k` experts.
+    """Last hidden states, and router losses of a model that sends each token to `top_k` experts.
 
-    Without `top_k` the router loss is not computed.
+    Without `top_k` they are not computed.
     """
     model = unwrap_peft(model)
     row = PackedRow.of(batch)
@@ -133,7 +131,8 @@ def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = No
     hidden_TH = output.last_hidden_state[0]
     if top_k is None:
         return States(hidden_TH)
-    return States(hidden_TH, load_balancing_loss(output.router_logits, top_k=top_k))
+    losses_B = load_balancing_losses(output.router_logits, batch.seq_lengths, top_k=top_k)
+    return States(hidden_TH, losses_B)
 
 
 def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
@@ -155,7 +154,7 @@ def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> N
 class Actor(nn.Module):
     """A causal language model seen as a policy over packed batches.
 
-    `with_aux_loss` adds the router loss of a mixture of experts, see `States`.
+    `with_aux_loss` adds the router losses of a mixture of experts, see `States`.
     """
 
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
@@ -185,7 +184,7 @@ class Actor(nn.Module):
         return TokenStats(*stats, aux_loss=aux_loss)
 
     def states_at(self, batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states of these row positions, and the router loss where it is asked for."""
+        """Last hidden states of these row positions, and router losses (B,) when asked for."""
         hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
         return hidden_TH.index_select(0, positions), aux_loss
 

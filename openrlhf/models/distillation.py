@@ -27,7 +27,7 @@ class StudentTerms(NamedTuple):
     loss: Tensor  # () sum over targets of (1 - coef) * -logp + coef * divergence
     logprobs: Tensor  # (N,) fp32
     divergence: Tensor  # (N,) fp32
-    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
 class DistillationHead(ChunkedHead):

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "openrlhf_packed"
 # A sequence joins a batch of longer ones when it fills at least this share of its slot.
-MIN_FILL = 0.8
+# At 0.92 some 2.5 % of the slots are padding on log-normal lengths (0.8: 8 %), for more calls.
+MIN_FILL = 0.92
 # Queries per call where a band or a soft cap needs a mask: bounds the memory of long sequences.
 QUERY_BLOCK = 1024
 UNSUPPORTED_KWARGS = ("s_aux", "position_bias", "head_mask", "cache")

@@ -7,6 +7,7 @@ no data set: what a label is, was decided before.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class MarkedBatch:
         """Every token of the batch, (T,) int64."""
         return self.packed.token_ids
 
+    @cached_property
+    def num_markers(self) -> Tensor:
+        """Number of markers of each text, (B,) int64."""
+        owner_M = torch.bucketize(self.marker_index, self.packed.cu_seqlens[1:].long(), right=True)
+        return owner_M.bincount(minlength=len(self.packed.seq_lengths))
+
     def to(self, device: torch.device | str) -> MarkedBatch:
         """The same batch on another device."""
         return replace(
@@ -52,7 +59,7 @@ class MarkerTerms(NamedTuple):
 
     losses: Tensor  # (M,) fp32
     is_correct: Tensor  # (M,) bool
-    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
 class MarkerHead(ChunkedHead):

@@ -1,34 +1,45 @@
-"""The load-balancing loss of a mixture of experts, over the tokens of one packed row.
+"""The load-balancing loss of a mixture of experts, of each sequence of one packed row.
 
-Router logits are what transformers records for every family that has experts; no family is known
-by name here. Suffixes: T tokens, E experts.
+A loss over the tokens of several sequences would be another one for every way to cut a step into
+micro-batches, because it multiplies two of their means; losses of sequences just add up. Router
+logits are what transformers records for every family that has experts; no family is known by name
+here. Suffixes: B sequences, T tokens, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.errors import ConfigError
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int) -> Tensor:
-    """E * sum over experts of (choices of it per token) * (its mean router probability), ().
+def load_balancing_losses(
+    router_logits: Sequence[Tensor], seq_lengths: Sequence[int], *, top_k: int
+) -> Tensor:
+    """E * sum over experts of (choices of it per token) * (its mean router probability), (B,).
 
-    `router_logits` holds (T, E) of each layer; the layers count as one long row of tokens. The loss
-    is `top_k` when all experts are used evenly, and more otherwise (arXiv 2101.03961, equations 4
-    to 6). Only the probabilities have a gradient.
+    `router_logits` holds (T, E) of each layer; the layers of a sequence count as one long row of
+    its tokens. A loss is `top_k` when all experts are used evenly, and more otherwise (arXiv
+    2101.03961, equations 4 to 6; for each sequence, 2412.19437, equations 17 to 20). Only the
+    probabilities have a gradient.
     """
     assert router_logits, "no layer has a router"
-    num_experts = router_logits[0].size(-1)
-    num_rows = sum(logits_TE.size(0) for logits_TE in router_logits)
-    layers = [logits_TE.float().softmax(-1) for logits_TE in router_logits]
-    mean_E = sum(probs_TE.sum(0) for probs_TE in layers) / num_rows
-    chosen = [probs_TE.topk(top_k, dim=-1).indices.flatten() for probs_TE in layers]
-    share_E = sum(experts.bincount(minlength=num_experts) for experts in chosen) / num_rows
-    return num_experts * (share_E * mean_E).sum()
+    num_seqs, num_experts = len(seq_lengths), router_logits[0].size(-1)
+    lengths_B = torch.tensor(seq_lengths, device=router_logits[0].device)
+    owner_T = torch.arange(num_seqs, device=lengths_B.device).repeat_interleave(lengths_B)
+    probs_sum_BE = router_logits[0].new_zeros(num_seqs, num_experts, dtype=torch.float32)
+    choices_BE = torch.zeros_like(probs_sum_BE)
+    for logits_TE in router_logits:
+        probs_TE = logits_TE.float().softmax(-1)
+        probs_sum_BE = probs_sum_BE.index_add(0, owner_T, probs_TE)
+        cells = owner_T[:, None] * num_experts + probs_TE.topk(top_k, dim=-1).indices
+        choices_BE += cells.flatten().bincount(minlength=choices_BE.numel()).view_as(choices_BE)
+    num_rows_B1 = (len(router_logits) * lengths_B)[:, None]
+    return num_experts * (choices_BE / num_rows_B1 * (probs_sum_BE / num_rows_B1)).sum(-1)
 
 
 def experts_per_token(model: PreTrainedModel) -> int:

@@ -117,18 +117,18 @@ class RewardTerms(NamedTuple):
     """What a reward model in training says about a batch."""
 
     scores: Tensor  # (B,) fp32
-    aux_loss: Tensor | None = None  # () router loss of a mixture of experts
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
 class RewardLearner(RewardModel):
-    """A reward model in training, with the router loss of a mixture of experts when asked."""
+    """A reward model in training, with the router losses of a mixture of experts when asked."""
 
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__(model)
         self.top_k = experts_per_token(unwrap_peft(model)) if with_aux_loss else None
 
     def forward(self, batch: PackedBatch) -> RewardTerms:
-        """Rewards and the router loss."""
+        """Rewards and the router losses."""
         hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
         return RewardTerms(self.scores_of(hidden_TH[last_tokens(batch)]), aux_loss)
 

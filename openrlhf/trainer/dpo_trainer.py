@@ -135,9 +135,10 @@ class DPOTrainer(BaseTrainer[PreferencePair, PairBatch]):
         if self.added.nll_coef:
             loss = loss + self.added.nll_coef * self._nll_loss(pairs, denominators, metrics)
         if self.added.aux_coef and stats.aux_loss is not None:
-            metrics.add("aux_loss", stats.aux_loss.item(), weight=len(batch))
+            aux_loss = stats.aux_loss.mean()  # a pair's is that of its two sides
+            metrics.add("aux_loss", aux_loss.item(), weight=len(batch))
             share = len(batch) / denominators["num_pairs"]
-            loss = loss + self.added.aux_coef * stats.aux_loss * share
+            loss = loss + self.added.aux_coef * aux_loss * share
         return loss, metrics
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:

@@ -72,8 +72,9 @@ class KDTrainer(SFTTrainer):
         }
         loss_sum, coef = terms.loss, self.aux_loss_coef
         if coef and terms.aux_loss is not None:
-            values["aux_loss"] = terms.aux_loss.item()
-            loss_sum = loss_sum + coef * terms.aux_loss * num_tokens
+            aux_sum = (terms.aux_loss * batch.num_targets).sum()
+            values["aux_loss"] = aux_sum.item() / num_tokens
+            loss_sum = loss_sum + coef * aux_sum
         metrics = Metrics()
         for name, value in {**values, "loss": loss_sum.item() / num_tokens}.items():
             metrics.add(name, value, weight=num_tokens)

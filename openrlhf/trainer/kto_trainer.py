@@ -145,8 +145,8 @@ class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
         metrics.add("kl", reference_point, weight=num_samples)
         loss_sum = losses_B.sum()
         if self.aux_loss_coef and aux_loss is not None:
-            metrics.add("aux_loss", aux_loss.item(), weight=num_samples)
-            loss_sum = loss_sum + self.aux_loss_coef * aux_loss * num_samples
+            metrics.add("aux_loss", aux_loss.mean().item(), weight=num_samples)
+            loss_sum = loss_sum + self.aux_loss_coef * aux_loss.sum()
         metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
         return loss_sum / total, metrics
 

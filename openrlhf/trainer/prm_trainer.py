@@ -95,8 +95,9 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         metrics.add("prm_loss", loss_sum.item() / num_markers, weight=num_markers)
         metrics.add("acc", terms.is_correct.float().mean().item(), weight=num_markers)
         if self.aux_loss_coef and terms.aux_loss is not None:
-            metrics.add("aux_loss", terms.aux_loss.item(), weight=num_markers)
-            loss_sum = loss_sum + self.aux_loss_coef * terms.aux_loss * num_markers
+            aux_sum = (terms.aux_loss * batch.num_markers).sum()
+            metrics.add("aux_loss", aux_sum.item() / num_markers, weight=num_markers)
+            loss_sum = loss_sum + self.aux_loss_coef * aux_sum
         metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
         return loss_sum / total, metrics
 

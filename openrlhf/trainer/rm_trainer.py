@@ -100,8 +100,9 @@ class RMTrainer(BaseTrainer[PreferencePair, PairBatch]):
             metrics.add(name, values_B.float().mean().item(), weight=len(losses_B))
         loss_sum = losses_B.sum()
         if terms.aux_loss is not None:
-            metrics.add("aux_loss", terms.aux_loss.item(), weight=len(losses_B))
-            loss_sum = loss_sum + self.aux_loss_coef * terms.aux_loss * len(losses_B)
+            aux_loss = terms.aux_loss.mean()  # a pair's is that of its two sides
+            metrics.add("aux_loss", aux_loss.item(), weight=len(losses_B))
+            loss_sum = loss_sum + self.aux_loss_coef * aux_loss * len(losses_B)
         return loss_sum / denominators["num_pairs"], metrics
 
     def _terms(self, batch: PairBatch) -> RewardTerms:

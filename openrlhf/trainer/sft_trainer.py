@@ -63,15 +63,18 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """-sum log p / tokens of the step, plus the router loss of a mixture of experts."""
+        """-sum log p / tokens of the step, plus the router losses of a mixture of experts, which
+        count as many times as their sequence has targets.
+        """
         stats = self.engine(batch)
         num_tokens, total = len(stats.logprobs), denominators["num_tokens"]
         loss = sft_loss(stats.logprobs, num_tokens_global=total)
         metrics = Metrics()
         metrics.add("gpt_loss", loss.item() * total / num_tokens, weight=num_tokens)
         if self.aux_loss_coef and stats.aux_loss is not None:
-            metrics.add("aux_loss", stats.aux_loss.item(), weight=num_tokens)
-            loss = loss + self.aux_loss_coef * stats.aux_loss * (num_tokens / total)
+            aux_sum = (stats.aux_loss * batch.num_targets).sum()
+            metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
+            loss = loss + self.aux_loss_coef * aux_sum / total
         return loss, metrics
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:

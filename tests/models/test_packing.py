@@ -44,13 +44,24 @@ def random_qkv(num_tokens, *, num_heads=4, num_kv_heads=2, head_dim=8):
 
 
 def test_sequences_of_near_equal_length_share_a_batch():
-    layout = padded_layout([10, 4, 9, 4], "cpu")
-    assert layout.batches == ((2, 10), (2, 4))
-    # 10 tokens, then 9 with the last one repeated, then the two of 4.
-    rows = [*range(10), *range(14, 23), 22, *range(10, 14), *range(23, 27)]
+    layout = padded_layout([20, 4, 19, 4], "cpu")
+    assert layout.batches == ((2, 20), (2, 4))
+    # 20 tokens, then 19 with the last one repeated, then the two of 4.
+    rows = [*range(20), *range(24, 43), 42, *range(20, 24), *range(43, 47)]
     assert layout.slot_to_row_M.tolist() == rows
-    slots = [*range(10), *range(20, 24), *range(10, 19), *range(24, 28)]
+    slots = [*range(20), *range(40, 44), *range(20, 39), *range(44, 48)]
     assert layout.row_to_slot_T.tolist() == slots
+
+
+def test_at_most_three_percent_of_the_slots_are_padding_on_log_normal_lengths():
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = num_slots = 0
+    for _ in range(50):  # rows of 64 sequences of 16 to 512 tokens
+        lengths = (torch.randn(64, generator=generator) * 0.75 + 4.4).exp().clamp(16, 512).long()
+        layout = padded_layout(lengths.tolist(), "cpu")
+        num_tokens += int(lengths.sum())
+        num_slots += sum(count * length for count, length in layout.batches)
+    assert num_slots / num_tokens - 1 < 0.03
 
 
 def test_equal_lengths_need_no_copy():

@@ -1,4 +1,4 @@
-"""The router loss equals Hugging Face's on one sequence and on the packed tokens of several."""
+"""The router loss of each packed sequence equals Hugging Face's on that sequence alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.router_loss import load_balancing_loss
+from openrlhf.models.router_loss import load_balancing_losses
 from openrlhf.models.value_head import RewardLearner, RewardModel
 from tests.models.helpers import eager_model, full_batch, random_sequences, tiny_model
 
@@ -43,14 +43,21 @@ def gate_gradients(model):
 
 def test_even_use_of_two_experts_costs_top_k():
     logits = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    assert load_balancing_loss([logits], top_k=1).item() == pytest.approx(1.0)
-    assert load_balancing_loss([logits, logits], top_k=2).item() == pytest.approx(2.0)
+    assert load_balancing_losses([logits], [2], top_k=1).tolist() == pytest.approx([1.0])
+    assert load_balancing_losses([logits, logits], [2], top_k=2).tolist() == pytest.approx([2.0])
 
 
 def test_an_expert_that_takes_all_costs_twice_its_probability():
     # Both tokens go to the first of two experts, with probability 0.75: 2 * (1 * 0.75 + 0 * 0.25).
     logits = torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log()
-    assert load_balancing_loss([logits], top_k=1).item() == pytest.approx(1.5)
+    assert load_balancing_losses([logits], [2], top_k=1).tolist() == pytest.approx([1.5])
+
+
+def test_a_sequence_is_balanced_by_itself():
+    # Alone, each sequence of one token uses one expert only: 2 * 0.75; together they would be even.
+    logits = torch.tensor([[0.75, 0.25], [0.25, 0.75]]).log()
+    assert load_balancing_losses([logits], [1, 1], top_k=1).tolist() == pytest.approx([1.5, 1.5])
+    assert load_balancing_losses([logits], [2], top_k=1).tolist() == pytest.approx([1.0])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -63,8 +70,8 @@ def test_one_sequence_gives_the_loss_of_hugging_face_and_its_gradient(
     expected = reference(input_ids=ids[None], output_router_logits=True).aux_loss
     actor = load_actor(path)
     actual = actor(full_batch([ids])).aux_loss
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-    actual.backward()
+    torch.testing.assert_close(actual, expected[None], atol=1e-6, rtol=0)
+    actual.sum().backward()
     expected.backward()
     gradients = gate_gradients(actor.model)
     assert gradients
@@ -72,16 +79,11 @@ def test_one_sequence_gives_the_loss_of_hugging_face_and_its_gradient(
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5)
 
 
-def test_a_packed_row_gives_the_loss_of_all_its_tokens_together(mixtral_dir):
+def test_a_packed_row_gives_the_loss_of_each_sequence_alone(mixtral_dir):
     sequences = random_sequences([5, 23, 1, 12])
     reference = eager_model(mixtral_dir)
-    layers = [
-        reference(input_ids=ids[None], output_router_logits=True).router_logits for ids in sequences
-    ]
-    together = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
-    expected = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func(
-        together, num_experts=4, top_k=TOP_K
-    )
+    alone = [reference(input_ids=ids[None], output_router_logits=True) for ids in sequences]
+    expected = torch.stack([output.aux_loss for output in alone])
     actual = load_actor(mixtral_dir)(full_batch(sequences)).aux_loss
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
@@ -93,7 +95,7 @@ def test_checkpointing_leaves_the_gradient_of_the_router_loss(mixtral_dir):
         if is_checkpointed:
             actor.gradient_checkpointing_enable()
         stats = actor(full_batch(random_sequences([9, 14])))
-        (stats.logprobs.mean() + stats.aux_loss).backward()
+        (stats.logprobs.mean() + stats.aux_loss.sum()).backward()
         gradients.append(gate_gradients(actor.model))
     assert len(gradients[0]) == 2
     for name, gradient in gradients[0].items():
