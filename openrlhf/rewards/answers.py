@@ -115,8 +115,8 @@ def finite_numbers(values: object, *, name: str, batch: RewardBatch, source: str
     numbers = _as_list(values, name=name, source=source)
     if len(numbers) != len(batch):
         raise RewardError(
-            f"{source}: {name} has {len(numbers)} values for {len(batch)} samples. "
-            "Return exactly one per sample."
+            f"{source}: {name} has {len(numbers)} values for {len(batch)} samples "
+            f"({batch.names()}). Return exactly one per sample."
         )
     for index, value in enumerate(numbers):
         if not _is_number(value):

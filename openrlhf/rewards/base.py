@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ __all__ = [
     "RewardBatch",
     "RewardResult",
     "RewardSource",
+    "SaysRoom",
     "StreamingSource",
     "concat_results",
     "handed_to",
@@ -54,6 +55,16 @@ class StreamingSource(RewardSource, Protocol):
 
     def close(self) -> None:
         """Give up what is not answered, end processes and connections."""
+        ...
+
+
+@runtime_checkable
+class SaysRoom(Protocol):
+    """A source that knows whether it would begin with a batch at once."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether some of it has nothing to do: then waiting for more samples gains nothing."""
         ...
 
 

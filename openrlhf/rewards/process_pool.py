@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from openrlhf.rewards.worker_process import WorkerLimits, WorkerProcess
 
 NO_SAMPLES = RewardBatch([], [], [], [])
 MIN_WORKERS, MAX_WORKERS = 4, 16
+CLOSE_S = 10.0  # until killed workers must have ended
 
 
 def default_num_workers() -> int:
@@ -62,7 +64,7 @@ class FunctionPool:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._workers: dict[int, WorkerProcess] = {}  # by thread
-        self._num_threads = 0
+        self._threads: list[threading.Thread] = []
         self._num_free = 0  # threads that wait for a job, less the jobs that wait for a thread
         self._is_closed = False
         self._put(NO_SAMPLES).result()
@@ -77,13 +79,22 @@ class FunctionPool:
         return joined([self._put(part) for part in parts], source=self.path)
 
     def close(self) -> None:
-        """Kill the workers; calls that still run end in a RewardError."""
+        """Kill the workers and see them end; calls that still run end in a RewardError."""
         with self._lock:
             self._is_closed = True
             for worker in self._workers.values():
                 worker.end()
-            for _ in range(self._num_threads):
+            for _ in self._threads:
                 self._jobs.put(None)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    @property
+    def has_room(self) -> bool:
+        """See SaysRoom."""
+        with self._lock:
+            return self._num_free > 0 or len(self._threads) < self.settings.num_workers
 
     @property
     def worker_pids(self) -> list[int]:
@@ -97,12 +108,14 @@ class FunctionPool:
             if self._is_closed:
                 raise RewardError(f"{self.path}: the pool of workers was closed")
             self._num_free -= 1
-            if self._num_free < 0 and self._num_threads < self.settings.num_workers:
-                name = f"reward-{self._num_threads}"
-                arguments = (self._num_threads,)
-                self._num_threads += 1
+            if self._num_free < 0 and len(self._threads) < self.settings.num_workers:
+                index = len(self._threads)
+                thread = threading.Thread(
+                    target=self._run, args=(index,), name=f"reward-{index}", daemon=True
+                )
+                self._threads.append(thread)
                 self._num_free += 1
-                threading.Thread(target=self._run, args=arguments, name=name, daemon=True).start()
+                thread.start()
             self._jobs.put(job)
         return job.future
 

@@ -63,7 +63,7 @@ class Turns:
     async def _act_and_step(self, instance: Any, label: Any, sampling_params: Any) -> bool:
         """One turn; answers whether there is another."""
         try:
-            params = _within(sampling_params, self.max_length, len(self.token_ids))
+            params, room = _within(sampling_params, self.max_length, len(self.token_ids))
             result = await self.engine.generate(self.token_ids, params)
         except ContextFullError:
             self.is_truncated = True
@@ -76,7 +76,9 @@ class Turns:
             "sampling_params": sampling_params,
         }
         self._append(output.token_ids, output.text, is_action=True)
-        self.is_truncated |= output.finish_reason == "length"
+        # A turn that stops at a limit of its own is as long as the agent wanted it.
+        has_own_limit = params.max_tokens is not None and params.max_tokens != room
+        self.is_truncated |= output.finish_reason == "length" and not has_own_limit
         answer = await self._call(instance.step, states)
         if not isinstance(answer, Mapping):
             raise BadAnswerError(f"step answered a {type(answer).__name__}, not a dict")
@@ -109,13 +111,15 @@ class Turns:
         return await call_user(function, *args, timeout_s=self.step_timeout_s)
 
 
-def _within(sampling_params: Any, max_length: int | None, num_tokens: int) -> Any:
-    """The parameters with at most the tokens that fit; raises ContextFullError."""
+def _within(
+    sampling_params: Any, max_length: int | None, num_tokens: int
+) -> tuple[Any, int | None]:
+    """The parameters with at most the tokens that fit, and how many do; raises ContextFullError."""
     if max_length is None:
-        return sampling_params
+        return sampling_params, None
     room = max_length - num_tokens
     if room < 1:
         raise ContextFullError(f"{num_tokens} tokens fill the context of {max_length}")
     limited = copy.copy(sampling_params)
     limited.max_tokens = room if limited.max_tokens is None else min(limited.max_tokens, room)
-    return limited
+    return limited, room

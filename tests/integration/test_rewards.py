@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.cli import train_ppo
+from openrlhf.cli import train_ppo, train_ppo_ray
 from openrlhf.rewards.worker_process import WorkerProcess
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.tracking import read_metrics
@@ -94,7 +94,10 @@ def test_a_prompt_without_reward_is_dropped_and_the_rest_is_trained_on(
     fit = PPOTrainer.fit
     monkeypatch.setattr(PPOTrainer, "fit", lambda self: (trainers.append(self), fit(self)))
     code = unruly_file(tmp_path, "os._exit(1)")
-    flags = FLAGS + "--reward_failure drop_group --num_episodes 2 --reward_num_workers 2"
+    flags = (
+        f"{FLAGS}--reward_failure drop_group --reward_max_dropped 0.5 --num_episodes 2 "
+        "--reward_num_workers 2"
+    )
     train_ppo.main(argv(flags, remote_rm_url=code, **values))
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 4
@@ -168,5 +171,20 @@ def test_several_reward_models_add_up_and_are_logged_one_by_one(
     assert len(steps) == 2
     for step in steps:
         assert step["reward/reward"] != step["reward/safe"]
+        total = step["reward/reward"] + 0.5 * step["reward/safe"]
+        assert step["reward"] == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", ["", "--colocate_all_models"], ids=["own groups", "one place"])
+def test_several_reward_models_on_ray(
+    values: dict, reward_model_dir: Path, tmp_path: Path, ray_cluster: None, places: str
+) -> None:
+    other = make_reward_model(tmp_path / "safe", seed=3)
+    flags = f"{FLAGS} {places} --vllm_num_engines 1 --enforce_eager --reward_weights 1,0.5"
+    train_ppo_ray.main(argv(flags, reward_pretrain=f"{reward_model_dir},{other}", **values))
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 2
+    for step in steps:
         total = step["reward/reward"] + 0.5 * step["reward/safe"]
         assert step["reward"] == pytest.approx(total, abs=1e-5)

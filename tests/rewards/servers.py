@@ -32,6 +32,7 @@ class RewardServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     num_now: int = 0
     num_most: int = 0
+    num_connections: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -40,6 +41,11 @@ class RewardServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                with server.lock:
+                    server.num_connections += 1
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

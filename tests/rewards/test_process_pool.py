@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ UNRULY = """
             kept.append([bytes(2**20) for _ in range(10**5)])
         if word == "leak":
             kept.append(bytearray(os.urandom(1) * (400 * 2**20)))
+        if word == "fork":
+            for _ in range(5): os.fork()
+            time.sleep(1e6)
+        if word == "tower":
+            9**9**9  # one step of the interpreter, which holds its lock for hours
+        if word == "talk":
+            for _ in range(100): print("x" * 2**20)
+        if word == "too few":
+            return [1.0]
         if word == "child":
             subprocess.Popen(["sleep", "1000"]); time.sleep(1e6)
         if word == "raise":
@@ -89,6 +99,18 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> bool:
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return is_true()
+
+
+def processes_of(session: int) -> list[int]:
+    """What a worker is or started, dead and not waited for as well."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, parent, _, of_session, *_ = path.read_text().rpartition(")")[2].split()
+            is_others_zombie = state == "Z" and int(parent) != os.getpid()
+            if int(of_session) == session and not is_others_zombie:
+                found.append(int(path.parent.name))
+    return found
 
 
 def is_running(pid: int) -> bool:
@@ -150,6 +172,8 @@ def test_both_shapes_and_async_functions_work(make_pool: MakePool) -> None:
         ("sleep", "did not end in 0.4 s (--reward_timeout_s)"),
         ("spin", "did not end in 0.4 s (--reward_timeout_s)"),
         ("hang below Python", "did not end in 0.4 s (--reward_timeout_s)"),
+        ("tower", "did not end in 0.4 s (--reward_timeout_s)"),
+        ("fork", "did not end in 0.4 s (--reward_timeout_s)"),
         ("exit", "ended its process (exit code 1)"),
         ("leave", "ended its process (exit code 1)"),
         ("crash", "ended its process (signal SIGSEGV)"),
@@ -170,7 +194,7 @@ def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
         f"{tmp_path}/my_reward.py: the reward function {message} while it scored samples " in text
     )
     assert "step1/0/0, step1/1/0, step1/2/0 and 2 more" in text
-    assert wait_until(lambda: not is_running(first))
+    assert wait_until(lambda: not processes_of(first))  # nor a zombie
     assert pool.score(batch_of(1, 2)).rewards.tolist() == [1.0, 2.0]
     assert first not in pool.worker_pids
 
@@ -215,10 +239,12 @@ def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePoo
 def test_an_exception_has_its_line_and_nonsense_its_sample(make_pool: MakePool) -> None:
     pool = make_pool()
     before = pool.worker_pids
-    with pytest.raises(RewardError, match=r"my_reward\.py:27: ValueError: no such answer"):
+    with pytest.raises(RewardError, match=r"my_reward\.py:36: ValueError: no such answer"):
         pool.score(batch_of("raise"))
     with pytest.raises(RewardError, match=r"rewards of sample step1/0/0 is nan"):
         pool.score(batch_of("nan"))
+    with pytest.raises(RewardError, match=r"1 values for 2 samples \(samples step1/0/0, step1/1"):
+        pool.score(batch_of("too few", 2))
     assert pool.worker_pids == before  # neither costs a worker
 
 
@@ -229,6 +255,13 @@ def test_prints_go_to_the_log_and_not_to_the_terminal(
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "logs" / "reward-0.log").read_text()
     assert "scored 2" in log and "and said so" in log
+
+
+def test_a_function_that_prints_100_mib_is_answered(
+    make_pool: MakePool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert make_pool(log_dir=None).score(batch_of("talk", 2)).rewards.tolist() == [1.0, 2.0]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

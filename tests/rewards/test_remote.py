@@ -80,8 +80,8 @@ def test_requests_have_at_most_the_batch_size() -> None:
         (b'{"rewards": ["high"]}', "is 'high', not a number"),
         (b'{"rewards": [null]}', "is None, not a number"),
         (b'{"rewards": [[1.0]]}', "is [1.0], not a number"),
-        (b'{"rewards": []}', "has 0 values for 1 samples"),
-        (b'{"rewards": [1, 2]}', "has 2 values for 1 samples"),
+        (b'{"rewards": []}', "has 0 values for 1 samples (sample step1/0/0)"),
+        (b'{"rewards": [1, 2]}', "has 2 values for 1 samples (sample step1/0/0)"),
         (b'{"rewards": 1}', "rewards is a int"),
         (b'{"rewards": null}', "rewards is a NoneType"),
         (b"{}", "the answer has no 'rewards'"),
@@ -201,6 +201,14 @@ def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
     assert server.num_most == 64
     assert len(server.requests) == 200
     assert result.rewards.tolist() == [float(i + 1) for i in range(200)]
+
+
+def test_connections_are_kept_between_requests() -> None:
+    with RewardServer() as server, closing(RemoteReward(server.url, QUICK)) as source:
+        for _ in range(10):
+            source.score(batch_of(3))
+    assert len(server.requests) == 30
+    assert server.num_connections == 3
 
 
 def test_a_proxy_does_not_come_between_this_machine_and_itself(

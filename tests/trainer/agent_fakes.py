@@ -61,6 +61,38 @@ class StreamingEngine(FakeEngine):
             future.set_exception(error)
 
 
+class GrowingEngine(FakeEngine):
+    """Samples token by token, shows them as they grow, and stops when it is told to."""
+
+    def __init__(self, say: Say, *, delay_s: float) -> None:
+        super().__init__(say, delay_s=delay_s)
+        self.num_aborted = 0
+        self.num_sampled = 0  # tokens
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        return [self.submit_watched(request, lambda ids, logprobs: None) for request in requests]
+
+    def submit_watched(self, request: GenerationRequest, on_tokens) -> Future[list[Completion]]:
+        future: Future[list[Completion]] = Future()
+        threading.Thread(target=self._grow, args=(request, on_tokens, future), daemon=True).start()
+        return future
+
+    def abort(self, futures) -> None:
+        for future in futures:
+            self.num_aborted += not future.cancelled() and future.cancel()
+
+    def _grow(self, request, on_tokens, future: Future[list[Completion]]) -> None:
+        whole = self.complete(request)
+        for stop in range(1, len(whole.token_ids) + 1):
+            time.sleep(self.delay_s)
+            if future.cancelled():
+                return
+            self.num_sampled += 1
+            if stop < len(whole.token_ids):
+                on_tokens(whole.token_ids[:stop], whole.logprobs[:stop])
+        future.set_result([whole])
+
+
 class BatchEngine(FakeEngine):
     """Answers when the whole call is done; notes how many came together."""
 

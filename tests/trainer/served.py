@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import psutil
 
 from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.trainer.reward_server.app import build_app
@@ -17,6 +18,9 @@ from openrlhf.trainer.reward_server.server import HttpServer, listen
 from openrlhf.trainer.reward_server.service import RewardService
 
 JSON = {"content-type": "application/json"}
+HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GOOD = b'{"query": ["good"]}'
+MAX_GROWTH_BYTES = 150 * 2**20  # what the client sends is in it too: both are this process
 
 
 class Served:
@@ -55,6 +59,24 @@ class Served:
             except ConnectionResetError:
                 pass
             return b"".join(pieces)
+
+
+@contextmanager
+def unharmed(server: Served) -> Iterator[Served]:
+    """The server; after the block it answers a good request, waits for none, and has not grown by
+    much.
+    """
+    process = psutil.Process()
+    before = process.memory_info().rss
+    yield server
+    assert len(server.rewards("good")) == 1
+    assert server.client.get("/ready").json() == {
+        "ready": True,
+        "reason": None,
+        "queued": 0,
+        "requests": 0,
+    }
+    assert process.memory_info().rss - before < MAX_GROWTH_BYTES
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.experience_maker import RewardRules
+from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
@@ -171,6 +171,18 @@ def test_parts_of_an_episode_share_reward_and_episode(tmp_path, tiny_tokenizer):
     assert experience.episodes == [[0], [1], [2, 3], [4, 5]]
     assert experience.response_lengths.tolist() == [6, 6, 6, 6, 6, 6]
     assert evaluation_metrics(rollouts, 2)["eval/response_length"] == 6
+
+
+def test_parts_of_an_episode_count_once_in_the_metrics(tmp_path, tiny_tokenizer):
+    experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
+    zeros = torch.zeros(len(experience.rollout_logprobs))
+    values = experience_metrics(experience.with_columns(returns=zeros), None).values()
+    assert values["reward"] == 1.0  # two episodes of 0.5, two of 1.5; by sequences it were 7 / 6
+    assert values["response_length"] == 6
+    # "a" has 1 + 3 + 2 + 3 tokens; "two" 3 + 3, and 3 + 2 + 3 in its second part
+    assert values["total_length"] == (9 + 14) / 2
+    assert values["response_clip_ratio"] == 0
+    assert values["group_reward_std"] == 0
 
 
 def test_parts_of_an_episode_count_once_in_their_group(tmp_path, tiny_tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,15 @@ from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost, episode_hosts
-from tests.trainer.agent_fakes import StreamingEngine, prompts, says, settings, write_agent
+from tests.trainer.agent_fakes import (
+    StreamingEngine,
+    act_one,
+    prompts,
+    says,
+    settings,
+    write_agent,
+)
+from tests.trainer.test_agent_openai import agent_of
 
 AGENT = """
     from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -87,18 +96,55 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     hosts[0].close()
 
 
-@pytest.mark.slow
-def test_turns_of_vllm_are_what_the_trainer_computes(tmp_path, tiny_model_dir, tiny_tokenizer):
+@pytest.fixture(scope="module")
+def vllm_engine(tiny_model_dir):
     from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 
     engine = VLLMEngine(
-        VLLMEngineConfig(str(tiny_model_dir), dtype="float32", max_model_len=64, max_num_seqs=32)
+        VLLMEngineConfig(str(tiny_model_dir), dtype="float32", max_model_len=512, max_num_seqs=32)
     )
-    hosts = episode_hosts([engine], engine, setup_of(tmp_path, tiny_tokenizer))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.slow
+def test_turns_of_vllm_are_what_the_trainer_computes(
+    tmp_path, vllm_engine, tiny_model_dir, tiny_tokenizer
+):
+    hosts = episode_hosts([vllm_engine], vllm_engine, setup_of(tmp_path, tiny_tokenizer))
     rollouts = generate(hosts, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
     hosts[0].close()
-    engine.shutdown()
+
+
+@pytest.mark.slow
+def test_vllm_streams_to_the_official_client_and_stops_when_it_leaves(
+    tmp_path, vllm_engine, tiny_tokenizer
+):
+    body = """
+stream = await chat.create(model="m", messages=talk, stream=True, max_tokens=300, logprobs=True)
+pieces = [chunk async for chunk in stream]
+tokens = [t for c in pieces if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+said = "".join(c.choices[0].delta.content or "" for c in pieces)
+left = await chat.create(model="m", messages=talk, stream=True, max_tokens=400)
+async for chunk in left:
+    await left.close()
+    break
+return {"reward": float(len(pieces)), "extra_logs": {"tokens": len(tokens), "said": len(said)}}
+"""
+    file = write_agent(tmp_path, "")
+    file.write_text(agent_of(body))
+    never_ends = {"stop_token_ids": ()}
+    result = act_one(file, vllm_engine, tiny_tokenizer, max_length=500, sampling=never_ends)
+    assert result.failure is None, result.failure
+    assert result.reward > 4  # several pieces
+    assert result.extra_logs["tokens"] == 300
+    (segment,) = result.segments  # the turn that was left is not trained on
+    assert (result.num_turns, sum(segment.action_mask)) == (1, 300)
+    deadline = time.monotonic() + 5
+    while vllm_engine._stepper.has_work() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not vllm_engine._stepper.has_work()
 
 
 class FakeActor(AgentHost, StreamingEngine):

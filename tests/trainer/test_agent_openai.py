@@ -204,7 +204,7 @@ return {"reward": 1.0}
     result, engine = run_agent(body, tmp_path, tiny_tokenizer, extra=extra)
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (1.0, 1.0, 2)
-    assert result.is_truncated
+    assert not result.is_truncated  # two tokens were all that the client asked for
 
 
 def test_a_full_context_is_told_as_openai_tells_it(tmp_path, tiny_tokenizer):

@@ -188,7 +188,7 @@ def test_a_full_context_ends_the_episode_and_counts_as_cut(tmp_path, tiny_tokeni
     assert (result.num_turns, result.reward) == (3, 1.5)
 
 
-def test_a_turn_cut_by_its_own_limit_is_seen_and_counts_as_cut(tmp_path, tiny_tokenizer):
+def test_a_turn_cut_by_a_limit_of_the_agents_own_does_not_cut_the_episode(tmp_path, tiny_tokenizer):
     body = (
         "states['sampling_params'].max_tokens = 1\n"
         "is_second = states['action_text'] == 'o'\n"
@@ -196,7 +196,7 @@ def test_a_turn_cut_by_its_own_limit_is_seen_and_counts_as_cut(tmp_path, tiny_to
     )
     result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
     assert result.failure is None
-    assert (result.num_turns, result.is_truncated) == (2, True)
+    assert (result.num_turns, result.is_truncated) == (2, False)
 
 
 def test_steps_that_run_out_count_as_cut(tmp_path, tiny_tokenizer):

@@ -6,6 +6,8 @@ import json
 import threading
 import time
 
+import psutil
+
 from openrlhf.engines.base import Completion
 from openrlhf.trainer.ppo_utils.agent_engine import CURRENT, Episode, TextCodec, TurnTaker
 from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
@@ -40,6 +42,22 @@ AGENT = f"""
             }}
 """
 MAX_OVERHEAD_MS = 2.0
+NUM_AT_ONCE = 3000
+# No episode ends before all of them have come to its first step.
+ALL_AT_ONCE = f"""
+    import asyncio
+    from openrlhf.utils.agent import AgentInstanceBase
+
+    THERE, ALL = [], asyncio.Event()
+
+    class AgentInstance(AgentInstanceBase):
+        async def step(self, states):
+            THERE.append(1)
+            if len(THERE) == {NUM_AT_ONCE}:
+                ALL.set()
+            await asyncio.wait_for(ALL.wait(), 15)
+            return {{"rewards": 0.5, "environment_feedback": "", "done": True}}
+"""
 
 
 def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tiny_tokenizer):
@@ -75,7 +93,7 @@ def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokeni
         session = ChatSession(episode, taker, codec, {})
         messages = [{"role": "user", "content": "How many?"}]
         for _ in range(NUM_TURNS):
-            answer = await session.chat({"messages": messages})
+            answer = await session.chat(session.read({"messages": messages}))
             body = json.loads(json.dumps(answer.as_whole(codec)))
             messages.append(body["choices"][0]["message"])
             messages.append({"role": "user", "content": "Observation: 17 rows. Go on." * 4})
@@ -94,23 +112,23 @@ def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokeni
 
 
 def test_thousands_of_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):
-    waiting: list[int] = []
+    num_threads: list[int] = []
 
-    class Slow(StreamingEngine):
+    class Watched(StreamingEngine):
         def submit(self, requests):
-            (future,) = super().submit(requests)
-            waiting.append(threading.active_count())
-            return [future]
+            num_threads.append(threading.active_count())
+            return super().submit(requests)
 
-    engine = Slow(says(tiny_tokenizer, "ok"))
-    code = AGENT.replace(
-        "self.num_steps += 1",
-        "import asyncio; await asyncio.sleep(1.0)\n            self.num_steps = 8",
-    )
-    runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, num_tasks=4000)
-    began_s = time.monotonic()
-    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(2000)])
+    file = write_agent(tmp_path, ALL_AT_ONCE)
+    engine = Watched(says(tiny_tokenizer, WORDS))
+    runner = make_runner(file, engine, tiny_tokenizer, num_tasks=NUM_AT_ONCE)
+    process = psutil.Process()
+    began_s, before = time.monotonic(), process.memory_info().rss
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(NUM_AT_ONCE)])
+    seconds, growth = time.monotonic() - began_s, process.memory_info().rss - before
     assert all(result.failure is None for result in results.values())
-    assert time.monotonic() - began_s < 20  # one after the other: 2000 s
-    assert max(waiting) < 40
+    print(f"{seconds:.1f} s, {growth / 2**20:.0f} MiB, {max(num_threads)} threads")
+    assert seconds < 20  # one after the other: over an hour
+    assert growth < NUM_AT_ONCE * 100 * 2**10
+    assert max(num_threads) < 40
     runner.close()

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from openrlhf.engines.base import Completion
 from openrlhf.trainer.ppo_utils.agent_chat import Dialogue
 from openrlhf.trainer.ppo_utils.agent_engine import TextCodec
-from tests.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
 from tests.trainer.agent_fakes import (
     StreamingEngine,
     act,
@@ -30,22 +28,9 @@ FORGETFUL = CHAT_TEMPLATE.replace(
 
 
 @pytest.fixture(scope="module")
-def merging_tokenizer():
+def merging_tokenizer(tmp_path_factory):
     """Writes "ab" as one id; sampled as two, it decodes to the same text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet, "ab", "abab"])}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "ab")]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=SPECIAL_TOKENS[2:],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return make_tokenizer(tmp_path_factory.mktemp("merging"), [("a", "b"), ("ab", "ab")])
 
 
 def ids_of(tokenizer, *tokens):

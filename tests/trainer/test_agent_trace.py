@@ -65,8 +65,10 @@ def test_branches_are_segments_and_each_goes_on_from_its_own():
 
 def test_a_turn_that_was_cut_is_remembered():
     trace = make_trace()
-    trace.record([7], completion([1], reason="length"))
-    trace.record([7, 1], completion([2]))
+    trace.record([7], completion([1], reason="length"), fills_context=False)
+    assert not trace.is_truncated
+    trace.record([7, 1], completion([1], reason="length"))
+    trace.record([7, 1, 1], completion([2]))
     assert trace.is_truncated
 
 

@@ -10,7 +10,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +17,8 @@ from hypothesis import strategies as st
 from openrlhf.config.reward_server import ServerLimitsConfig
 from openrlhf.trainer.reward_server.request import RefusedError, RewardRequest, read_request
 from tests.tiny import make_reward_model
-from tests.trainer.served import JSON, serving
+from tests.trainer.served import GOOD, HEAD, JSON, serving, unharmed
 
-HEAD = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-GOOD = b'{"query": ["good"]}'
 TOKEN = "secret-token-of-32-characters-xx"
 
 
@@ -38,18 +35,8 @@ def server(reward_dir):
 
 @pytest.fixture
 def served(server):
-    """The server; after every test it answers a good request, and has not grown by much."""
-    process = psutil.Process()
-    before = process.memory_info().rss
-    yield server
-    assert len(server.rewards("good")) == 1
-    assert server.client.get("/ready").json() == {
-        "ready": True,
-        "reason": None,
-        "queued": 0,
-        "requests": 0,
-    }
-    assert process.memory_info().rss - before < 150 * 2**20  # the client's bodies are in it too
+    with unharmed(server):
+        yield server
 
 
 class Marker:

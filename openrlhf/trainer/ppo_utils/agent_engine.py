@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.engines.base import Completion, GenerationRequest, OnTokens
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
 from openrlhf.trainer.ppo_utils.agent_sampling import prompt_ids_of, turn_settings
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeTrace
+from openrlhf.trainer.ppo_utils.agent_trace import (
+    AgentLimits,
+    EpisodeRequest,
+    EpisodeTrace,
+    Segment,
+)
 from openrlhf.utils.agent import AgentError, BadAnswerError, ContextFullError, OpenAISession
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
@@ -30,6 +36,7 @@ class Episode:
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
         self.sessions: list[object] = []  # of clients; they live as long as the episode
+        self.turns: set[Future[list[Completion]]] = set()  # that the engine samples now
         self._num_requests = 0
 
     def next_request_id(self) -> str:
@@ -168,7 +175,12 @@ class TurnTaker:
         self.vocab_size = vocab_size
 
     async def take(
-        self, episode: Episode, prompt_ids: Sequence[int], params: object, codec: TextCodec
+        self,
+        episode: Episode,
+        prompt_ids: Sequence[int],
+        params: object,
+        codec: TextCodec,
+        on_tokens: OnTokens | None = None,
     ) -> tuple[str, Completion]:
         """Request id and completion; AgentError for what cannot be asked, EngineError."""
         episode.trace.check_open()
@@ -183,12 +195,29 @@ class TurnTaker:
         request_id = episode.next_request_id()
         request = GenerationRequest(request_id, tuple(prompt_ids), settings)
         try:
-            completion = await self.sampler.sample(request)
-            episode.trace.record(prompt_ids, completion)
+            completion = await self._sample(episode, request, on_tokens)
+            fills_context = settings.max_new_tokens == room
+            episode.trace.record(prompt_ids, completion, fills_context=fills_context)
         except EngineError as error:
             episode.engine_error = error
             raise
         return request_id, completion
+
+    def end(self, episode: Episode) -> tuple[Segment, ...]:
+        """Close the episode's books, and stop sampling what it still waits for."""
+        segments = episode.trace.close()
+        self.sampler.abort(episode.turns.copy())
+        return segments
+
+    async def _sample(
+        self, episode: Episode, request: GenerationRequest, on_tokens: OnTokens | None
+    ) -> Completion:
+        turn = self.sampler.start(request, on_tokens)
+        episode.turns.add(turn)
+        turn.add_done_callback(episode.turns.discard)
+        if episode.trace.is_closed:  # since it was looked at above, by another thread
+            self.sampler.abort([turn])
+        return await self.sampler.wait(turn)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:

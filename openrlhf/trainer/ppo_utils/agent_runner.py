@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from openrlhf.engines.request_desk import TakesRequests
+from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
 from openrlhf.trainer.ppo_utils.agent_engine import (
     CURRENT,
@@ -32,15 +31,16 @@ from openrlhf.trainer.ppo_utils.agent_engine import (
 from openrlhf.trainer.ppo_utils.agent_file import AgentContext, AgentFile, execute_arguments
 from openrlhf.trainer.ppo_utils.agent_loop import LoopThread
 from openrlhf.trainer.ppo_utils.agent_outcome import failed, judge
-from openrlhf.trainer.ppo_utils.agent_sampler import AnswersRequests, TakesRequests, TurnSampler
+from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
 from openrlhf.trainer.ppo_utils.agent_sampling import first_params
 from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.openai_server import OpenAIServer
+from openrlhf.utils.mailboxes import Mailboxes
 from openrlhf.utils.tokenizer import Tokenizer
 
 MAX_RESTARTS = 3  # of an episode whose loop others blocked
 START_TIMEOUT_S = 600.0  # of a user's executor
-Settled = EpisodeResult | BaseException
+Settled = EpisodeResult | BaseException  # the latter a fault of ours, not of user code
 
 
 @dataclass
@@ -72,7 +72,7 @@ class EpisodeRunner:
         self._server: OpenAIServer | None = None
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
-        self._settled: dict[str, queue.SimpleQueue[Settled]] = defaultdict(queue.SimpleQueue)
+        self._settled: Mailboxes[EpisodeResult] = Mailboxes()
         self._fault: OpenRLHFError | None = None  # why no further stage could be made
         self._is_closing = threading.Event()
         self._stage = self._new_stage()
@@ -91,15 +91,18 @@ class EpisodeRunner:
 
     def finished_episodes(self, owner: str, wait_s: float) -> list[EpisodeResult]:
         """Results since the last call; waits up to `wait_s` seconds for the first of them."""
-        results: list[EpisodeResult] = []
-        with suppress(queue.Empty):
-            settled = self._settled[owner].get(timeout=wait_s)
-            while True:
-                if isinstance(settled, BaseException):  # a fault of ours, not of user code
-                    raise settled
-                results.append(settled)
-                settled = self._settled[owner].get_nowait()
-        return results
+        return self._settled.fetch(owner, wait_s)
+
+    def abandon_episodes(self, owner: str) -> None:
+        """Cut off what runs for an owner, and forget its results; a call that waits for them
+        returns.
+        """
+        with self._lock:
+            unwanted = [name for name, item in self._open.items() if item.owner == owner]
+            for sample_id in unwanted:
+                del self._open[sample_id]
+            self._stage.cancel(unwanted)
+        self._settled.close(owner)
 
     def drain(self, wait_s: float) -> None:
         """Wait for turns the engine still samples for episodes that were cut off."""
@@ -120,7 +123,7 @@ class EpisodeRunner:
         context = AgentContext(
             self.limits.max_steps, self.limits.max_length, engine, codec.tokenizer, ResultQueue()
         )
-        return _Stage(self.agent, context, self.limits, self._taker.vocab_size, self._settle)
+        return _Stage(self.agent, context, self.limits, self._taker, self._settle)
 
     def _start_server(self) -> OpensSessions:
         with self._lock:
@@ -134,7 +137,7 @@ class EpisodeRunner:
             if stage is not self._stage or sample_id not in self._open:
                 return  # the episode was begun again elsewhere, or has its outcome
             owner = self._open.pop(sample_id).owner
-        self._settled[owner].put(settled)
+        self._settled.put(owner, settled)
 
     def _watch(self) -> None:
         """Replace the stage when user code holds it for longer than a step may take."""
@@ -162,7 +165,7 @@ class EpisodeRunner:
                 item.num_restarts += 1
                 if sample_id == culprit or item.num_restarts > MAX_RESTARTS:
                     del self._open[sample_id]
-                    self._settled[item.owner].put(failed(item.request, "blocked", message))
+                    self._settled.put(item.owner, failed(item.request, "blocked", message))
                 else:
                     new.start(item.request)
 
@@ -171,7 +174,7 @@ class EpisodeRunner:
         with self._lock:
             self._fault = error
             for owner in {item.owner for item in self._open.values()}:
-                self._settled[owner].put(error)
+                self._settled.put(owner, error)
             self._open.clear()
             self._is_closing.set()
 
@@ -184,23 +187,28 @@ class _Stage:
         agent: AgentFile,
         context: AgentContext,
         limits: AgentLimits,
-        vocab_size: int,
+        taker: TurnTaker,
         settle: Callable[[_Stage, str, Settled], None],
     ) -> None:
         self.agent = agent
         self.context = context
         self.limits = limits
-        self.vocab_size = vocab_size
+        self.taker = taker
         self.settle = settle
         self.thread = LoopThread("agents")
         self.thread.loop.set_task_factory(_named_task)
         self.executor: Any = self._started_executor()
         self._extras = execute_arguments(self.executor.execute, context)
         self._room = asyncio.Semaphore(limits.num_tasks)
+        self._tasks: dict[str, asyncio.Task[EpisodeResult]] = {}
 
     def start(self, request: EpisodeRequest) -> None:
         """Begin an episode as soon as there is room."""
         self.thread.call(self._start, request)
+
+    def cancel(self, sample_ids: Sequence[str]) -> None:
+        """Cut episodes off."""
+        self.thread.call(self._cancel, sample_ids)
 
     def _started_executor(self) -> Any:
         try:
@@ -216,23 +224,31 @@ class _Stage:
 
     def _start(self, request: EpisodeRequest) -> None:
         task = asyncio.get_running_loop().create_task(self._run(request))
+        self._tasks[request.sample_id] = task
         task.add_done_callback(partial(self._done, request.sample_id))
 
+    def _cancel(self, sample_ids: Sequence[str]) -> None:
+        for sample_id in sample_ids:
+            if sample_id in self._tasks:
+                self._tasks[sample_id].cancel()
+
     def _done(self, sample_id: str, task: asyncio.Task[EpisodeResult]) -> None:
-        if not task.cancelled():  # else the stage is being closed
+        if self._tasks.get(sample_id) is task:
+            del self._tasks[sample_id]
+        if not task.cancelled():  # else the stage is being closed, or nobody wants the episode
             self.settle(self, sample_id, task.exception() or task.result())
 
     async def _run(self, request: EpisodeRequest) -> EpisodeResult:
         async with self._room:
             began_s = time.monotonic()
-            episode = Episode(request, vocab_size=self.vocab_size)
+            episode = Episode(request, vocab_size=self.taker.vocab_size)
             CURRENT.set(episode)
             acting = asyncio.ensure_future(self._execute(request))
             try:
                 await asyncio.wait({acting}, timeout=self.limits.episode_timeout_s)
                 return judge(episode, acting, self.agent.path, self.limits, began_s)
             finally:
-                episode.trace.close()
+                self.taker.end(episode)
                 if not acting.done():
                     acting.cancel()
 

@@ -5,9 +5,8 @@ Knows nothing of sockets and nothing of episodes.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,50 +140,27 @@ class ChatAnswer:
             "index": 0,
             "message": {**self.reply.to_message(), "refusal": None},
             "logprobs": self._logprobs(codec),
-            "finish_reason": self._finish_reason(),
+            "finish_reason": self.finish_reason,
         }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+        return {**self._head(), "choices": [choice], "usage": self.usage}
 
-    def as_chunks(self, codec: TextCodec) -> Iterator[str]:
-        """Server-sent events: the role, the whole answer, its end, usage where it is wanted."""
-        message = self.reply.to_message()
-        calls = [
-            {"index": index, **call.to_json()} for index, call in enumerate(self.reply.tool_calls)
-        ]
-        said = {"content": message["content"]} | ({"tool_calls": calls} if calls else {})
-        yield self._chunk({"role": "assistant", "content": ""})
-        yield self._chunk(said, logprobs=self._logprobs(codec))
-        yield self._chunk({}, finish_reason=self._finish_reason())
-        if self.request.wants_usage:
-            head = self._head("chat.completion.chunk")
-            yield _event({**head, "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
-
-    def _chunk(
-        self, delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
-    ) -> str:
-        choice = {
-            "index": 0,
-            "delta": dict(delta),
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return _event({**self._head("chat.completion.chunk"), "choices": [choice]})
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        model = self.request.model
+    def _head(self) -> dict[str, Any]:
         return {
             "id": self.request_id,
-            "object": kind,
+            "object": "chat.completion",
             "created": self.created_at,
-            "model": model,
+            "model": self.request.model,
         }
 
-    def _finish_reason(self) -> str:
+    @property
+    def finish_reason(self) -> str:
+        """ "stop", "length" or "tool_calls"."""
         is_call = self.reply.tool_calls and self.completion.finish_reason == "stop"
         return "tool_calls" if is_call else self.completion.finish_reason
 
-    def _usage(self) -> dict[str, int]:
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens."""
         num_new = len(self.completion.token_ids)
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -195,17 +171,21 @@ class ChatAnswer:
     def _logprobs(self, codec: TextCodec) -> dict[str, Any] | None:
         if not self.request.wants_logprobs:
             return None
-        pairs = zip(self.completion.token_ids, self.completion.logprobs, strict=True)
-        content = []
-        for token_id, logprob in pairs:
-            text = codec.decode([token_id])
-            entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-            content.append({**entry, "top_logprobs": []})
+        completion = self.completion
+        content = logprob_entries(completion.token_ids, completion.logprobs, codec)
         return {"content": content, "refusal": None}
 
 
-def _event(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+def logprob_entries(
+    token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec
+) -> list[dict[str, Any]]:
+    """Each token with its log-prob, as the OpenAI API writes it."""
+    entries = []
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        text = codec.decode([token_id])
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        entries.append({**entry, "top_logprobs": []})
+    return entries
 
 
 def without_run_sampling(request: ChatRequest) -> ChatRequest:

@@ -11,10 +11,18 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    MutableMapping,
+)
 from typing import Any
 from weakref import WeakValueDictionary
 
+from openrlhf.engines.base import OnTokens
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.agent_chat import Dialogue
 from openrlhf.trainer.ppo_utils.agent_engine import Episode, TextCodec, TurnTaker
@@ -24,14 +32,18 @@ from openrlhf.trainer.ppo_utils.agent_trace import EpisodeOverError
 from openrlhf.trainer.ppo_utils.openai_requests import (
     APIError,
     ChatAnswer,
+    ChatRequest,
     read_chat_request,
     without_run_sampling,
 )
+from openrlhf.trainer.ppo_utils.openai_stream import ChunkStream, TokenWatcher
+from openrlhf.trainer.ppo_utils.openai_stream import event as event_of
 from openrlhf.utils.agent import AgentError, ContextFullError, OpenAISession
 
 MODEL_NAME = "policy"
 MAX_BODY_BYTES = 32 * 2**20
 START_TIMEOUT_S = 30.0
+EVENTS = b"text/event-stream; charset=utf-8"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -52,20 +64,40 @@ class ChatSession:
         self.ignores_client_sampling = False
         self.dialogue = Dialogue(codec)
 
-    async def chat(self, body: Body) -> ChatAnswer:
-        """Sample the next turn; raises APIError, AgentError or EngineError."""
+    def read(self, body: Body) -> ChatRequest:
+        """The request of a body; raises APIError."""
         request = read_chat_request(body)
-        if self.ignores_client_sampling:
-            request = without_run_sampling(request)
+        return without_run_sampling(request) if self.ignores_client_sampling else request
+
+    async def chat(self, request: ChatRequest, on_tokens: OnTokens | None = None) -> ChatAnswer:
+        """Sample the next turn; raises APIError, AgentError or EngineError."""
         prepared = self.dialogue.prepare(request.messages, request.tools)
         params = {**self.base, **request.sampling}
         request_id, completion = await self.taker.take(
-            self.episode, prepared.token_ids, params, self.codec
+            self.episode, prepared.token_ids, params, self.codec, on_tokens
         )
         reply = self.dialogue.note(prepared, completion, reads_tool_calls=request.reads_tool_calls)
         return ChatAnswer.now(
             f"chatcmpl-{request_id}", request, reply, completion, len(prepared.token_ids)
         )
+
+    async def events(self, request: ChatRequest) -> AsyncIterator[str]:
+        """The same as server-sent events, while the engine samples."""
+        stream, watcher = ChunkStream(request, self.codec), TokenWatcher()
+        turn = asyncio.ensure_future(self.chat(request, watcher))
+        try:
+            while not turn.done():
+                look = asyncio.ensure_future(watcher.grown.get())
+                await asyncio.wait({turn, look}, return_when=asyncio.FIRST_COMPLETED)
+                if not look.done():
+                    look.cancel()
+                elif not turn.done():
+                    for event in stream.more(look.result()):
+                        yield event
+            for event in stream.end(turn.result()):
+                yield event
+        finally:
+            turn.cancel()
 
     def tokenize(self, body: Body) -> dict[str, Any]:
         """Ids of a text ("prompt") or of messages, as the policy would read them."""
@@ -150,13 +182,31 @@ class OpenAIServer:
         elif route == ("POST", "/tokenize"):
             await _send_json(send, 200, session.tokenize(await _read_json(receive)))
         elif route == ("POST", "/chat/completions"):
-            answer = await session.chat(await _read_json(receive))
-            if answer.request.is_streamed:
-                await _send_events(send, "".join(answer.as_chunks(self._codec)))
-            else:
-                await _send_json(send, 200, answer.as_whole(self._codec))
+            request = session.read(await _read_json(receive))
+            answering = self._stream if request.is_streamed else self._answer_whole
+            await _while_connected(receive, answering(session, request, send))
         else:
             raise APIError(404, f"no such address: {scope['method']} {scope['path']}")
+
+    async def _answer_whole(self, session: ChatSession, request: ChatRequest, send: Send) -> None:
+        answer = await session.chat(request)
+        await _send_json(send, 200, answer.as_whole(self._codec))
+
+    async def _stream(self, session: ChatSession, request: ChatRequest, send: Send) -> None:
+        """Send events; what fails before the first of them has a status, later it is an event."""
+        has_begun = False
+        try:
+            async for event in session.events(request):
+                if not has_begun:
+                    await _send_head(send, 200, EVENTS)
+                    has_begun = True
+                await _send_part(send, event.encode(), is_last=False)
+        except (APIError, AgentError, EngineError) as error:
+            if not has_begun:
+                raise
+            told = error if isinstance(error, APIError) else APIError(500, str(error))
+            await _send_part(send, event_of(told.body()).encode(), is_last=False)
+        await _send_part(send, b"", is_last=True)
 
     def _session_of(self, scope: Scope) -> ChatSession:
         headers = dict(scope["headers"])
@@ -197,11 +247,33 @@ async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:
     await _send(send, status, b"application/json", data)
 
 
-async def _send_events(send: Send, text: str) -> None:
-    await _send(send, 200, b"text/event-stream; charset=utf-8", text.encode())
-
-
 async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
-    headers = [(b"content-type", kind), (b"content-length", str(len(data)).encode())]
+    await _send_head(send, status, kind, (b"content-length", str(len(data)).encode()))
+    await _send_part(send, data, is_last=True)
+
+
+async def _send_head(send: Send, status: int, kind: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", kind), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
+
+
+async def _send_part(send: Send, data: bytes, *, is_last: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do work for a client; it is cancelled when the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

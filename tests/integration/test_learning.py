@@ -1,0 +1,197 @@
+"""The documents' commands learn: real Ray, vLLM and DeepSpeed, rewards of every kind, fixed seeds.
+
+A random byte model is rewarded for the letters that its row's answer names. They are a tenth of its
+vocabulary; within a minute or two they are most of what it writes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli import train_ppo_ray
+from openrlhf.utils.tracking import read_metrics
+from tests.integration.commands import PPO_HYBRID, argv
+from tests.integration.heads import free_ports
+from tests.tiny import make_model, make_reward_model, write_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NUM_STEPS = 24
+MIN_GAIN = 0.3  # in the share of wanted letters, from about 0.1
+MIN_GAIN_OF_MODEL = 3.0  # in standard deviations of the reward model's scores
+SIZES = (
+    "--rollout_batch_size 16 --micro_rollout_batch_size 32 --n_samples_per_prompt 8 "
+    "--train_batch_size 128 --micro_train_batch_size 128 --prompt_max_len 32 "
+    f"--generate_max_len 12 --num_episodes {NUM_STEPS} --seed 7 "
+    "--actor_learning_rate 3e-3 --critic_learning_rate 3e-3 --lr_scheduler constant "
+    "--lr_warmup_ratio 0"
+)
+# As in the documents, with a reward in the place of the tossed one.
+REWARD_FUNC = """
+import torch
+
+
+def reward_func(queries, prompts, labels):
+    # queries is prompts + responses
+    # labels is answers
+    print(queries)
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    shares = [
+        sum(letter in label for letter in response) / max(len(response), 12)
+        for response, label in zip(responses, labels)
+    ]
+    reward = torch.tensor(shares)
+    return {
+        "rewards": reward,  # Rewards for advantage calculation
+        "scores": reward,  # Scores for dynamic filtering (0-1 reward)
+        "extra_logs": {"dummy_scores": reward},  # Additional logging info for wandb
+    }
+"""
+AGENT_FUNC = """
+import random
+from typing import Any, Dict
+
+import torch
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase
+
+
+# A simple n-step environment
+class AgentInstance(AgentInstanceBase):
+    async def __init__(self, *args, **kwargs):
+        self.step_idx = 0
+        self.max_steps = random.randint(1, 2)
+
+    async def reset(self, states: dict, **kwargs):
+        return {"observation": states["observation"]}  # Return original text observation
+
+    async def step(self, states: dict, **kwargs) -> Dict[str, Any]:
+        print(f"step_idx: {self.step_idx}, max_steps: {self.max_steps}")
+
+        observation_text = states["observation_text"]
+        action_text = states["action_text"]
+        label = states["label"]
+
+        # Check if episode is done
+        done = self.step_idx >= self.max_steps
+        wanted = sum(letter in label for letter in action_text)
+        share = wanted / max(len(action_text), 8)
+        reward = torch.tensor([share / (self.max_steps + 1)])
+
+        environment_feedback = (
+            "\\n\\nHuman: [CORRECT]\\n</s>"
+            if done
+            else "\\n\\nHuman: [INCORRECT]\\n</s>\\n\\nAssistant: "
+        )
+
+        self.step_idx += 1
+
+        return {
+            "rewards": reward,
+            "scores": torch.tensor(share),
+            "environment_feedback": environment_feedback,
+            "done": done,
+            "sampling_params": states.get("sampling_params", None),
+            "extra_logs": {"dummy_scores": reward},
+        }
+
+
+class AgentExecutor(AgentExecutorBase):
+    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+        super().__init__(
+            AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
+        )
+
+    async def execute(self, prompt, label, sampling_params):
+        sampling_params.max_tokens = 8
+        return await super().execute(prompt, label, sampling_params)
+"""
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Path | str]:
+    """A model, sixteen prompts and the sizes of a run."""
+    rows = [{"input": f"write {k}: ", "answer": LETTERS} for k in range(16)]
+    return {
+        "pretrain": make_model(tmp_path / "model", seed=5),
+        "prompt_data": write_jsonl(tmp_path / "prompts.jsonl", rows),
+        "input_key": "input",
+        "save_path": tmp_path / "run",
+    }
+
+
+def train(flags: str, **values: Path | str) -> list[dict[str, float]]:
+    """Run the command; the records of its steps."""
+    words = argv(flags, **values)
+    train_ppo_ray.main([*words, *SIZES.split()])
+    path = Path(values["save_path"]) / "metrics.jsonl"
+    steps = [record for record in read_metrics(path) if "reward" in record]
+    print([round(step["reward"], 3) for step in steps])
+    return steps
+
+
+def gain(steps: list[dict[str, float]], name: str = "reward") -> float:
+    """How much more a metric is in the last three steps than in the first two."""
+    first, last = steps[:2], steps[-3:]
+    return sum(s[name] for s in last) / len(last) - sum(s[name] for s in first) / len(first)
+
+
+def test_ppo_learns_from_a_reward_function(ray_cluster: None, values: dict, tmp_path: Path) -> None:
+    (tmp_path / "reward_func.py").write_text(REWARD_FUNC)
+    flags = PPO_HYBRID.replace("--normalize_reward ", "").replace("--apply_chat_template ", "")
+    steps = train(flags, remote_rm_url=tmp_path / "reward_func.py", label_key="answer", **values)
+    assert len(steps) == NUM_STEPS
+    assert steps[0]["reward"] < 0.2
+    assert gain(steps) > MIN_GAIN
+
+
+def test_an_agent_learns_in_hybrid_mode(ray_cluster: None, values: dict, tmp_path: Path) -> None:
+    (tmp_path / "agent_func.py").write_text(AGENT_FUNC)
+    steps = train(
+        "--colocate_all_models --vllm_num_engines 1 --vllm_enable_sleep --deepspeed_enable_sleep "
+        "--enforce_eager --advantage_estimator reinforce_baseline --init_kl_coef 0 --max_len 128",
+        agent_func_path=tmp_path / "agent_func.py",
+        label_key="answer",
+        **values,
+    )
+    assert len(steps) == NUM_STEPS
+    assert steps[0]["reward"] < 0.2
+    assert gain(steps) > MIN_GAIN
+
+
+def test_grpo_learns_from_a_reward_server(values: dict, tmp_path: Path) -> None:
+    """By way of the example script, which starts the server and ends it."""
+    run_dir = tmp_path / "run"
+    variables = {
+        "MODEL": str(values["pretrain"]),
+        "REWARD_MODEL": str(make_reward_model(tmp_path / "reward_model")),
+        "DATA": str(values["prompt_data"]),
+        "INPUT_KEY": "input",
+        "OUT": str(run_dir),
+        "PORT": str(free_ports(1)[0]),
+        "GPUS": "1",
+        "ENGINES": "1",
+        "MAX_LEN": "128",
+        "EXTRA_ARGS": f"--enforce_eager {SIZES}",
+        "RAY_ADDRESS": "local",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    script = Path(__file__).resolve().parents[2] / "examples" / "scripts" / "serve_remote_rm.sh"
+    result = subprocess.run(
+        ["bash", script], env=os.environ | variables, capture_output=True, text=True, timeout=560
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    steps = [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward" in r]
+    print([round(step["reward"], 3) for step in steps])
+    assert len(steps) == NUM_STEPS
+    assert gain(steps) > MIN_GAIN_OF_MODEL
+    log = (run_dir / "logs" / "reward-server.log").read_text()
+    assert "ready: http://127.0.0.1:" in log and "stopped" in log
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(variables["PORT"])), timeout=5)

@@ -1,0 +1,82 @@
+"""Generation without a model: requests finish one after the other, evenly over a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.rewards.base import StreamingSource
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ppo_utils.scoring import GroupScorer, SourceScorer
+from openrlhf.trainer.ray.vllm_engine import EnginePool
+
+
+class PacedEngine:
+    """Answers every request with the same two tokens, the last after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        """A future for each request."""
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+
+        def work() -> None:
+            for request, future in zip(requests, futures, strict=True):
+                time.sleep(self.seconds / len(requests))
+                one = Completion((5, 1), (0.0, 0.0), "stop", weight_version=0)
+                future.set_result([one] * request.sampling.num_samples)
+
+        threading.Thread(target=work).start()
+        return futures
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """The same when all is done."""
+        return [future.result() for future in self.submit(requests)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the generator reads of a prompt."""
+
+    row_id: int
+    prompt_token_ids: tuple[int, ...] = (3, 4)
+    prompt_text: str = "p"
+    label: object = None
+    datasource: str = "default"
+    columns: dict[str, object] = field(default_factory=dict)
+
+
+class Words:
+    """A tokenizer that only writes."""
+
+    def batch_decode(self, rows: Sequence[object], **options: object) -> list[str]:
+        """The same text for every row."""
+        return ["text"] * len(rows)
+
+
+def step_seconds(
+    engines: Sequence[object],
+    source: StreamingSource,
+    prompts: Sequence[Prompt],
+    sampling: SamplingSettings,
+    *,
+    batch_size: int,
+) -> float:
+    """How long generation and reward of one step take; every sample must come out once."""
+    generator = SamplesGenerator(
+        EnginePool(engines),  # type: ignore[arg-type]
+        GroupScorer(SourceScorer(source, batch_size)),
+        Words(),  # type: ignore[arg-type]
+        vocab_size=10**6,
+    )
+    start = time.monotonic()
+    batch = generator.generate_samples(prompts, sampling, tag="t")  # type: ignore[arg-type]
+    seconds = time.monotonic() - start
+    expected = [prompt.row_id for prompt in prompts for _ in range(sampling.num_samples)]
+    assert [rollout.row_id for rollout in batch.rollouts] == expected
+    return seconds
