@@ -1,4 +1,5 @@
-"""The checkpoints of one run under one root: `global_step<N>` and, beside it, `global_step<N>_hf`.
+"""The checkpoints of one run under one root: `global_step<N>` and, beside it, `global_step<N>_hf`;
+`best_global_step<N>_hf` is the model of the best evaluation, which no rotation removes.
 
 One process acts for all (the main rank, or a controller): it stages a step, others fill the staged
 folders, it commits them. The latest is computed from what verifies, never pointed to. What is in
@@ -11,7 +12,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ STATE = "state.json"
 SPACE_FACTOR = 1.2  # room to have before a save, in sizes of the last one
 GIB = 1024**3
 _NAME = re.compile(r"global_step(\d+)(_hf)?")
+_BEST = "best_global_step*_hf"
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ class CheckpointStore:
 
     def remove_torn(self) -> None:
         """Remove what a run that died left half written."""
-        for path in self.root.glob(f"{manifest.TEMPORARY}global_step*"):
-            shutil.rmtree(path)
-        for path in self.root.glob(f"{manifest.TEMPORARY}replaced-*"):
-            shutil.rmtree(path)
+        for pattern in ("global_step*", "replaced-*", _BEST):
+            for path in self.root.glob(f"{manifest.TEMPORARY}{pattern}"):
+                shutil.rmtree(path)
 
     def latest(self) -> Saved | None:
         """The checkpoint of the highest step that verifies; damaged ones are named and passed."""
@@ -78,13 +79,20 @@ class CheckpointStore:
         They are of another run, or of a way this run does not take again; names and rotation go
         by step, so they must not stand among its own.
         """
-        later = [entry for entry in self.entries() if entry.step > after_step]
-        if not later:
+        later = [p for entry in self.entries() if entry.step > after_step for p in entry.paths]
+        return self._move_aside(later)
+
+    def set_best_aside(self) -> Path | None:
+        """The same for the best model, which is one by another measure or of another run."""
+        return self._move_aside(sorted(self.root.glob(_BEST)))
+
+    def _move_aside(self, paths: Sequence[Path]) -> Path | None:
+        if not paths:
             return None
         number = next(n for n in itertools.count(1) if not (self.root / f"aside-{n}").exists())
         folder = self.root / f"aside-{number}"
         folder.mkdir()
-        for path in (path for entry in later for path in entry.paths):
+        for path in paths:
             path.rename(folder / path.name)
         return folder
 
@@ -136,6 +144,36 @@ class CheckpointStore:
                 doomed = path.rename(path.with_name(f"{manifest.TEMPORARY}{path.name}"))
                 shutil.rmtree(doomed)
 
+    def stage_best(self, step: int) -> Path:
+        """Where to write the model of a step that is the best so far."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.discard_best(step)
+        return self.root / f"{manifest.TEMPORARY}{_best_name(step)}"
+
+    def commit_best(self, step: int, facts: Mapping[str, object]) -> None:
+        """Make the staged model the best one; the one before is removed afterwards."""
+        final = self.root / _best_name(step)
+        facts = {**facts, "step": step, "libraries": library_versions()}
+        manifest.seal(self.root / f"{manifest.TEMPORARY}{_best_name(step)}", final, facts)
+        for path in self.root.glob(_BEST):
+            if path != final:
+                shutil.rmtree(path.rename(path.with_name(f"{manifest.TEMPORARY}{path.name}")))
+
+    def discard_best(self, step: int) -> None:
+        """Remove what was staged as the best model."""
+        staged = self.root / f"{manifest.TEMPORARY}{_best_name(step)}"
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def best(self) -> dict[str, Any] | None:
+        """What was noted of the best model; None where there is none that is whole."""
+        found = []
+        for path in self.root.glob(_BEST):
+            try:
+                found.append(manifest.verify(path, contents=False))
+            except CheckpointError as error:
+                warn(f"{error} The best model {path.name} is damaged and passed over.")
+        return max(found, key=lambda facts: int(facts["step"]), default=None)
+
     def entries(self) -> list[Entry]:
         """What stands under the root, by step."""
         found: dict[int, dict[bool, Path]] = {}
@@ -165,3 +203,7 @@ class CheckpointStore:
 
 def _names(step: int) -> tuple[str, str]:
     return f"global_step{step}", f"global_step{step}_hf"
+
+
+def _best_name(step: int) -> str:
+    return f"best_global_step{step}_hf"

@@ -89,7 +89,10 @@ def write_folder(
             base_model_of(hf_model).config.save_pretrained(temporary)
     if own_tokenizer is not None:
         own_tokenizer.save_pretrained(temporary)
-    (temporary / "README.md").write_text(model_card(hf_model, command or own_command()))
+    card = temporary / "README.md"
+    card.write_text(model_card(hf_model, command or own_command()))
+    for file in temporary.glob("*.safetensors"):
+        shutil.copymode(card, file)  # the library makes files that only their owner can read
     _move_in(temporary, path)
 
 
@@ -127,7 +130,11 @@ def model_card(hf_model: nn.Module, command: str | None) -> str:
 
 def own_command() -> str | None:
     """This process's command line; None in a Ray worker, whose arguments are Ray's."""
-    return None if "default_worker" in sys.argv[0] else " ".join(sys.argv)
+    if "default_worker" in sys.argv[0]:
+        return None
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    start = sys.argv[0] if module is None else f"python -m {module.name}"
+    return " ".join([start, *sys.argv[1:]])
 
 
 def library_versions() -> dict[str, str]:

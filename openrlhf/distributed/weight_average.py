@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed.weights import full_parameters, trained_parameters
@@ -40,6 +43,21 @@ class WeightAverage:
         """(name in an export, average in the type of the weights); nothing on the other ranks."""
         for name, tensor in self.held.items():
             yield name, tensor.to(self.dtypes[name])
+
+    def save(self, path: Path) -> None:
+        """Write the average to a file; the main rank does."""
+        if self.is_main:
+            try:
+                safetensors.torch.save_file({n: t.contiguous() for n, t in self.held.items()}, path)
+            except SafetensorError as error:  # what it makes of a full disk
+                raise OSError(str(error)) from None
+
+    def load(self, path: Path) -> None:
+        """Take up the average that `save` wrote."""
+        if self.is_main:
+            found = safetensors.torch.load_file(path)
+            assert found.keys() == self.held.keys(), "the average is of other weights"
+            self.held = found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         is_adapter = hasattr(self.hf_model, "peft_config")

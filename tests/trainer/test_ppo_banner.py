@@ -110,3 +110,12 @@ def test_a_set_smaller_than_the_batch_is_what_a_step_takes(
     )
     assert run["batch"] == batch
     assert run["steps"] == f"{steps} x 1 episode(s))"
+
+
+def test_the_limits_of_asynchronous_training_are_said() -> None:
+    line = "--remote_rm_url r.py --rollout_batch_size 32 --train_batch_size 32"
+    assert "queue" not in banner(line, LAPTOP)[1]
+    _, run = banner(f"{line} --async_train --async_queue_size 2 --partial_rollout", LAPTOP)
+    assert run["queue"] == (
+        "samples at most 2 update(s) behind, 32 prompts at once, weights change under samples"
+    )

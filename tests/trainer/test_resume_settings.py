@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig
+from openrlhf.config.resume_settings import check_settings, settings_of
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.backend import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.resume_settings import check_settings, settings_of
 from tests.distributed.spawn import run_ranks
 from tests.integration.test_resume_methods import make_inputs, records, start, stopping_behind
 
@@ -26,6 +27,7 @@ REFUSED = {
     "--lr_scheduler linear": "--lr_scheduler cosine_with_min_lr",
     "--l2 0.1": "--l2 0.0",
     "--bf16": "--ds.param_dtype auto",
+    "--pretrain n": "--pretrain m",
     "--lora_rank 4": "--lora_rank 0",
     "--lora_rank 0 --target_modules q_proj v_proj": "--target_modules all-linear",
 }
@@ -40,7 +42,6 @@ SAID = {
     "--lr_warmup_ratio 0.5": "--lr_warmup_ratio 0.5 (0.03 when",
     "--max_len 99": "--max_len 99 (2048 when the checkpoint was written): the rows to train on and",
     "--lora_dropout 0.1": "--lora_dropout 0.1 (0.0 when the checkpoint was written): it holds from",
-    "--pretrain n": "--pretrain n (m when the checkpoint was written): what is trained comes from",
 }
 FREE = (
     "--save_steps 9 --logging_steps 4 --eval_dataset e --save_path x "
@@ -69,9 +70,61 @@ def test_another_change_is_said_with_its_effect(flags: str) -> None:
     assert line.startswith(SAID[flags])
 
 
+REFUSED_IN_RL = {
+    "--rollout_batch_size 512": "--rollout_batch_size 1024",
+    "--n_samples_per_prompt 2": "--n_samples_per_prompt 1",
+    "--advantage_estimator reinforce": "--advantage_estimator gae",
+    "--max_epochs 2": "--max_epochs 1",
+    "--enable_ema": "--enable_ema false",
+    "--async_train": "--async_train false",
+    "--optim muon": "--optim adam",
+    "--pretrain n": "--pretrain m",
+}
+SAID_IN_RL = {
+    "--num_episodes 2": "--num_episodes 2 (1 when the checkpoint was written): the learning rate",
+    "--actor_learning_rate 1": "--actor_learning_rate 1.0 has no effect: 1e-06 goes on with",
+    "--kl_target 0.1": "--kl_target 0.1 (None when the checkpoint was written): it holds from",
+    "--pretrain_data t": "--pretrain_data t (None when the checkpoint was written): other text is",
+    "--use_dynamic_batch": "--use_dynamic_batch True (False when the checkpoint was written):",
+    "--critic.freezing_steps 3": "--freezing_actor_steps 3 (-1 when the checkpoint was written):",
+}
+
+
+def ppo(flags: str) -> PPOConfig:
+    line = f"--pretrain m --prompt_data d --remote_rm_url r.py {flags}"
+    return parse_config(PPOConfig, line.split()).config
+
+
+@pytest.mark.parametrize("flags", REFUSED_IN_RL)
+def test_what_updates_are_counted_in_is_refused_in_reinforcement_learning(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_settings(ppo(flags), settings_of(ppo("")), path="ckpt/global_step7", step=7)
+    [problem] = caught.value.problems
+    assert problem.endswith(f"Type {REFUSED_IN_RL[flags]}, or leave --load_checkpoint out.")
+
+
+@pytest.mark.parametrize("flags", SAID_IN_RL)
+def test_other_changes_are_said_in_reinforcement_learning(flags: str) -> None:
+    [line] = check_settings(ppo(flags), settings_of(ppo("")), path="p", step=7)
+    assert line.startswith(SAID_IN_RL[flags])
+
+
 def test_what_changes_no_weights_and_what_a_checkpoint_does_not_know_are_not_said() -> None:
     assert check_settings(sft(FREE), saved(), path="p", step=7) == []
     assert check_settings(sft("--max_norm 7"), {}, path="p", step=7) == []
+
+
+def test_the_same_model_may_be_typed_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved_with(path: object) -> dict:
+        return saved() | {"model.model_name_or_path": str(path)}
+
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert check_settings(sft(""), saved_with(f"{tmp_path}/m/"), path="p", step=7) == []
+    with pytest.raises(ConfigError, match=r"--pretrain m: p was written with .*other\. Type"):
+        check_settings(sft(""), saved_with(tmp_path / "other"), path="p", step=7)
 
 
 def test_all_refused_changes_are_listed_at_once() -> None:

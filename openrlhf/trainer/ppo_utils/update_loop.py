@@ -1,5 +1,7 @@
 """The loop that actor and critic share: micro-batches of one optimizer step, backward, step.
 
+The policy's steps may have text beside their samples, in micro-batches of its own.
+
 All ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward,
 backward and step are collectives under ZeRO.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.pretrain_text import pack_texts
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan, UpdateStep
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -41,7 +46,18 @@ class TrainEngine(Protocol):
 
 # (packed row, its experience columns, the step with its denominators, metrics to add to) -> loss ()
 LossFunction = Callable[[PackedBatch, Experience, UpdateStep, Metrics], Tensor]
+# (packed text, targets of the step on all ranks, metrics to add to) -> loss ()
+TextLoss = Callable[[PackedBatch, int, Metrics], Tensor]
 ReduceMax = Callable[[Mapping[str, float]], dict[str, float]]
+MicroLoss = Callable[[], Tensor]  # the loss of one micro-batch, when its turn has come
+
+
+@dataclass(frozen=True)
+class UpdateHooks:
+    """What else a model's updates consist of."""
+
+    text_loss: TextLoss | None = None  # of the texts of a step, where it has any
+    after_step: Callable[[], None] | None = None  # called after every optimizer step
 
 
 def run_updates(
@@ -51,31 +67,73 @@ def run_updates(
     *,
     plan: MicroBatchPlan,
     reduce_max: ReduceMax,
-    after_step: Callable[[], None] | None = None,
+    hooks: UpdateHooks = UpdateHooks(),
 ) -> Metrics:
-    """Make all optimizer steps of one rollout batch, `after_step` after each of them; answers this
-    rank's metrics, `grad_norm` and `lr` among them.
+    """Make all optimizer steps of one rollout batch; answers this rank's metrics, `grad_norm` and
+    `lr` among them.
     """
     metrics = Metrics()
     engine.train()  # gradient checkpointing works in training mode only
     for step in steps:
-        micro_batches = [step.experience.select(i) for i in _cut(step, plan)]
-        num_micro_batches = int(
-            reduce_max({"num_micro_batches": len(micro_batches)})["num_micro_batches"]
-        )
-        for index in range(num_micro_batches):
-            is_last = index == num_micro_batches - 1
-            if index < len(micro_batches):
-                loss = _real_loss(engine, micro_batches[index], step, compute_loss, metrics)
-            else:
-                loss = _empty_loss(engine, step, compute_loss)
-            engine.backward(loss, is_last_micro_batch=is_last)
+        of_samples = _sample_losses(engine, step, compute_loss, plan, metrics)
+        of_texts = _text_losses(engine, step, hooks.text_loss, plan, metrics)
+        # Ranks that have fewer run empty ones, the last of their list.
+        counts = reduce_max({"samples": len(of_samples) - 1, "texts": len(of_texts) - 1})
+        losses = _stretched(of_samples, counts["samples"]) + _stretched(of_texts, counts["texts"])
+        for index, micro_loss in enumerate(losses):
+            engine.backward(micro_loss(), is_last_micro_batch=index == len(losses) - 1)
         metrics.add("grad_norm", engine.step())
-        if after_step is not None:
-            after_step()
+        if hooks.after_step is not None:
+            hooks.after_step()
         metrics.add("lr", engine.lr, reduction="max")
     engine.eval()
     return metrics
+
+
+def _stretched(losses: Sequence[MicroLoss], count: float) -> list[MicroLoss]:
+    *real, empty = losses
+    return [*real, *[empty] * (int(count) - len(real))]
+
+
+def _sample_losses(
+    engine: TrainEngine,
+    step: UpdateStep,
+    compute_loss: LossFunction,
+    plan: MicroBatchPlan,
+    metrics: Metrics,
+) -> list[MicroLoss]:
+    """One for each micro-batch of samples, then an empty one."""
+    parts = [step.experience.select(indices) for indices in _cut(step, plan)]
+    real = [partial(_real_loss, engine, part, step, compute_loss, metrics) for part in parts]
+    return [*real, partial(_empty_loss, engine, step, compute_loss)]
+
+
+def _text_losses(
+    engine: TrainEngine,
+    step: UpdateStep,
+    text_loss: TextLoss | None,
+    plan: MicroBatchPlan,
+    metrics: Metrics,
+) -> list[MicroLoss]:
+    """One for each micro-batch of text, then an empty one."""
+    texts = step.texts
+    if texts is None:
+        return [lambda: torch.zeros(())]  # stands for none
+    assert text_loss is not None, "a model without a loss for text was given some"
+
+    def loss_of(token_ids: Sequence[Tensor], to: Metrics) -> Tensor:
+        batch = pack_texts(token_ids).to(engine.device)
+        loss = text_loss(batch, texts.num_tokens, to)
+        if not math.isfinite(loss.item()):
+            raise NumericsError(
+                f"the loss of pre-training text is {loss.item()}; weights were not changed"
+            )
+        return loss
+
+    cuts = plan.cut([len(ids) for ids in texts.token_ids]) if texts.token_ids else []
+    real = [partial(loss_of, [texts.token_ids[i] for i in indices], metrics) for indices in cuts]
+    nothing = [torch.zeros(2, dtype=torch.int64)]
+    return [*real, lambda: loss_of(nothing, Metrics()) * 0.0]
 
 
 def micro_batches_of(experience: Experience, plan: MicroBatchPlan) -> list[list[int]]:

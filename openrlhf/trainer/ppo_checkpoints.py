@@ -1,0 +1,232 @@
+"""Checkpoints of an RL run: policy, critic and the controller's own state in one commit, and the
+model of the best evaluation beside them.
+
+A folder `global_step<N>` holds `actor`, `critic`, a file of each rank and `state.json`. The
+controller stages and commits; the ranks write, so on several nodes the folder has to be shared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.distributed import collectives
+from openrlhf.distributed.checkpoint import Saved, Staged
+from openrlhf.distributed.manifest import TEMPORARY
+from openrlhf.distributed.run_checkpoints import (
+    CheckpointSaver,
+    DataFacts,
+    Opened,
+    on_main,
+    open_checkpoints,
+    raise_all,
+)
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ray.cluster import TRAINED_ROLES
+from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.trained_worker import TrainedWorker
+from openrlhf.utils.logging import notice, warn
+
+RUN = "run"  # the controller's own state, in state.json
+
+
+def open_run(config: PPOConfig, inputs: RunInputs) -> Opened:
+    """Find what the run goes on from, before a model is loaded; all controllers call.
+
+    Raises ConfigError or DataError where settings or prompts forbid to go on.
+    """
+    facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts), config.train.seed)
+    # Workers elsewhere may have another working directory.
+    ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
+    opened = open_checkpoints(ckpt, facts, config, describe=_place_of)
+    if best_metric(config, inputs.eval_prompts) is not None:
+        _tidy_best(opened)
+    return opened
+
+
+def _place_of(saved: Saved) -> str:
+    cursor = saved.state[RUN]["sampler"]["cursor"]
+    return (
+        f"step {saved.step}, episode {cursor['episode'] + 1}, {cursor['position']} prompts into it"
+    )
+
+
+def is_at_end(opened: Opened, config: PPOConfig) -> bool:
+    """Whether the checkpoint that a run goes on from has every episode behind it."""
+    saved = opened.saved
+    if saved is None:
+        return False
+    sampler = saved.state[RUN]["sampler"]
+    is_drawn = sampler["cursor"]["episode"] >= config.train.num_episodes
+    return is_drawn and not sampler["ledger"]["pending"]
+
+
+def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
+    """Name of the metric by which the best model is kept, or None: without a name only beside
+    checkpoints. Raises ConfigError for a name that no evaluation logs.
+    """
+    key = config.ckpt.best_metric_key
+    if key == "none" or eval_prompts is None or (key == "" and config.ckpt.save_steps <= 0):
+        return None
+    names = pass_rate_names(
+        dict.fromkeys(prompt.datasource for prompt in eval_prompts),
+        config.eval.n_samples_per_prompt,
+    )
+    if key == "":
+        return next(name for name in names if name.endswith("_pass1"))
+    found = [name for name in names if key in (name, name.removeprefix("eval/"))]
+    if not found:
+        raise ConfigError(
+            f"--ckpt.best_metric_key {key} is no pass rate of the evaluation. Type one of "
+            f"{', '.join(names)}, or none."
+        )
+    return found[0]
+
+
+def _tidy_best(opened: Opened) -> None:
+    """Move a best model away that is another run's."""
+
+    def tidy() -> Path | None:
+        return None if opened.resume_step is not None else opened.store.set_best_aside()
+
+    aside, problems = on_main(tidy)
+    raise_all(problems)
+    if aside is not None and collectives.is_main():
+        warn(f"the best model of another run was moved to {aside}.")
+
+
+def check_is_shared(config: PPOConfig, opened: Opened, groups: Mapping[str, WorkerGroup]) -> None:
+    """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
+    ckpt = config.ckpt
+    if ckpt.save_steps <= 0 and ckpt.best_metric_key in ("", "none") and opened.saved is None:
+        return
+    root = opened.store.root
+    probe = root / f"{TEMPORARY}probe-{os.getpid()}"
+
+    def touch() -> str:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        return str(probe)
+
+    path, problems = on_main(touch)
+    raise_all(problems)
+    answers = [
+        who
+        for role in TRAINED_ROLES
+        if role in groups
+        for who in groups[role].call(TrainedWorker.unseen, path)
+    ]
+    on_main(lambda: probe.unlink(missing_ok=True))
+    blind = [who for who in answers if who is not None]
+    if blind:
+        raise ConfigError(
+            f"--ckpt_path {root} is not seen by {', '.join(blind)}. "
+            "Type a --ckpt_path on a file system that all nodes share."
+        )
+
+
+class PPOCheckpoints:
+    """Saves a run when it is due, and puts it back where a checkpoint stands."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        opened: Opened,
+        groups: Mapping[str, WorkerGroup],
+        phases: DevicePhases,
+        *,
+        best_metric: str | None,
+    ) -> None:
+        self.config = config
+        self.opened = opened
+        self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
+        self.phases = phases
+        self.saver = CheckpointSaver(opened.store, config.ckpt)
+        self.kept: dict[str, Any] | None = None  # what was last saved or taken up
+        self.best_metric = best_metric  # None: the best model is not kept
+        self.best = self._best_so_far()
+
+    def resume(self, state: RunState) -> None:
+        """Put models, optimizers, random numbers and the controller where they were."""
+        saved = self.opened.saved
+        if saved is None:
+            return
+        has_same_ranks = [
+            answer
+            for group in self.groups.values()
+            for answer in group.call(TrainedWorker.load_states, str(saved.path))
+        ]
+        state.load_state_dict(saved.state[RUN])
+        self.kept = state.state_dict()
+        if not all(has_same_ranks) and collectives.is_main():
+            warn("another number of ranks goes on: the same prompts, other random numbers.")
+
+    def is_due(self, state: RunState, *, is_last: bool = False) -> bool:
+        """Whether to save now: every `--save_steps` steps, and at the end what was not yet."""
+        if not self.saver.is_on or state.global_step == 0:
+            return False
+        if is_last:
+            return self.kept != state.state_dict()
+        return state.global_step % self.config.ckpt.save_steps == 0
+
+    def save(self, state: RunState) -> None:
+        """Save now, between two steps; raises CheckpointError when it failed several times in a
+        row.
+        """
+        content = state.state_dict()
+        is_saved = self.saver.save(
+            state.global_step,
+            write=(self._write,),
+            export=lambda path: self._call("actor", PolicyModelActor.export, path),
+            state=lambda: {RUN: content, **self.opened.notes},
+        )
+        self.kept = content if is_saved else self.kept
+
+    def keep_best(self, global_step: int, values: Mapping[str, float]) -> None:
+        """After an evaluation of the policy as it is: keep it if it is the best so far."""
+        value = values.get(self.best_metric or "")
+        if value is None or (self.best is not None and value <= self.best["value"]):
+            return
+        best = {"metric": self.best_metric, "value": value}
+        is_saved = self.saver.save_best(
+            global_step,
+            lambda path: self._call("actor", PolicyModelActor.export_policy, path),
+            best,
+        )
+        if is_saved:
+            self.best = best
+            if collectives.is_main():
+                notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
+
+    def _best_so_far(self) -> dict[str, Any] | None:
+        """What is known of the best model; one by another metric is no match for any."""
+
+        def look() -> dict[str, Any] | None:
+            best = self.opened.store.best()
+            if best is not None and best["metric"] != self.best_metric:
+                self.opened.store.set_best_aside()
+                return None
+            return best
+
+        if self.best_metric is None or self.opened.resume_step is None:
+            return None
+        best, problems = on_main(look)
+        raise_all(problems)
+        return best
+
+    def _write(self, staged: Staged) -> None:
+        for role, group in self.groups.items():
+            with self.phases.update(group):  # states that were moved away come back
+                self._call(role, TrainedWorker.save_states, staged.states)
+
+    def _call(self, role: str, method: Any, path: Path) -> None:
+        self.groups[role].call(method, str(path))

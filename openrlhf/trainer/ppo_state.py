@@ -1,0 +1,54 @@
+"""What the controller itself knows of a run: everything of it that a checkpoint keeps.
+
+The trainers own one and work on it; models, optimizers and random numbers are the workers' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.trainer.ppo_utils.kl_controller import KLController
+from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
+from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
+from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
+from openrlhf.utils.logging import needed_history
+
+
+@dataclass
+class RunState:
+    """Where an RL run stands."""
+
+    sampler: StepSampler | RolloutQueue
+    kl_controller: KLController
+    texts: TextMixer | None = None  # pre-training text that is mixed in
+    global_step: int = 0  # steps done
+    weight_version: int = 0  # of the policy; counts its updates
+    start_step: int = 0  # steps that were done when this process took over
+    history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
+
+    def remember(self, values: Mapping[str, float]) -> None:
+        """Keep a step's metrics for the hints of later ones."""
+        self.history = needed_history([*self.history, values])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON; taken between two steps."""
+        return {
+            "global_step": self.global_step,
+            "weight_version": self.weight_version,
+            "kl": self.kl_controller.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "texts": None if self.texts is None else self.texts.state_dict(),
+            "history": [dict(values) for values in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.global_step = self.start_step = state["global_step"]
+        self.weight_version = state["weight_version"]
+        self.kl_controller.load_state_dict(state["kl"])
+        self.sampler.load_state_dict(state["sampler"])
+        if self.texts is not None:
+            self.texts.load_state_dict(state["texts"])
+        self.history = state["history"]

@@ -1,0 +1,154 @@
+"""RL commands in this process, on the Hugging Face engine: started, stopped, typed again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from openrlhf.cli import train_ppo
+from openrlhf.distributed.backend import shut_down
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
+from openrlhf.trainer.ppo_state import RunState
+from tests.tiny import make_model, make_reward_model, write_jsonl
+
+# Scores that differ from sample to sample, and that a policy can raise.
+REWARD_CODE = """
+def reward_func(queries, prompts, labels):
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    scores = [sum(c in "abcdefghijklm" for c in text) / 8 for text in responses]
+    return {"rewards": scores, "scores": scores}
+"""
+SIZES = (
+    "--micro_train_batch_size 4 --train_batch_size 8 --micro_rollout_batch_size 4 "
+    "--rollout_batch_size 4 --prompt_max_len 64 --generate_max_len 8 "
+    "--actor_learning_rate 3e-3 --critic_learning_rate 1e-3 --lr_warmup_ratio 0"
+)
+GRPO = f"{SIZES} --advantage_estimator group_norm --n_samples_per_prompt 4"
+PPO = f"{SIZES} --advantage_estimator gae --n_samples_per_prompt 2"
+NUM_PROMPTS = 11  # batches of 4, 4 and 3 an episode
+
+
+class Stop(BaseException):
+    """Ends a command behind a checkpoint, as a kill would."""
+
+
+def make_inputs(root: Path) -> Path:
+    """A model, prompts of two sources, text and a reward function."""
+    make_model(root / "model")
+    make_reward_model(root / "reward_model")
+    prompts = [
+        {"input": f"{i}+{i}=", "answer": str(2 * i), "datasource": ("even", "odd")[i % 2]}
+        for i in range(NUM_PROMPTS)
+    ]
+    write_jsonl(root / "prompts.jsonl", prompts)
+    texts = [{"text": "the quick brown fox jumps over it " * (1 + i % 3)} for i in range(7)]
+    write_jsonl(root / "texts.jsonl", texts)
+    (root / "reward.py").write_text(REWARD_CODE)
+    return root
+
+
+def words(root: Path, run_dir: Path, flags: str, *more: str) -> list[str]:
+    """The words of a command; paths may hold spaces."""
+    paths = {
+        "pretrain": root / "model",
+        "prompt_data": root / "prompts.jsonl",
+        "label_key": "answer",
+        "remote_rm_url": root / "reward.py",
+        "save_path": run_dir,
+        "ckpt_path": run_dir / "ckpt",
+    }
+    named = [word for name, value in paths.items() for word in (f"--{name}", str(value))]
+    return [*named, *flags.format(root=root).split(), *more]
+
+
+def start(root: Path, run_dir: Path, flags: str, *more: str) -> int:
+    """One start of a command; its exit code."""
+    try:
+        train_ppo.main(words(root, run_dir, flags, *more))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        shut_down()
+    return 0
+
+
+@contextmanager
+def stopping_behind(step: int) -> Iterator[None]:
+    """A block in which a command ends once `step` was saved."""
+    save = PPOCheckpoints.save
+
+    def save_and_stop(self: PPOCheckpoints, state: RunState) -> None:
+        save(self, state)
+        if state.global_step == step:
+            raise Stop
+
+    PPOCheckpoints.save = save_and_stop  # type: ignore[method-assign]
+    try:
+        with suppress(Stop):
+            yield
+    finally:
+        PPOCheckpoints.save = save  # type: ignore[method-assign]
+
+
+def records(run_dir: Path) -> list[dict]:
+    """The log without what a clock decides."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("time", "timing", "token"))}
+        for line in lines
+        if line.endswith("}")
+    ]
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """Records of training."""
+    return [record for record in records(run_dir) if "reward" in record]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """A hash of what every file of a checkpoint holds, but for its notes, in which there are times.
+
+    Of DeepSpeed's pickles the contents count: which equal strings are one object does not.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in ("state.json", "manifest.json"):
+            digest = hashlib.sha256()
+            if path.suffix == ".pt":
+                add_content(torch.load(path, weights_only=False), digest)
+            else:
+                digest.update(path.read_bytes())
+            found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
+
+
+def add_content(value: object, digest: hashlib._Hash) -> None:
+    """Feed a tree of containers, tensors and plain objects to a digest, bit by bit."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            digest.update(repr(name).encode())
+            add_content(part, digest)
+    elif isinstance(value, list | tuple):
+        digest.update(str(len(value)).encode())
+        for part in value:
+            add_content(part, digest)
+    elif isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        digest.update(type(value).__name__.encode())
+        add_content(vars(value), digest)
+    else:
+        digest.update(repr(value).encode())
+
+
+def saved_run(folder: Path) -> dict:
+    """What the controller noted in a checkpoint, without the metrics of its steps."""
+    run = json.loads((folder / "state.json").read_text())["run"]
+    return {name: value for name, value in run.items() if name != "history"}

@@ -1,0 +1,244 @@
+"""An RL command that was killed goes on, typed again, bit for bit as if it had not been: weights,
+optimizers, random numbers, ledger and log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.ppo_runs import (
+    GRPO,
+    NUM_PROMPTS,
+    PPO,
+    digests,
+    make_inputs,
+    records,
+    saved_run,
+    start,
+    steps_of,
+    stopping_behind,
+    words,
+)
+
+NUM_STEPS = 6  # two episodes of three
+SAVING = "--num_episodes 2 --save_steps 2 --load_checkpoint"
+CASES = {
+    "ppo": f"{PPO} {SAVING} --init_kl_coef 0.05 --kl_target 0.01 --kl_horizon 100 --max_epochs 2 "
+    "--freezing_actor_steps 1",
+    "grpo": f"{GRPO} {SAVING} --max_ckpt_num 9 --save_hf_ckpt --enable_ema --init_kl_coef 0.01 "
+    "--use_kl_loss --kl_estimator k3 --dynamic_filtering --entropy_loss_coef 0.001 "
+    "--pretrain_data {root}/texts.jsonl --ptx_coef 0.1 "
+    "--eval_dataset {root}/prompts.jsonl --eval_steps 1",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("ppo_resume"))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runs(root: Path, request: pytest.FixtureRequest) -> tuple[str, Path, Path]:
+    """A case, the folder of a straight run, and that of one that was stopped and typed again."""
+    case = request.param
+    straight, resumed = root / case / "straight", root / case / "resumed"
+    assert start(root, straight, CASES[case]) == 0
+    with stopping_behind(2):
+        start(root, resumed, CASES[case])
+    assert not (resumed / "config.json").exists()
+    assert start(root, resumed, CASES[case]) == 0
+    return case, straight, resumed
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(runs: tuple[str, Path, Path]) -> None:
+    case, straight, resumed = runs
+    assert records(straight) == records(resumed)
+    assert len(steps_of(resumed)) >= 5
+    last = steps_of(resumed)[-1]["step"]
+    folders = [run / "ckpt" / f"global_step{last}" for run in (straight, resumed)]
+    found = digests(folders[0])
+    assert found == digests(folders[1])
+    names = {name.partition("/")[0] for name in found}
+    expected = (
+        {"actor", "critic", "critic_rank0.json"} if case == "ppo" else {"average.safetensors"}
+    )
+    assert {"actor", "actor_rank0.json"} | expected <= names
+    assert saved_run(folders[0]) == saved_run(folders[1])
+    models = [load_file(run / "model.safetensors") for run in (straight, resumed)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_the_ledger_balances_and_the_first_evaluation_is_not_repeated(
+    runs: tuple[str, Path, Path],
+) -> None:
+    case, _, resumed = runs
+    last = steps_of(resumed)[-1]["step"]
+    ledger = saved_run(resumed / "ckpt" / f"global_step{last}")["sampler"]["ledger"]
+    assert ledger["num_drawn"] == 2 * NUM_PROMPTS == sum(ledger["outcomes"].values())
+    assert ledger["pending"] == []
+    evaluated = [r["step"] for r in records(resumed) if "eval/truncated_rate" in r]
+    assert evaluated == (list(range(last + 1)) if case == "grpo" else [])
+
+
+def test_training_moved_what_is_kept(runs: tuple[str, Path, Path]) -> None:
+    case, _, resumed = runs
+    steps = steps_of(resumed)
+    if case == "ppo":
+        assert steps[0]["kl_coef"] != steps[-1]["kl_coef"]
+        assert "policy_loss" not in steps[0] and "policy_loss" in steps[1]
+        last = resumed / "ckpt" / f"global_step{NUM_STEPS}"
+        facts = [
+            json.loads((last / role / "engine.json").read_text()) for role in ("actor", "critic")
+        ]
+        # Two epochs of one update each, for the policy in every step but the first.
+        assert [fact["schedule"]["num_done"] for fact in facts] == [10, 12]
+        return
+    texts = saved_run(resumed / "ckpt" / "global_step2")["texts"]["cursor"]
+    assert texts["episode"] > 0  # 32 rows of 7
+    early = load_file(resumed / "ckpt" / "global_step2_hf" / "model.safetensors")
+    late = load_file(resumed / "model.safetensors")
+    assert any(not torch.equal(early[name], late[name]) for name in early)
+
+
+def test_the_best_model_is_kept_beside_the_checkpoints(runs: tuple[str, Path, Path]) -> None:
+    case, straight, resumed = runs
+    kept = [sorted(p.name for p in (run / "ckpt").glob("best_*")) for run in (straight, resumed)]
+    if case == "ppo":  # without an evaluation there is none
+        assert kept == [[], []]
+        return
+    assert kept[0] == kept[1]
+    metric = "eval/eval_even_pass1"  # of the first data source
+    rates = {r["step"]: r[metric] for r in records(resumed) if metric in r}
+    best = max(rates, key=lambda step: (rates[step], -step))
+    assert best > 0 and kept[0] == [f"best_global_step{best}_hf"]
+    assert {name for name in records(resumed)[0] if "pass" in name} == {
+        f"eval/eval_{source}_pass{n}" for source in ("even", "odd") for n in (1, 4)
+    }
+    manifest = json.loads((resumed / "ckpt" / kept[0][0] / "manifest.json").read_text())
+    assert (manifest["metric"], manifest["value"]) == (metric, rates[best])
+    model = load_file(resumed / "ckpt" / kept[0][0] / "model.safetensors")
+    if best % 2 == 0:  # the weights themselves, not their average
+        policy = resumed / "ckpt" / f"global_step{best}_hf" / "policy" / "model.safetensors"
+        same = load_file(policy)
+        assert all(torch.equal(model[name], same[name]) for name in same)
+    final = load_file(resumed / "model.safetensors")
+    assert final.keys() == model.keys()
+
+
+def test_what_the_same_command_may_change(root: Path, tmp_path: Path, capsys) -> None:
+    flags = f"{GRPO} --init_kl_coef 0 --num_episodes 1 --save_steps 2 --load_checkpoint"
+    run_dir = tmp_path / "run"
+    with stopping_behind(2):
+        start(root, run_dir, flags)
+    assert start(root, run_dir, flags, "--rollout_batch_size", "2") == 2
+    assert start(root, run_dir, flags, "--seed", "7") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Type --rollout_batch_size 4, or leave --load_checkpoint out." in said
+    assert "Type --seed 42" in said
+    assert start(root, run_dir, flags, "--temperature", "0.9") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--temperature 0.9 (1.0 when the checkpoint was written): it holds from step 3" in said
+    # Finished: ends at once. More episodes: goes on.
+    exported = (run_dir / "model.safetensors").stat().st_mtime_ns
+    assert start(root, run_dir, flags, "--temperature", "0.9") == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert (run_dir / "model.safetensors").stat().st_mtime_ns == exported
+    more = flags.replace("--num_episodes 1", "--num_episodes 2")
+    # Half written, the newest one is passed over.
+    (run_dir / "ckpt" / "global_step3" / "actor_rank0.json").unlink()
+    assert start(root, run_dir, more, "--temperature", "0.9") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "global_step3 is damaged and passed over" in said
+    assert [record["step"] for record in steps_of(run_dir)] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_metric_that_no_evaluation_logs_is_refused(root: Path, tmp_path: Path, capsys) -> None:
+    flags = f"{GRPO} --eval_dataset {{root}}/prompts.jsonl --ckpt.best_metric_key eval_even_pass9"
+    assert start(root, tmp_path / "run", flags) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no pass rate of the evaluation. Type one of eval/eval_even_pass4" in said
+
+
+def launch(root: Path, run_dir: Path, flags: str, *more: str) -> None:
+    """One start on two ranks without Ray."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--master_port", str(port), "-m", "openrlhf.cli.train_ppo"]
+    result = subprocess.run(
+        [*launcher, *words(root, run_dir, flags, *more)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("zero_stage", ["2", "3"])
+def test_two_ranks_go_on_exactly(root: Path, tmp_path: Path, zero_stage: str) -> None:
+    # A rate that does not know how long the run is: an episode more goes on as if it had been asked
+    # for at once.
+    flags = f"{PPO} --init_kl_coef 0.05 --lr_scheduler constant --save_steps 2 --load_checkpoint"
+    stage = ("--zero_stage", zero_stage)
+    launch(root, tmp_path / "straight", flags, *stage, "--num_episodes", "2")
+    launch(root, tmp_path / "resumed", flags, *stage, "--num_episodes", "1")
+    launch(root, tmp_path / "resumed", flags, *stage, "--num_episodes", "2")
+    assert records(tmp_path / "straight") == records(tmp_path / "resumed")
+    folders = [
+        tmp_path / run / "ckpt" / f"global_step{NUM_STEPS}" for run in ("straight", "resumed")
+    ]
+    found = digests(folders[0])
+    assert found == digests(folders[1]) and "critic_rank1.json" in found
+    assert saved_run(folders[0]) == saved_run(folders[1])
+
+
+def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while not any(record["step"] >= step for record in records(run_dir)):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_command_goes_on_exactly(root: Path, tmp_path: Path, case: str) -> None:
+    def command(run_dir: Path) -> list[str]:
+        main = [sys.executable, "-m", "openrlhf.cli.train_ppo"]
+        return [*main, *words(root, run_dir, CASES[case])]
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    subprocess.run(command(straight), check=True, capture_output=True)
+    for step in sorted(random.sample(range(1, NUM_STEPS), 2)):
+        with subprocess.Popen(
+            command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            wait_for_step(process, killed, step)
+            time.sleep(random.random() / 4)
+            process.send_signal(signal.SIGKILL)
+    subprocess.run(command(killed), check=True, capture_output=True)
+    assert records(straight) == records(killed)
+    last = steps_of(killed)[-1]["step"]
+    folders = [run / "ckpt" / f"global_step{last}" for run in (straight, killed)]
+    assert digests(folders[0]) == digests(folders[1])
+    assert saved_run(folders[0]) == saved_run(folders[1])
+    assert not list((killed / "ckpt").glob("tmp-*"))
+    shutil.rmtree(straight)

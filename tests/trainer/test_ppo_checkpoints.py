@@ -1,0 +1,114 @@
+"""Where RL checkpoints may stand, and which metric the best model is chosen by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.checkpoint import CheckpointStore
+from openrlhf.distributed.run_checkpoints import CheckpointSaver, DataFacts, Opened
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ppo_checkpoints import best_metric, check_is_shared, is_at_end
+from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.trained_worker import TrainedWorker
+
+
+def config(**ckpt: object) -> PPOConfig:
+    return PPOConfig.model_validate({"ckpt": ckpt, "eval": {"dataset": "d"}})
+
+
+EVAL_PROMPTS = [SimpleNamespace(datasource=name) for name in ("math", "code", "math")]
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "expected"),
+    [
+        ({}, None),  # no checkpoints: no best one
+        ({"save_steps": 5}, "eval/eval_math_pass1"),
+        ({"save_steps": 5, "best_metric_key": "none"}, None),
+        ({"best_metric_key": "eval_code_pass4"}, "eval/eval_code_pass4"),
+        ({"best_metric_key": "eval/eval_code_pass1"}, "eval/eval_code_pass1"),
+    ],
+)
+def test_the_best_model_is_chosen_by(ckpt: dict, expected: str | None) -> None:
+    assert best_metric(config(**ckpt), EVAL_PROMPTS) == expected  # type: ignore[arg-type]
+    assert best_metric(config(**ckpt), None) is None
+
+
+def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"pass9 is no pass rate .* eval/eval_code_pass1, or no"):
+        best_metric(config(best_metric_key="pass9"), EVAL_PROMPTS)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """A group of ranks, some of which see files below another root."""
+
+    def __init__(self, blind: set[int]) -> None:
+        self.num_ranks = 3
+        self.blind = blind
+
+    def call(self, method, path: str) -> list:
+        workers = [
+            TrainedWorker(PPOConfig(), RankIdentity("critic", rank, 3, "run")) for rank in range(3)
+        ]
+        elsewhere = "/nowhere/"
+        return [
+            method(worker, elsewhere + path if rank in self.blind else path)
+            for rank, worker in enumerate(workers)
+        ]
+
+
+def opened(root: Path, **saved: object) -> Opened:
+    store = CheckpointStore(root, max_num=3, max_gib=1)
+    found = SimpleNamespace(**saved) if saved else None
+    return Opened(store, DataFacts("x", 1, 1), found)  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "ckpt"
+    with pytest.raises(ConfigError, match=r"not seen by critic rank 1 on node .* nodes share"):
+        check_is_shared(config(save_steps=5), opened(root), {"critic": Ranks({1})})
+    check_is_shared(config(save_steps=5), opened(root), {"critic": Ranks(set())})
+    assert list(root.iterdir()) == []
+    check_is_shared(config(), opened(tmp_path / "none"), {"critic": Ranks({0, 1, 2})})
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_is_at_its_end_when_every_prompt_has_an_outcome(tmp_path: Path) -> None:
+    def at(episode: int, pending: list) -> bool:
+        sampler = {"cursor": {"episode": episode}, "ledger": {"pending": pending}}
+        state = {"run": {"sampler": sampler}}
+        return is_at_end(opened(tmp_path, step=4, state=state), PPOConfig())
+
+    assert at(1, [])
+    assert not at(0, []) and not at(1, [[0, 3]])
+    assert not is_at_end(opened(tmp_path), PPOConfig())
+
+
+def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
+    store = CheckpointStore(tmp_path, max_num=1, max_gib=1)
+    saver = CheckpointSaver(store, PPOConfig().ckpt)
+
+    def export(path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+
+    def fail(path: Path) -> None:
+        export(path)
+        raise OSError("disk full")
+
+    assert saver.save_best(3, export, {"value": 0.5})
+    assert saver.save_best(5, export, {"value": 0.6})
+    assert not saver.save_best(7, fail, {"value": 0.7})
+    assert "step 7) was not saved: disk full" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["best_global_step5_hf"]
+    best = store.best()
+    assert best is not None and (best["step"], best["value"]) == (5, 0.6)
+    aside = store.set_best_aside()
+    assert aside is not None and store.best() is None
+    assert (aside / "best_global_step5_hf" / "config.json").is_file()

@@ -1,0 +1,78 @@
+"""What the controller knows of a run survives a checkpoint, as JSON."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_utils.kl_controller import KLController
+from openrlhf.trainer.ppo_utils.ledger import Ledger
+from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
+from openrlhf.utils.logging import hints, needed_history
+
+NUM_PROMPTS = 7
+
+
+def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
+    prompts = [SimpleNamespace(row_id=row) for row in range(NUM_PROMPTS)]
+    cursor = PromptCursor(EpochSampler(NUM_PROMPTS, 3), num_episodes=2)
+    sampler = StepSampler(prompts, cursor, batch_size=3)  # type: ignore[arg-type]
+    return RunState(sampler, KLController(coef, target, 100))
+
+
+def test_a_run_goes_on_where_its_state_was_taken() -> None:
+    state = make()
+    keys = [(0, row) for row in state.sampler.cursor.draw(5)]
+    state.sampler.ledger.draw(keys)
+    state.sampler.ledger.settle(keys[:4], "trained")
+    state.sampler.ledger.settle(keys[4:], "failed:reward")
+    state.kl_controller.update(kl=1.0, num_samples=10)
+    state.global_step, state.weight_version = 2, 3
+    state.remember({"entropy": 0.5, "reward": 0.1})
+    found = make()
+    found.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert found.state_dict() == state.state_dict()
+    assert (found.global_step, found.start_step, found.weight_version) == (2, 2, 3)
+    assert found.kl_controller.coef == state.kl_controller.coef != 0.5
+    assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
+    assert found.sampler.cursor.draw(5) == state.sampler.cursor.draw(5)
+
+
+def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
+    saved = make(coef=0.5).state_dict()
+    for target, expected in ((None, 0.2), (0.1, 0.5)):
+        found = make(target=target, coef=0.2)
+        found.load_state_dict(saved)
+        assert found.kl_controller.coef == expected
+
+
+def test_a_ledger_out_of_balance_is_refused() -> None:
+    ledger = Ledger()
+    ledger.draw([(0, 1), (1, 1)])
+    ledger.settle([(0, 1)], "trained")
+    state = json.loads(json.dumps(ledger.state_dict()))
+    found = Ledger()
+    found.load_state_dict(state)
+    assert found == ledger and found.pending == {(1, 1)}
+    with pytest.raises(AssertionError, match="out of balance"):
+        Ledger().load_state_dict(state | {"num_drawn": 3})
+
+
+@pytest.mark.parametrize("collapse_at", [3, 6, 20])
+def test_hints_are_the_same_from_the_history_that_is_kept(collapse_at: int) -> None:
+    steps = [
+        {"entropy": 1.0 if step < collapse_at else 0.01, "group_reward_std": float(step % 3)}
+        for step in range(25)
+    ]
+    kept: list = []
+    said = []
+    for number, values in enumerate(steps):
+        said += hints(values, kept)
+        assert hints(values, kept) == hints(values, steps[:number])
+        kept = needed_history([*kept, values])
+        assert len(kept) <= 6
+    assert sum("entropy fell" in line for line in said) == 1

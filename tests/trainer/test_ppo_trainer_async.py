@@ -1,0 +1,220 @@
+"""Generation and training side by side: bounded, balanced, and ended by the error of either."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openrlhf.errors import EngineError, RewardError
+from openrlhf.trainer.ppo_trainer_async import staleness_metrics
+from tests.trainer.async_fakes import World, make_trainer, samples, staleness_histogram, steps_of
+
+
+def uneven(seconds: float):
+    """Times of groups with a long tail, the same in every run."""
+    return lambda key: seconds * random.Random(str(key)).choice((0.2, 0.5, 1.0, 4.0))
+
+
+SLOW_GENERATION = {"seconds_of": uneven(0.01), "train_s": 0.0}
+SLOW_TRAINING = {"seconds_of": uneven(0.0005), "train_s": 0.02}
+
+
+@pytest.mark.parametrize("queue_size", [1, 2, 4])
+@pytest.mark.parametrize("keeps_running", [False, True])
+@pytest.mark.parametrize("times", [SLOW_GENERATION, SLOW_TRAINING], ids=["engine", "trainer"])
+def test_either_side_may_be_slower(queue_size, keeps_running, times):
+    world = World(keeps_running=keeps_running, **times)
+    trainer = make_trainer(world, num_prompts=42, queue_size=queue_size, num_at_once=12)
+    trainer.fit()
+    assert trainer.sampler.ledger.outcomes == {"trained": 42}
+    steps = steps_of(trainer)
+    assert len(steps) == trainer.num_steps == 11 == world.policy_version
+    histogram = staleness_histogram(trainer)
+    assert sum(histogram.values()) == 84
+    assert max(histogram) <= queue_size
+    assert max(step["queue/num_ready"] for step in steps) <= 4 * queue_size
+    is_mixed = any(step["mixed_version_ratio"] > 0 for step in steps)
+    assert not is_mixed or keeps_running
+    assert world.is_closed
+    if times is SLOW_TRAINING:  # the engines wait for a place
+        assert max(histogram) == queue_size
+        assert sum(step.get("timing/generation_blocked", 0.0) for step in steps) > 0.02
+    else:  # the trainer waits: for samples, or for running ones to end
+        waiting = [step["timing/wait"] + step.get("timing/drain", 0.0) for step in steps]
+        assert sum(waiting) > 0.02
+
+
+def test_generation_and_training_overlap():
+    def seconds(queue_size, train_s):
+        world = World(seconds_of=lambda key: 0.05, train_s=train_s)
+        trainer = make_trainer(world, num_prompts=32, queue_size=queue_size)
+        start = time.monotonic()
+        trainer.fit()
+        return time.monotonic() - start
+
+    one_after_the_other = 8 * (0.05 + 0.05)
+    assert seconds(1, 0.05) < 0.8 * one_after_the_other
+
+
+def test_a_slow_sample_is_trained_on_and_holds_nobody_up_before_it_is_due():
+    world = World(seconds_of=lambda key: 1.0 if key == (0, order[0]) else 0.001, keeps_running=True)
+    trainer = make_trainer(world, num_prompts=40, queue_size=3, num_at_once=16)
+    order = trainer.sampler.cursor._order
+    trainer.fit()
+    assert trainer.sampler.ledger.outcomes == {"trained": 40}
+    waits = [step["timing/wait"] for step in steps_of(trainer)]
+    assert max(waits) > 0.3  # it was waited for, once
+    assert waits.index(max(waits)) >= 1
+    assert staleness_histogram(trainer)[3] > 0
+
+
+def test_filtered_and_failed_groups_are_replaced_and_counted():
+    world = World(
+        scores_of=lambda key: (0.0, 1.0) if key[1] % 3 else (1.0, 1.0),
+        failing=frozenset({(0, 1), (1, 4)}),
+    )
+    trainer = make_trainer(world, num_prompts=30, with_filter=True, num_episodes=2)
+    trainer.fit()
+    ledger = trainer.sampler.ledger
+    assert ledger.outcomes == {"trained": 38, "filtered:no signal": 20, "failed:reward": 2}
+    assert ledger.num_drawn == 60 and not ledger.pending
+    sizes = [int(sum(v for k, v in s.items() if "num_samples/" in k)) for s in steps_of(trainer)]
+    assert sizes == [8] * 9 + [4]  # two groups are left for the last step
+
+
+@pytest.mark.parametrize("keeps_running", [False, True])
+def test_a_critic_that_warms_up_alone_holds_nothing_up(keeps_running):
+    world = World(seconds_of=uneven(0.002), train_s=0.005, keeps_running=keeps_running)
+    trainer = make_trainer(world, num_prompts=40, num_warm_up=4)
+    trainer.fit()
+    assert trainer.sampler.ledger.outcomes == {"trained": 40}
+    assert len(steps_of(trainer)) == 10 and world.policy_version == 6
+    assert [step["staleness_max"] for step in steps_of(trainer)][:5] == [0] * 5
+    assert max(staleness_histogram(trainer)) == 1
+
+
+def test_evaluation_runs_beside_the_samples():
+    world = World(seconds_of=lambda key: 0.005)
+    trainer = make_trainer(world, num_prompts=28)
+    trainer.fit()
+    assert world.num_evaluations == 4  # before, after steps 3 and 6, at the end
+    assert staleness_histogram(trainer).keys() <= {0, 1}
+
+
+def test_an_error_of_the_stream_ends_the_run():
+    world = World(error_at=(0, 7), train_s=0.005)
+    trainer = make_trainer(world, num_prompts=40)
+    with pytest.raises(ValueError, match="the stream broke"):
+        trainer.fit()
+    assert world.is_closed
+
+
+def test_an_error_of_the_trainer_ends_the_run_and_the_stream():
+    world = World(train_error_at=2, seconds_of=lambda key: 0.002)
+    trainer = make_trainer(world, num_prompts=40)
+    with pytest.raises(ValueError, match="the trainer broke"):
+        trainer.fit()
+    deadline = time.monotonic() + 5
+    while not world.is_closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert world.is_closed
+
+
+@pytest.mark.parametrize(("num_slow", "what"), [(40, "samples"), (1, "running samples to finish")])
+def test_every_wait_has_a_deadline(num_slow, what):
+    slow = {} if num_slow == 40 else None
+    world = World(seconds_of=lambda key: 60.0 if slow == {} or key == (0, order[4]) else 0.0)
+    trainer = make_trainer(world, num_prompts=40, wait_s=0.4, num_at_once=8)
+    order = trainer.sampler.cursor._order
+    with pytest.raises(EngineError, match=f"waited 0 s for {what}"):
+        trainer.fit()
+
+
+def test_rewards_without_a_signal_end_the_run():
+    world = World(scores_of=lambda key: (1.0, 1.0))
+    trainer = make_trainer(world, num_prompts=40, with_filter=True)
+    with pytest.raises(RewardError, match=r"3 batches in a row .* pass rate 0 %"):
+        trainer.fit()
+
+
+def test_a_run_that_goes_on_generates_what_was_pending_again():
+    world = World(train_error_at=3, seconds_of=uneven(0.002), keeps_running=True)
+    trainer = make_trainer(world, num_prompts=24, queue_size=2)
+    saved = []
+    settle = trainer.settle
+
+    def settle_and_save() -> None:
+        settle()
+        saved.append(trainer.state.state_dict())
+
+    trainer.settle = settle_and_save
+    with pytest.raises(ValueError, match="the trainer broke"):
+        trainer.fit()
+    pending = [tuple(key) for key in saved[-1]["sampler"]["ledger"]["pending"]]
+    assert pending and saved[-1]["global_step"] == 3
+    world = World(seconds_of=uneven(0.002), keeps_running=True, policy_version=3)
+    trainer = make_trainer(world, num_prompts=24, queue_size=2)
+    trainer.state.load_state_dict(saved[-1])
+    trainer.fit()
+    assert world.submitted[: len(pending)] == pending
+    assert Counter(world.submitted).most_common(1)[0][1] == 1
+    assert trainer.sampler.ledger.outcomes == {"trained": 24}
+    assert trainer.state.global_step == 6
+
+
+def stale(*versions):
+    return replace(samples((0, 0), [1.0], [0])[0], weight_versions=torch.tensor(versions))
+
+
+def test_staleness_is_counted_by_the_oldest_token():
+    rollouts = [stale(3, 3, 3, 3), stale(1, 1, 2, 3), stale(2, 2, 2, 2), stale(2, 2, 2, 2)]
+    values = staleness_metrics(rollouts, weight_version=3).values()
+    assert values == {
+        "staleness_mean": 1.0,
+        "staleness_max": 2.0,
+        "mixed_version_ratio": 0.25,
+        "num_samples/stale_0": 1.0,
+        "num_samples/stale_1": 2.0,
+        "num_samples/stale_2": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("versions", "keeps_running", "is_refused"),
+    [
+        ((4, 4, 4, 4), False, False),
+        ((3, 3, 3, 3), False, False),
+        ((2, 2, 2, 2), False, True),  # two behind
+        ((5, 5, 5, 5), False, True),  # of weights that do not exist yet
+        ((3, 3, 4, 4), False, True),
+        ((3, 3, 4, 4), True, False),
+        ((2, 3, 4, 4), True, True),
+    ],
+)
+def test_samples_too_far_behind_are_refused(versions, keeps_running, is_refused):
+    trainer = make_trainer(World(keeps_running=keeps_running), num_prompts=4)
+    trainer.state.weight_version = 4
+    if not is_refused:
+        trainer.check_versions([stale(*versions)])
+        return
+    with pytest.raises(EngineError, match=r"sampled under weights \[.*the policy is at 4, and 1"):
+        trainer.check_versions([stale(*versions)])
+
+
+def test_memory_does_not_grow_with_steps():
+    def num_objects(num_prompts):
+        trainer = make_trainer(World(), num_prompts=num_prompts, queue_size=4, num_at_once=40)
+        trainer.fit()
+        trainer.parts.tracker.steps.clear()
+        trainer.state.history = []
+        assert not trainer.queue._groups and not trainer.queue._core.ready
+        gc.collect()
+        return sum(type(o).__name__ == "Rollout" for o in gc.get_objects())
+
+    assert num_objects(400) <= num_objects(40)

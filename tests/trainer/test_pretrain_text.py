@@ -1,0 +1,84 @@
+"""Pre-training text beside samples: every row in turn, shared by ranks, going on where it stood."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+
+from openrlhf.datasets.sft_dataset import SFTExample
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer, pack_texts
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
+from tests.trainer.test_experience import THREE
+
+
+class Texts:
+    """Text k is k + 2 times the token k."""
+
+    fingerprint = "five texts"
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> SFTExample:
+        ids = torch.full((index + 2,), index)
+        return SFTExample(ids, torch.arange(len(ids)) > 0)
+
+
+def step(num_samples: int) -> UpdateStep:
+    return UpdateStep(Experience.from_rollouts(THREE), 6, num_samples)
+
+
+def rows_of(shares: list[list[UpdateStep]]) -> list[list[int]]:
+    """The texts of every optimizer step, all ranks together."""
+    return [
+        sorted(int(ids[0]) for one in ranks for ids in one.texts.token_ids)
+        for ranks in zip(*shares, strict=True)
+    ]
+
+
+def test_each_step_gets_as_many_texts_as_samples_and_each_pass_every_text() -> None:
+    shares = TextMixer(Texts(), seed=1).mix([[step(3), step(2), step(5)], [step(3)] * 3])
+    first, second, third = rows_of(shares)
+    assert (len(first), len(second), third) == (3, 2, [0, 1, 2, 3, 4])
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+
+
+def test_a_step_may_have_more_samples_than_there_are_texts() -> None:
+    [rows] = rows_of(TextMixer(Texts(), seed=1).mix([[step(12)]]))
+    assert len(rows) == 12 and all(2 <= rows.count(text) <= 3 for text in range(5))
+
+
+def test_the_tokens_of_a_step_are_counted_over_all_ranks() -> None:
+    shares = TextMixer(Texts(), seed=1).mix([[step(5)], [step(5)], [step(5)]])
+    # Texts of 2 to 6 tokens, the first of each is given: 1 + 2 + 3 + 4 + 5.
+    assert {one.texts.num_tokens for [one] in shares} == {15}
+    sizes = [sum(map(len, one.texts.token_ids)) for [one] in shares]
+    assert sum(sizes) == 20 and max(sizes) <= 7
+
+
+def test_the_position_goes_on_and_other_text_begins_anew() -> None:
+    straight = TextMixer(Texts(), seed=1)
+    before = rows_of(straight.mix([[step(3), step(4)]]))
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = TextMixer(Texts(), seed=1)
+    resumed.load_state_dict(state)
+    assert rows_of(resumed.mix([[step(3)]])) == rows_of(straight.mix([[step(3)]]))
+    for other in (None, state | {"fingerprint": "other"}):
+        anew = TextMixer(Texts(), seed=1)
+        anew.load_state_dict(other)
+        assert rows_of(anew.mix([[step(3), step(4)]])) == before
+
+
+def test_texts_stay_where_idle_samples_are_left_out() -> None:
+    experience = Experience.from_rollouts(THREE).with_columns(advantages=torch.zeros(6))
+    [[mixed]] = TextMixer(Texts(), seed=1).mix([[replace(step(3), experience=experience)]])
+    left = without_idle_samples(mixed)
+    assert len(left.experience) == 0 and left.texts is mixed.texts
+
+
+def test_every_token_but_the_first_is_a_target() -> None:
+    batch = pack_texts([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
+    assert batch.targets.tolist() == [8, 9, 6]
