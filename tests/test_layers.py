@@ -44,6 +44,7 @@ HOMES = {
     "openrlhf.engines.hf_engine": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
     "openrlhf.distributed.schedule": {"torch", "transformers"},
+    "openrlhf.distributed.weight_average": {"torch", "safetensors"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.trainer": {"torch"},
     "openrlhf.trainer.reward_server": {"torch", "fastapi", "starlette", "uvicorn", "h11"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,13 +19,18 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def make_tokenizer(path: Path | str) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level tokenizer with 262 ids and a chat template, saved at `path`."""
+def make_tokenizer(
+    path: Path | str, merges: Sequence[tuple[str, str]] = ()
+) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer with 262 ids and a chat template, saved at `path`; each merge of two
+    tokens is one id more.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS + alphabet)}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokens = [*SPECIAL_TOKENS, *alphabet, *map("".join, merges)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from openrlhf.cli.runner import Command, print_notices, run_command
 from openrlhf.config.cli import Parsed
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.trainer.rank_gpus import see_own_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(parsed: Parsed[BatchInferenceConfig]) -> None:
+    see_own_gpus(parsed.config)
     from openrlhf.trainer.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)

@@ -17,7 +17,7 @@ from typing import Generic
 
 from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import help_text
-from openrlhf.config.unimplemented import refuse_unimplemented
+from openrlhf.config.unimplemented import unimplemented_problems
 from openrlhf.errors import OpenRLHFError
 
 
@@ -66,8 +66,7 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     """A config that may run; its secrets are in the environment and no longer in the arguments."""
     from openrlhf.utils.logging import quiet_frameworks  # noqa: PLC0415 - rich would slow --help
 
-    parsed = parse_config(command.config_class, argv)
-    refuse_unimplemented(parsed.config)
+    parsed = parse_config(command.config_class, argv, more_problems=unimplemented_problems)
     quiet_frameworks()
     os.environ.update(parsed.environment)
     for secret in parsed.environment.values():

@@ -5,7 +5,7 @@ The tree can be written as YAML and read back with `--config`; secrets are in ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,15 +33,22 @@ class Parsed(Generic[ConfigT]):
     environment: Mapping[str, str]
 
 
-def parse_config(config_class: type[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
-    """Read a command line (without the program's name); ConfigError lists every problem."""
+def parse_config(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
+) -> Parsed[ConfigT]:
+    """Read a command line (without the program's name); ConfigError lists every problem, those that
+    `more_problems` finds among them.
+    """
     reading = read_all(config_class, argv)
     config, wrong = build(config_class, reading.values)
     mentioned = {f"--{name}" for path in wrong for name in names_of(config_class, path)}
     contradictions = [
         line for line in config.problems() if not mentioned & {*line.replace(".", " ").split()}
     ]
-    problems = [*reading.problems, *wrong.values(), *contradictions]
+    problems = [*reading.problems, *wrong.values(), *contradictions, *more_problems(config)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     config, environment = take_secrets(config)

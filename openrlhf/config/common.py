@@ -154,7 +154,9 @@ class CheckpointConfig(Base):
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
-        "", "Metric of the best checkpoint; empty: the first pass rate, `none`: off."
+        "",
+        "Pass rate whose best model is kept; empty: the first *_pass1, beside checkpoints; "
+        "`none`: off.",
     )
 
 

@@ -58,11 +58,11 @@ def plain_flag(option: Option) -> str:
     return f"--{next(flat, option.path)}"
 
 
-def nearest_name(name: str, config_class: type[CommandConfig]) -> str:
-    """The known name that ends in this one, else the one that looks most like it."""
+def nearest_name(name: str, config_class: type[CommandConfig]) -> str | None:
+    """The known name that ends in this one, else the one that looks most like it, if any does."""
     known = [*flag_table(config_class), *config_class.dead_flags, "config", "debug", "help"]
     leaves = [path for path in known if path.endswith(f".{name}")]
-    return (leaves or get_close_matches(name, known, n=1, cutoff=0.0))[0]
+    return next(iter(leaves or get_close_matches(name, known, n=1)), None)
 
 
 def raw_values(source: str, words: Sequence[str], targets: Sequence[Target]) -> dict[str, Any]:

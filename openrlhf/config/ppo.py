@@ -13,7 +13,9 @@ from typing import ClassVar
 from openrlhf.config.base import is_given
 from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
 from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.idle import idle_settings
 from openrlhf.config.notices import Caution
+from openrlhf.config.ppo_idle import IDLE
 from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
 from openrlhf.config.ppo_parts import (
     DEFAULT_GROUP_SIZE,
@@ -112,6 +114,11 @@ class PPOConfig(RunConfig):
     def num_rollout_samples(self) -> int:
         """Samples in a step."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def engines_share_devices(self) -> bool:
+        """Whether models and engines take turns on the same devices: not when both run at once."""
+        return self.train.colocate_all and not self.train.async_enable
 
     def colocated_pairs(self) -> Iterator[tuple[str, str]]:
         """Pairs of roles that share GPUs, the one that sets the shape first."""
@@ -227,6 +234,28 @@ class PPOConfig(RunConfig):
                     f"models share their GPUs. Type --{second}_{name} {mine}."
                 )
 
+    def check_asynchronous_training(self) -> Iterator[str]:
+        """What generates while others train has engines of its own."""
+        train, size = self.train, self.rollout.vllm_generate_batch_size
+        if train.async_enable:
+            if self.vllm.num_engines == 0:
+                yield (
+                    "--async_train needs engines of its own, and --vllm_num_engines is 0: the "
+                    "policy cannot generate while it is trained. Type --vllm_num_engines 1."
+                )
+            return
+        if train.partial_rollout_enable:
+            yield (
+                "--partial_rollout changes weights under running samples, and without "
+                "--async_train none run then. Add --async_train."
+            )
+        if size is not None and size > self.rollout.batch_size:
+            yield (
+                f"--vllm_generate_batch_size {size} is more than --rollout_batch_size "
+                f"{self.rollout.batch_size}: only --async_train generates ahead. Add it, or type "
+                f"--vllm_generate_batch_size {self.rollout.batch_size}."
+            )
+
     def check_clip_ranges(self) -> Iterator[str]:
         """Bounds stand in order and on the right side of their limits."""
         dual_clip, ranges = self.actor.dual_clip, self.actor.eps_clip_low_high
@@ -294,8 +323,23 @@ class PPOConfig(RunConfig):
 
     def note_sleep_without_sharing(self) -> Iterator[str]:
         """Engines sleep to make room for training on the same GPUs."""
-        if self.vllm.enable_sleep and not self.train.colocate_all:
-            yield "--vllm_enable_sleep has no effect without --colocate_all_models."
+        if self.vllm.enable_sleep and not self.engines_share_devices:
+            shared = self.train.colocate_all
+            why = "with --async_train" if shared else "without --colocate_all_models"
+            yield f"--vllm_enable_sleep has no effect {why}."
+
+    def note_stale_samples_are_not_corrected(self) -> Iterator[str]:
+        """The ratio of the loss is taken to the policy of the step, not to the one that sampled."""
+        if self.train.async_enable and not self.algo.advantage.is_correction_enable:
+            yield (
+                f"--async_train: samples up to {self.train.async_queue_size} update(s) old count "
+                "as if they were new. --enable_vllm_is_correction weighs them by how likely they "
+                "are now."
+            )
+
+    def note_settings_that_nothing_reads(self) -> Iterator[str]:
+        """What refines something that this run does not have."""
+        yield from idle_settings(self, IDLE)
 
     def note_last_batch_is_smaller(self) -> Iterator[str]:
         """Samples that do not fill the last optimizer step are trained on all the same."""

@@ -149,7 +149,7 @@ class RewardConfig(Base):
         "fail", "When a reward cannot be had: fail, drop_group or retry(n).", "reward_failure"
     )
     max_dropped: float = option(
-        0.5,
+        0.01,
         "Share of a step's prompts that --reward_failure drop_group may drop; more end the run.",
         "reward_max_dropped",
         ge=0,

@@ -33,7 +33,7 @@ class RolloutConfig(Base):
         8, "Samples in one forward pass of a device.", "micro_rollout_batch_size", gt=0
     )
     vllm_generate_batch_size: int | None = option(
-        None, "Prompts in a generation call; unset: a step's.", "vllm_generate_batch_size", gt=0
+        None, "Prompts generated at once; unset: a step's.", "vllm_generate_batch_size", gt=0
     )
     n_samples_per_prompt: int = option(
         1,
@@ -60,7 +60,8 @@ class VLLMConfig(Base):
 
     num_engines: int | None = option(
         None,
-        "Engines; unset: one for each rank group of the actor, 0: the actor generates itself.",
+        "Engines; unset: one for each rank group of the actor (train_ppo: none), 0: the actor "
+        "generates itself.",
         "vllm_num_engines",
         ge=0,
     )
@@ -180,10 +181,12 @@ class PPOTrainConfig(TrainConfig):
         "Export an average of the weights; the last ones go to its folder policy.", "enable_ema"
     )
     ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
-    async_enable: bool = switch("Generate while training.", "async_train")
+    async_enable: bool = switch(
+        "Generate while training; engines have devices of their own.", "async_train"
+    )
     async_queue_size: int = option(
         1,
-        "Batches that may wait for training.",
+        "Updates a sample may be behind when it is trained on.",
         "async_queue_size",
         env="OPENRLHF_ASYNC_QUEUE_SIZE",
         gt=0,
@@ -192,7 +195,7 @@ class PPOTrainConfig(TrainConfig):
         128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
     )
     partial_rollout_enable: bool = switch(
-        "Weight updates pause samples instead of waiting.", "partial_rollout"
+        "Weights change under running samples instead of after them.", "partial_rollout"
     )
     agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", "agent_func_path")
 
@@ -241,6 +244,8 @@ class PPODataConfig(Base):
     pretrain_probs: str | None = option(
         None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
     )
+    pretrain_split: str = option("train", "Split of --pretrain_data.", "pretrain_split")
+    pretrain_key: str = option("text", "Column of the text in --pretrain_data.", "pretrain_key")
     image_key: str = option("images", "Column of the images.", "image_key")
     max_images_per_prompt: int = option(
         0, "Images of a prompt; above 0: a vision-language model.", "max_images_per_prompt", ge=0

@@ -150,7 +150,7 @@ class InferenceVLLMConfig(Base):
     """`vllm.*` of batch_inference."""
 
     tensor_parallel_size: int | None = option(
-        None, "GPUs of an engine; unset: all visible ones.", "tp_size", ge=1
+        None, "GPUs of an engine; unset: all of them, or one a rank.", "tp_size", ge=1
     )
     max_num_seqs: int = option(256, "Most sequences at a time.", "max_num_seqs", gt=0)
     enable_prefix_caching: bool = switch("Cache common prefixes.", "enable_prefix_caching")

@@ -50,7 +50,8 @@ class Reading:
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
         else:
             near = nearest_name(name, self.config_class)
-            self.problems.append(f"{source} is not a known name. Did you mean --{near}?")
+            remedy = f"Did you mean --{near}?" if near else "--help lists all of them."
+            self.problems.append(f"{source} is not a known name. {remedy}")
 
 
 def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:

@@ -22,6 +22,7 @@ from openrlhf.config.common import (
     timed_name,
 )
 from openrlhf.config.idle import Idle, idle_settings
+from openrlhf.config.idle_training import IDLE_ANYWHERE
 from openrlhf.config.run import RunConfig
 
 
@@ -156,6 +157,7 @@ class SFTLoggerConfig(LoggerConfig):
 
 PACKED_WEIGHTS = "with --load_in_4bit: packed weights stay on the device"
 IDLE = (
+    *IDLE_ANYWHERE,
     Idle(
         ("train.max_tokens_per_gpu",),
         lambda config: not config.train.dynamic_batch_enable,
@@ -167,11 +169,6 @@ IDLE = (
         "with --use_dynamic_batch",
     ),
     Idle(
-        ("ds.lora.alpha", "ds.lora.target_modules", "ds.lora.dropout"),
-        lambda config: config.ds.lora.rank == 0,
-        "without --lora_rank",
-    ),
-    Idle(
         ("muon.lr", "muon.momentum"),
         lambda config: config.optim != "muon",
         "without --optim muon",
@@ -180,21 +177,6 @@ IDLE = (
         ("model.gradient_checkpointing_reentrant",),
         lambda config: not config.model.gradient_checkpointing_enable,
         "without --gradient_checkpointing",
-    ),
-    Idle(
-        ("eval.split", "eval.steps"),
-        lambda config: is_blank(config.eval.dataset),
-        "without --eval_dataset",
-    ),
-    Idle(
-        ("ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"),
-        lambda config: config.ckpt.save_steps <= 0,
-        "without --save_steps",
-    ),
-    Idle(
-        ("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
-        lambda config: config.logger.wandb.key is None,
-        "without --use_wandb",
     ),
     Idle(("ds.enable_sleep",), lambda config: True, "here: nothing but training needs the memory"),
     Idle(

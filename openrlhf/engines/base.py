@@ -6,11 +6,13 @@ knows which one it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from openrlhf.errors import WeightSyncError
 
 SHM_BACKEND = "openrlhf_shm"  # weights in buckets of shared memory, which every engine can read
 
@@ -35,6 +37,18 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingSettings
+
+
+# Is shown the ids and log-probs sampled so far after every step; they still grow, so copy them.
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+
+
+@dataclass(frozen=True)
+class WatchedRequest:
+    """A request for one sample whose tokens are told while it grows."""
+
+    request: GenerationRequest
+    on_tokens: OnTokens
 
 
 @dataclass(frozen=True)
@@ -93,8 +107,13 @@ class RolloutEngine(Protocol):
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Meet the trainer, once before the first update; what is told depends on the backend."""
 
-    def begin_weight_update(self) -> None:
-        """Stop serving new tokens and get ready to receive buckets."""
+    def begin_weight_update(self, *, keep_running: bool = False) -> None:
+        """Stop sampling and get ready to receive buckets.
+
+        Requests that run are refused with a WeightSyncError, so that no sample is of two policies
+        by accident. With `keep_running` they are held between two tokens, and go on under the new
+        weights; every token carries the version it was sampled under (`version_starts`).
+        """
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket."""
@@ -113,3 +132,12 @@ class RolloutEngine(Protocol):
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def refuse_running(num_running: int) -> None:
+    """Raise WeightSyncError when requests run that new weights would change under way."""
+    if num_running:
+        raise WeightSyncError(
+            f"{num_running} requests are running, and new weights would come in the middle of "
+            "them. Wait for them first, or send the weights with keep_running."
+        )

@@ -22,6 +22,7 @@ from openrlhf.engines.base import (
     GenerationRequest,
     SyncReceipt,
     WeightBucket,
+    refuse_running,
 )
 from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
@@ -70,28 +71,36 @@ class HFEngine:
         `on_done` is called with the position and the answer of each as soon as it is complete.
         Raises EngineError for an empty prompt, and in the middle of a weight update.
         """
-        if not self._is_current:
-            raise EngineError("the engine is in the middle of a weight update")
         for request in requests:
             if not request.prompt_token_ids or request.sampling.max_new_tokens < 1:
                 raise EngineError(
                     f"request {request.request_id} has no prompt or no room to answer"
                 )
         answers: list[list[Any]] = [[None] * r.sampling.num_samples for r in requests]
-        with self._lock, generating(self.model):
-            for row in self._decode(requests):
-                answers[row.request][row.sample] = row.completion(self.weight_version)
-                if on_done is not None and None not in answers[row.request]:
-                    on_done(row.request, answers[row.request])
+        with self._lock:
+            if not self._is_current:
+                raise EngineError("the engine is in the middle of a weight update")
+            with generating(self.model):
+                for row in self._decode(requests):
+                    answers[row.request][row.sample] = row.completion(self.weight_version)
+                    if on_done is not None and None not in answers[row.request]:
+                        on_done(row.request, answers[row.request])
         return answers
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Nothing has to be agreed on beforehand."""
 
-    def begin_weight_update(self) -> None:
-        """Get ready to receive buckets; generating is refused until the update is finished."""
-        self._is_current = False
-        self._received = {}
+    def begin_weight_update(self, *, keep_running: bool = False) -> None:
+        """See RolloutEngine; generating is refused until the update is finished.
+
+        With `keep_running` a call that samples now is waited for: it ends under the weights with
+        which it began.
+        """
+        if not keep_running:
+            refuse_running(int(self._lock.locked()))
+        with self._lock:
+            self._is_current = False
+            self._received = {}
 
     @torch.no_grad()
     def receive_bucket(self, bucket: WeightBucket) -> None:

@@ -100,6 +100,11 @@ class StepLoop:
         self._put(_Item(run, [future]))
         return future.result()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were taken and not answered (from a command)."""
+        return len(self._waiting)
+
     def pause(self) -> None:
         """Stop stepping (from a command); requests are still taken and wait."""
         self._is_paused = True
@@ -114,6 +119,21 @@ class StepLoop:
         for key in keys:
             self._waiting.pop(key).set_exception(EngineError(message))
         self.stepper.abort(keys)
+
+    def abort(self, futures: Iterable[Future[Any]]) -> None:
+        """Forget requests that nobody waits for any more; their futures are cancelled. Does not
+        wait, and does nothing for those that are answered.
+        """
+        unwanted = set(futures)
+
+        def run() -> None:
+            keys = [key for key, future in self._waiting.items() if future in unwanted]
+            self.stepper.abort(keys)
+            for key in keys:
+                self._waiting.pop(key).cancel()
+
+        with contextlib.suppress(EngineError):  # a loop that is down has forgotten them all
+            self._put(_Item(run, []))
 
     def close(self) -> None:
         """Fail what waits, end the thread and wait for it."""

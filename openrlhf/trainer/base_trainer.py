@@ -28,7 +28,7 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
-from openrlhf.utils.logging import eval_line, notice, step_line, warn
+from openrlhf.utils.logging import eval_line, notice, progress, step_line, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import Tracker
 
@@ -269,13 +269,15 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.eval()
         lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
-        for rows in fixed_batches(len(lengths), self.settings.batch_size):
-            share = self.share_of(rows, lengths)
-            numbers = self.prepare(rows, self.eval_samples)
-            for index in range(share.num_micro_batches):
-                part = share.micro_batches[index] if index < len(share.micro_batches) else []
-                samples = [self.eval_samples[row] for row in part]
-                self._micro_loss(samples, self.counts(samples) | numbers, metrics)
+        with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
+            for rows in fixed_batches(len(lengths), self.settings.batch_size):
+                share = self.share_of(rows, lengths)
+                numbers = self.prepare(rows, self.eval_samples)
+                for index in range(share.num_micro_batches):
+                    part = share.micro_batches[index] if index < len(share.micro_batches) else []
+                    samples = [self.eval_samples[row] for row in part]
+                    self._micro_loss(samples, self.counts(samples) | numbers, metrics)
+                advance(len(rows))
         values = self._reduced(metrics)
         return {f"eval/{name}": v for name, v in {**values, **self.summarise(values)}.items()}
 

@@ -39,6 +39,8 @@ def banner_sections(
         f"({num_prompts} prompts x {config.train.num_episodes} episode(s))",
         "folder": os.fspath(Path(config.ckpt.output_dir)),
     }
+    if config.train.async_enable:
+        run["queue"] = queue_words(config)
     return {"models": model_entries(config, counts, sizes), "run": run}
 
 
@@ -68,6 +70,16 @@ def place_words(counts: RoleCounts, role: str) -> str:
     pools = {demand.role: demand.pool for demand in counts.demands}
     others = [name for name, pool in pools.items() if pool == pools[role] and name != role]
     return f", colocated with {', '.join(others)}" if others else ", in a place of its own"
+
+
+def queue_words(config: PPOConfig) -> str:
+    """How far generation runs ahead of training."""
+    num_at_once = config.rollout.vllm_generate_batch_size or config.rollout.batch_size
+    when = "under" if config.train.partial_rollout_enable else "between"
+    return (
+        f"samples at most {config.train.async_queue_size} update(s) behind, {num_at_once} prompts "
+        f"at once, weights change {when} samples"
+    )
 
 
 def reward_words(config: PPOConfig) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +13,21 @@ import torch
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
+from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_banner import banner_sections
+from openrlhf.trainer.ppo_checkpoints import (
+    PPOCheckpoints,
+    best_metric,
+    check_is_shared,
+    is_at_end,
+    open_run,
+)
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     Schedule,
+    check_runs_without_ray,
     make_schedule,
     needs_critic,
     needs_old_logprobs,
@@ -25,6 +36,7 @@ from openrlhf.trainer.ppo_setup import (
     prepare_inputs,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
     KLRules,
@@ -32,6 +44,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     RewardRules,
 )
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.samples_generator import (
     Generator,
     SamplesGenerator,
@@ -47,7 +60,13 @@ from openrlhf.trainer.ppo_utils.scoring import (
 )
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
 from openrlhf.trainer.ray.agent_host import agent_samples_generator
-from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, reward_roles, role_counts
+from openrlhf.trainer.ray.cluster import (
+    TRAINED_ROLES,
+    RayCluster,
+    RoleCounts,
+    reward_roles,
+    role_counts,
+)
 from openrlhf.trainer.ray.launcher import ray_session
 from openrlhf.trainer.ray.local_group import LocalCluster
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -75,37 +94,55 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
     redirect_framework_logs(inputs.run_dir, "driver")
-    with inputs, ray_session():
-        counts = role_counts(
-            config,
-            view_cluster(),
-            has_critic=needs_critic(config),
-            has_reference=needs_reference(config),
-        )
-        with RayCluster(config, counts, run_dir=str(inputs.run_dir.resolve())) as cluster:
-            _run(config, inputs, cluster, is_main=True)
+    with inputs:
+        opened = open_run(config, inputs)
+        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+            return
+        with ray_session():
+            counts = role_counts(
+                config,
+                view_cluster(),
+                has_critic=needs_critic(config),
+                has_reference=needs_reference(config),
+            )
+            run_dir, resume_step = str(inputs.run_dir.resolve()), opened.resume_step or 0
+            with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
+                _run(config, inputs, cluster, opened, is_main=True)
 
 
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train in the launching process or processes, without Ray."""
+    check_runs_without_ray(config)
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         say_notices(notices)
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
     with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
-        _run(config, inputs, cluster, is_main=topology.is_main)
+        opened = open_run(config, inputs)
+        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+            return
+        cluster.resume_step = opened.resume_step or 0
+        _run(config, inputs, cluster, opened, is_main=topology.is_main)
 
 
 def _run(
-    config: PPOConfig, inputs: RunInputs, cluster: RayCluster | LocalCluster, *, is_main: bool
+    config: PPOConfig,
+    inputs: RunInputs,
+    cluster: RayCluster | LocalCluster,
+    opened: Opened,
+    *,
+    is_main: bool,
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
     if is_main:
         save_resolved(config, inputs.run_dir / "config.yaml")
+    if inputs.reward_source is not None:
+        inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)
     engines = cluster.start_engines()
     cluster.wait_until_up()
+    check_is_shared(config, opened, groups)
     sizes = _init_models(config, groups, schedule)
     if is_main:
         _banner(config, inputs, schedule, sizes, cluster.counts)
@@ -119,12 +156,15 @@ def _run(
         )
     )
     samples = _samples_generator(config, inputs, groups, cluster, generator)
-    parts = _assemble(config, inputs, schedule, groups, samples=samples, is_main=is_main)
-    parts.phases.start([group for role, group in groups.items() if role in ("actor", "critic")])
-    trainer = PPOTrainer(config, parts)
+    parts = _assemble(config, inputs, opened, groups, samples=samples, is_main=is_main)
+    trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
+    parts.checkpoints.resume(trainer.state)
+    parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
     trainer.fit()
     _export(config, groups)
-    notice(f"model saved to {inputs.run_dir}") if is_main else None
+    if is_main:
+        opened.note_finished(inputs.run_dir, trainer.state.global_step)
+        notice(f"model saved to {inputs.run_dir}")
 
 
 def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Groups:
@@ -158,7 +198,7 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
-    schedule: Schedule,
+    opened: Opened,
     groups: Groups,
     *,
     samples: SampleSource,
@@ -166,24 +206,29 @@ def _assemble(
 ) -> PPOParts:
     pool = samples.generator
     engines = pool.engines if isinstance(pool, EnginePool) else []
+    schedule = make_schedule(config, len(inputs.prompts))
+    phases = DevicePhases(
+        engines,
+        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
+        training_sleeps=config.ds.enable_sleep,
+    )
+    metric = best_metric(config, inputs.eval_prompts)
     return PPOParts(
         actor=groups["actor"],
         critic=groups.get("critic"),
         engines=engines,
         samples_generator=samples,
         experience_maker=_experience_maker(config, groups, schedule),
-        phases=DevicePhases(
-            engines,
-            engines_sleep=config.vllm.enable_sleep and config.train.colocate_all,
-            training_sleeps=config.ds.enable_sleep,
-        ),
+        phases=phases,
         prompts=inputs.prompts,
         eval_prompts=inputs.eval_prompts,
         group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
-        tracker=_tracker(config, inputs.run_dir) if is_main else NullTracker(),
+        tracker=_tracker(config, inputs.run_dir, opened.resume_step) if is_main else NullTracker(),
         rollout_writer=RolloutWriter(inputs.run_dir) if is_main else None,
+        checkpoints=PPOCheckpoints(config, opened, groups, phases, best_metric=metric),
+        texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
         is_main=is_main,
         max_mismatch_kl=_max_mismatch_kl(config),
     )
@@ -202,14 +247,14 @@ def _samples_generator(
         return agent_samples_generator(
             config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
         )
-    scorer = cluster.shared(_scorer(config, inputs, groups))
+    scorer = cluster.shared(_scorer(config, inputs.reward_source, groups))
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
 
 
-def _scorer(config: PPOConfig, inputs: RunInputs, groups: Groups) -> GroupScorer:
+def _scorer(config: PPOConfig, source: StreamingSource | None, groups: Groups) -> GroupScorer:
     reward = config.reward
-    if inputs.reward_source is not None:
-        scorer: Scorer = SourceScorer(inputs.reward_source, config.rollout.micro_batch_size)
+    if source is not None:
+        scorer: Scorer = SourceScorer(source, config.rollout.micro_batch_size)
     else:
         forwards = {
             name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
@@ -264,8 +309,9 @@ def _group_filter(config: PPOConfig) -> GroupFilter | None:
     return GroupFilter(low, high, algo.dynamic_filtering_max_empty)
 
 
-def _tracker(config: PPOConfig, run_dir: Path) -> Tracker:
-    return make_tracker(config.logger, run_dir, config.model_dump(mode="json"))
+def _tracker(config: PPOConfig, run_dir: Path, resume_step: int | None) -> Tracker:
+    settings = config.model_dump(mode="json")
+    return make_tracker(config.logger, run_dir, settings, resume_step=resume_step)
 
 
 def _max_mismatch_kl(config: PPOConfig) -> float:

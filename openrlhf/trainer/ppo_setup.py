@@ -7,14 +7,17 @@ loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.chat import STANDARD_PROMPT_COLUMNS, pick_column
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import missing_column
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
+from openrlhf.engines.vllm_installed import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import StreamingSource
@@ -40,6 +43,7 @@ class RunInputs:
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     vocab_size: int
+    texts: SFTDataset | None = None  # pre-training text that is mixed in
 
     def __enter__(self) -> RunInputs:
         return self
@@ -66,7 +70,7 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
     `has_engines`: vLLM generates, and must be installed; else the policy itself does.
     """
     if has_engines:
-        check_vllm_is_installed()
+        check_vllm_is_installed(instead="--vllm_num_engines 0: then the policy generates itself")
     model_path = _name(config.actor.model_name_or_path)
     if config.train.agent_func_path:
         AgentFile(config.train.agent_func_path)
@@ -104,27 +108,17 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
             stop_token_ids=stop,
         ),
         vocab_size=vocab_size,
+        texts=_texts(config, tokenizer),
     )
-
-
-def check_vllm_is_installed() -> None:
-    """Raise ConfigError where it is not; without importing it, which takes seconds."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is to generate, and it is not installed. Type pip install '.[vllm]' in the "
-            "checkout (make install on a machine without GPUs), or --vllm_num_engines 0: then the "
-            "policy generates itself."
-        )
 
 
 def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
     """Exact numbers of steps and updates for `num_prompts` prompts an episode."""
-    size, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    batches = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
+    samples = config.rollout.n_samples_per_prompt
     updates = [
         num_updates_per_rollout(n * samples, config.train.batch_size, config.train.max_epochs)
-        for n in batches
-    ] * config.train.num_episodes
+        for n in step_sizes(config, num_prompts)
+    ]
     frozen = max(config.critic.freezing_steps, 0)
     return Schedule(
         num_steps=len(updates),
@@ -132,6 +126,26 @@ def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
         num_critic_updates=sum(updates),
         updates_per_rollout=max(updates),
     )
+
+
+def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
+    """Prompts of every step: those at the end of an episode may be fewer, and where generation runs
+    ahead, into the next episode, those at the very end.
+    """
+    size, num_episodes = config.rollout.batch_size, config.train.num_episodes
+    if config.train.async_enable:
+        num_prompts, num_episodes = num_prompts * num_episodes, 1
+    sizes = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
+    return sizes * num_episodes
+
+
+def check_runs_without_ray(config: PPOConfig) -> None:
+    """Raise ConfigError for what needs processes of its own."""
+    if config.train.async_enable:
+        raise ConfigError(
+            "--async_train needs processes of their own for engines and trainer. Use "
+            "train_ppo_ray, or leave --async_train out."
+        )
 
 
 def needs_critic(config: PPOConfig) -> bool:
@@ -221,6 +235,32 @@ def _prompts(
         prompts = PromptDataset(rows, tokenizer, prompt_format, progress=show)
     say_notices(prompts.notices)
     return prompts
+
+
+def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
+    """The text of --pretrain_data, cut where it is longer than prompt and response together."""
+    data = config.data
+    if not data.pretrain_dataset or config.actor.ptx_coef == 0:
+        return None
+    rows = load_rows(
+        data.pretrain_dataset,
+        split=data.pretrain_split,
+        probs=data.pretrain_probs,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+    )
+    if pick_column(data.pretrain_key, rows.column_names, STANDARD_PROMPT_COLUMNS)[0] is None:
+        raise missing_column(data.pretrain_key, rows.column_names, flag="--pretrain_key")
+    text_format = SFTFormat(
+        input_key=data.pretrain_key,
+        pretrain_mode=True,
+        max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+        overlong="truncate",
+    )
+    with counter("tokenising pre-training text") as show:
+        texts = SFTDataset(rows, tokenizer, text_format, progress=show)
+    say_notices(texts.notices, about="--pretrain_data: ")
+    return texts
 
 
 def _reward_source(config: PPOConfig, run_dir: Path) -> StreamingSource | None:

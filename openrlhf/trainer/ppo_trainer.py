@@ -14,11 +14,14 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
+from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
+from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
 from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
@@ -51,6 +54,8 @@ class PPOParts:
     eval_sampling: SamplingSettings
     tracker: Tracker
     rollout_writer: RolloutWriter | None
+    checkpoints: PPOCheckpoints
+    texts: TextMixer | None  # pre-training text for the policy's updates
     is_main: bool  # whether this controller speaks and writes; several run alike under torchrun
     max_mismatch_kl: float  # the first step ends the run above it
 
@@ -64,8 +69,6 @@ class PPOTrainer:
         kl = config.algo.kl
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
-        self.weight_version = 0  # of the policy; counts its updates
-        self.history: list[dict[str, float]] = []
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
         cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
         self.num_steps = cursor.num_batches(config.rollout.batch_size)  # at most
@@ -74,28 +77,44 @@ class PPOTrainer:
             cursor,
             batch_size=config.rollout.batch_size,
             group_filter=parts.group_filter,
+            num_at_once=config.rollout.vllm_generate_batch_size,
         )
+        self.state = RunState(self.sampler, self.kl_controller, parts.texts)
 
     def fit(self) -> None:
-        """Run all episodes; evaluate before the first step, every `--eval_steps`, at the end."""
+        """Run all episodes from where the run stands; evaluate before the first step, every
+        `--eval_steps`, at the end.
+        """
+        state = self.state
         self.broadcast_to_vllm()
-        self.evaluate(global_step=0)
-        global_step = 0
-        while not self.sampler.cursor.is_exhausted:
+        if state.global_step == 0:
+            self.evaluate(global_step=0)
+        while not self.is_over:
             metrics = Metrics()
             with timed("step_total", metrics):
-                rollouts = self.generate(global_step + 1, metrics)
+                rollouts = self.generate(state.global_step + 1, metrics)
                 if not rollouts:
                     self.say("the last prompts had no signal to learn from")
-                    self.evaluate(global_step)
+                    self.evaluate(state.global_step)
                     break
-                global_step += 1
-                metrics.merge(self.train_step(rollouts, global_step))
-            self.sampler.settle(self.trained_groups)
-            self.report(global_step, metrics, rollouts)
-            if self.is_eval_step(global_step):
-                self.evaluate(global_step)
+                state.global_step += 1
+                metrics.merge(self.train_step(rollouts, state.global_step))
+            self.settle()
+            self.report(state.global_step, metrics, rollouts)
+            if self.is_eval_step(state.global_step):
+                self.evaluate(state.global_step)
+            self.save_if_due()
+        self.save_if_due(is_last=True)
         self.parts.tracker.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every prompt was trained on, filtered or failed."""
+        return self.sampler.cursor.is_exhausted
+
+    def settle(self) -> None:
+        """Note the groups that were trained on."""
+        self.sampler.settle(self.trained_groups)
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Scored rollouts of the step's prompts, as many groups with a signal as a step has."""
@@ -103,6 +122,7 @@ class PPOTrainer:
         with self.parts.phases.rollout():
             samples = self.sampler.collect(
                 lambda prompts, tag: generator.generate_samples(prompts, sampling, tag=tag),
+                lambda: generator.open_stream(sampling),
                 tag=f"step{global_step}",
             )
         metrics.merge(samples.metrics)
@@ -147,10 +167,12 @@ class PPOTrainer:
         if self.trains_actor(global_step):
             with self.parts.phases.update(actor):
                 shares = self.plan(experience, actor, global_step)
+                if self.state.texts is not None:
+                    shares = self.state.texts.mix(shares)
                 work = [(share, self.kl_controller.coef) for share in shares]
                 for part in actor.start(PolicyModelActor.fit, work)():
                     metrics.merge(part)
-            self.weight_version += 1
+            self.state.weight_version += 1
         return metrics
 
     def trains_actor(self, global_step: int) -> bool:
@@ -176,8 +198,19 @@ class PPOTrainer:
         hold them.
         """
         if self.parts.engines:
+            keep_running = self.config.train.partial_rollout_enable
             with self.parts.phases.sync():
-                self.parts.actor.call(PolicyModelActor.broadcast_to_vllm, self.parts.engines)
+                self.parts.actor.call(
+                    PolicyModelActor.broadcast_to_vllm, self.parts.engines, keep_running
+                )
+
+    def save_if_due(self, *, is_last: bool = False) -> None:
+        """Save a checkpoint every `--save_steps`, and of the end."""
+        if self.parts.checkpoints.is_due(self.state, is_last=is_last):
+            with self.parts.phases.training():
+                self.parts.checkpoints.save(self.state)
+            if self.parts.phases.needs_weights:
+                self.broadcast_to_vllm()
 
     def evaluate(self, global_step: int) -> dict[str, float]:
         """pass@n and pass@1 on the evaluation prompts; logged."""
@@ -192,27 +225,29 @@ class PPOTrainer:
         values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
         self.say(eval_line(global_step, values))
+        self.parts.checkpoints.keep_best(global_step, values)
         return values
 
     def is_eval_step(self, global_step: int) -> bool:
         """Whether evaluation follows this step."""
         every = self.config.eval.steps
-        return self.sampler.cursor.is_exhausted or (every > 0 and global_step % every == 0)
+        return self.is_over or (every > 0 and global_step % every == 0)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
         """Refuse samples that were not made by the policy as it is now."""
         for rollout in rollouts:
-            if bool((rollout.weight_versions != self.weight_version).any()):
+            if bool((rollout.weight_versions != self.state.weight_version).any()):
                 raise EngineError(
                     f"sample {rollout.sample_id} was sampled under weights "
                     f"{sorted(set(rollout.weight_versions.tolist()))}, "
-                    f"the policy is at {self.weight_version}"
+                    f"the policy is at {self.state.weight_version}"
                 )
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree before anything could have drifted."""
         limit = self.parts.max_mismatch_kl
-        if global_step == 1 and "vllm_kl" in metrics and metrics["vllm_kl"] > limit:
+        is_first = global_step == self.state.start_step + 1
+        if is_first and "vllm_kl" in metrics and metrics["vllm_kl"] > limit:
             raise EngineError(
                 "engine and trainer disagree about the sampled tokens at the first step: "
                 f"mismatch KL {metrics['vllm_kl']:.2e}, limit {limit:.0e}. "
@@ -227,9 +262,9 @@ class PPOTrainer:
         if global_step % self.config.logger.logging_steps == 0:
             self.parts.tracker.log(global_step, values)
             self.say(step_line(global_step, self.num_steps, values))
-        for line in hints(values, self.history):
+        for line in hints(values, self.state.history):
             self.say(line)
-        self.history.append(values)
+        self.state.remember(values)
         if self.parts.rollout_writer is not None:
             self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
 

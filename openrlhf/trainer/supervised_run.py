@@ -20,7 +20,9 @@ from torch import nn
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.run_checkpoints import DataFacts, Opened
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import TrainEngine
@@ -29,7 +31,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
-from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, Opened, open_checkpoints
+from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
     counter,
@@ -130,7 +132,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     topology = Topology.from_env(local_rank=config.local_rank)
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
-    inputs = prepare_inputs(recipe, config)
+    inputs = prepare_inputs(recipe, config, goes_first=topology.local_rank == 0)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.train.seed,
@@ -147,7 +149,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts, config)
-    if opened.is_done(run_dir, max_epochs=config.train.max_epochs):
+    if opened.is_done(run_dir, is_at_end=is_at_end(opened, config.train.max_epochs)):
         strategy.shut_down()
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
@@ -167,8 +169,12 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     strategy.shut_down()
 
 
-def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT) -> Inputs:
-    """Tokenizer and data; everything a user can get wrong in them is raised here."""
+def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool = True) -> Inputs:
+    """Tokenizer and data; everything a user can get wrong in them is raised here.
+
+    Of the ranks on a machine the one that goes first tokenises and shows it; the others wait for
+    what it leaves in the cache.
+    """
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
     load_config(model_path, trust_remote_code=config.trust_remote_code)
@@ -187,14 +193,16 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT) -> Inputs:
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
-    with counter("tokenising rows") as show:
-        samples = recipe.make_samples(config, rows, tokenizer, show)
     eval_samples = None
-    if config.eval.dataset:
-        eval_rows = load_rows(
-            config.eval.dataset, split=config.eval.split, max_samples=data.max_samples
-        )
-        eval_samples = recipe.make_samples(config, eval_rows, tokenizer, None)
+    with giving_way(gives_way=not goes_first):
+        with counter("tokenising rows", is_shown=goes_first) as show:
+            samples = recipe.make_samples(config, rows, tokenizer, show)
+        if config.eval.dataset:
+            eval_rows = load_rows(
+                config.eval.dataset, split=config.eval.split, max_samples=data.max_samples
+            )
+            with counter("tokenising evaluation rows", is_shown=goes_first) as show:
+                eval_samples = recipe.make_samples(config, eval_rows, tokenizer, show)
     return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
 
 

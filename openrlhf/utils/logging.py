@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +43,11 @@ FRAMEWORK_SWITCHES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+# What libraries warn of at each import: no GPU is here, a kernel nobody asked for is not installed.
+FALSE_ALARMS = {
+    "DeepSpeed": "Setting accelerator to CPU",
+    "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",
+}
 # PEFT looks for these keys among modules alone; experts are parameters, and they take their ranks.
 FALSE_WARNINGS = (
     "The following rank_pattern keys did not match any targeted module",
@@ -132,9 +138,11 @@ STEP_FIELDS = (
     _Field("clip", ("ppo_clip_ratio",), _percent),
     _Field("grad", ("actor_grad_norm", "grad_norm"), "{:.2g}".format),
     _Field("lr", ("actor_lr", "lr"), "{:.2g}".format),
+    _Field("stale", ("staleness_mean",), "{:.2g}".format),
     _Field("tok/s", ("tokens_per_s",), format_count),
 )
 PHASES = (
+    ("wait", "timing/wait"),
     ("gen", "timing/generation"),
     ("reward", "timing/reward"),
     ("logp", "timing/make_experience"),
@@ -187,7 +195,8 @@ def _is_mostly_cut(metrics: Values, history: Sequence[Values]) -> bool:
 
 
 def _engine_disagrees(metrics: Values, history: Sequence[Values]) -> bool:
-    return abs(metrics.get("vllm_kl", 0.0)) > MAX_MISMATCH_KL
+    is_expected = metrics.get("staleness_max", 0.0) > 0  # older weights sampled
+    return not is_expected and abs(metrics.get("vllm_kl", 0.0)) > MAX_MISMATCH_KL
 
 
 def _entropy_collapsed(metrics: Values, history: Sequence[Values]) -> bool:
@@ -231,6 +240,11 @@ def hints(metrics: Values, history: Sequence[Values]) -> list[str]:
     return found
 
 
+def needed_history(history: Sequence[Values]) -> list[Values]:
+    """What `hints` looks at of earlier steps' metrics: the first ones and the last."""
+    return [*history[:NUM_START_STEPS], *history[NUM_START_STEPS:][-1:]]
+
+
 class Advance(Protocol):
     """Moves a progress bar."""
 
@@ -243,9 +257,11 @@ def _no_advance(num_done: int = 1, total: int | None = None) -> None:
 
 
 @contextmanager
-def progress(description: str, total: int | None = None) -> Iterator[Advance]:
+def progress(
+    description: str, total: int | None = None, *, is_shown: bool = True
+) -> Iterator[Advance]:
     """A bar over `total` items, drawn on a terminal only; yields the function that moves it."""
-    if not is_terminal():
+    if not is_shown or not is_terminal():
         yield _no_advance
         return
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
@@ -261,9 +277,9 @@ def progress(description: str, total: int | None = None) -> Iterator[Advance]:
 
 
 @contextmanager
-def counter(description: str) -> Iterator[Callable[[int, int], None]]:
+def counter(description: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """A bar moved by totals: yields a function of (items done, items in all)."""
-    with progress(description) as advance:
+    with progress(description, is_shown=is_shown) as advance:
         last = 0
 
         def show(num_done: int, total: int) -> None:
@@ -288,7 +304,8 @@ def quiet_frameworks() -> None:
     """
     for name, value in FRAMEWORK_SWITCHES.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("DeepSpeed").addFilter(_is_news)
+    for name, words in FALSE_ALARMS.items():
+        logging.getLogger(name).addFilter(_without(words))
     for start in FALSE_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=RuntimeWarning)
     imported = sys.modules.get("transformers.utils.logging")
@@ -296,9 +313,9 @@ def quiet_frameworks() -> None:
         imported.disable_progress_bar()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Everything but DeepSpeed's warning, at each import, that this machine has no GPU."""
-    return "Setting accelerator to CPU" not in record.getMessage()
+@lru_cache  # the same filter is taken once by a logger
+def _without(words: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: words not in record.getMessage()
 
 
 def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:

@@ -178,6 +178,12 @@ def test_all_problems_are_listed_together():
     ]
 
 
+def test_a_name_like_no_other_gets_no_suggestion():
+    assert problems(SFTConfig, SFT_NEEDS + "--qqqq 1") == [
+        "--qqqq is not a known name. --help lists all of them."
+    ]
+
+
 def test_a_word_before_any_flag_is_named():
     assert problems(SFTConfig, "train " + SFT_NEEDS) == [
         "train stands before any flag. Type --NAME before a value."
@@ -217,6 +223,13 @@ def test_sft_contradictions(line, expected):
 def test_one_sample_and_discount_are_fine_without_groups(estimator):
     line = f"{PPO_NEEDS} --advantage_estimator {estimator} --gamma 0.9 --n_samples_per_prompt 1"
     assert parse_config(PPOConfig, line.split()).config.algo.advantage.gamma == 0.9
+
+
+def test_gspo_says_that_it_keeps_its_own_aggregation():
+    line = "--policy_loss_type gspo --loss_aggregation seq_sum_norm --advantage_estimator "
+    told = "--loss_aggregation has no effect with --policy_loss_type gspo"
+    assert any(told in notice for notice in notices(f"{line}rloo"))
+    assert not any(told in notice for notice in notices(f"{line}gae"))  # the critic's loss has it
 
 
 def test_samples_that_do_not_fill_the_last_batch_are_allowed_and_said():

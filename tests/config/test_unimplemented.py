@@ -7,11 +7,9 @@ import pytest
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.run import CommandConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import (
     UNIMPLEMENTED,
-    refuse_unimplemented,
     unimplemented_problems,
 )
 from openrlhf.errors import ConfigError
@@ -27,19 +25,12 @@ def refused(line, config_class=PPOConfig, needs=PPO_NEEDS):
 def test_the_list_is_this():
     assert [later.path for later in UNIMPLEMENTED] == [
         "actor.freeze_visual_encoder",
-        "ckpt.best_metric_key",
-        "ckpt.load_enable",
-        "ckpt.save_steps",
         "data.max_images_per_prompt",
-        "data.pretrain_dataset",
         "ds.deepcompile",
         "ds.ring_attn_size",
         "ds.tensor_parallel_size",
         "ds.use_universal_ckpt",
         "ds.zpg",
-        "rollout.vllm_generate_batch_size",
-        "train.async_enable",
-        "train.partial_rollout_enable",
         "use_ms",
         "vllm.sync_with_ray",
     ]
@@ -50,25 +41,13 @@ def test_every_path_of_the_list_is_a_field():
     assert {later.path for later in UNIMPLEMENTED} <= known
 
 
-def test_checkpoints_are_missing_in_reinforcement_learning_alone():
-    scopes = {later.path: later.scope for later in UNIMPLEMENTED}
-    assert {path for path, scope in scopes.items() if scope == PPOConfig.__name__} == {
-        "ckpt.load_enable",
-        "ckpt.save_steps",
-    }
-    assert set(scopes.values()) == {PPOConfig.__name__, CommandConfig.__name__}
-    line = "--save_steps 5 --load_checkpoint"
-    assert len(refused(line)) == 2
-    assert refused(line, SFTConfig, SFT_NEEDS) == []
-    assert len(refused("--zpg 2", SFTConfig, SFT_NEEDS)) == 1
+def test_a_setting_is_refused_in_every_command_that_has_it():
+    assert len(refused("--zpg 2")) == len(refused("--zpg 2", SFTConfig, SFT_NEEDS)) == 1
 
 
 @pytest.mark.parametrize(
     ("line", "flag"),
     [
-        ("--load_checkpoint", "--load_checkpoint"),
-        ("--save_steps 5", "--save_steps 5"),
-        ("--async_train", "--async_train"),
         ("--zpg 2", "--zpg 2"),
         ("--use_ms", "--use_ms"),
     ],
@@ -80,19 +59,20 @@ def test_a_setting_of_the_list_is_refused_with_its_flag(line, flag):
 
 
 def test_all_are_refused_together():
-    line = PPO_NEEDS + "--zpg 2 --async_train --use_ms"
+    line = PPO_NEEDS + "--zpg 2 --gamma 3 --use_ms"
     with pytest.raises(ConfigError) as caught:
-        refuse_unimplemented(parse_config(PPOConfig, line.split()).config)
+        parse_config(PPOConfig, line.split(), more_problems=unimplemented_problems)
     assert caught.value.problems == [
+        "--gamma must be at most 1.0: 3. Type a value at most 1.0.",
         "not yet implemented: --zpg 2 (ZeRO++). Leave it out.",
-        "not yet implemented: --async_train (asynchronous training). Leave it out.",
         "not yet implemented: --use_ms (ModelScope). Leave it out.",
     ]
 
 
 def test_built_features_and_settings_without_effect_pass():
     line = (
-        "--save_hf_ckpt --disable_ds_ckpt --save_steps -1 --eval_steps 5 --use_tensorboard t "
+        "--save_hf_ckpt --load_checkpoint --save_steps 2 --pretrain_data d --eval_steps 5 "
+        "--use_tensorboard t "
         "--overlap_comm --adam_offload --gradient_checkpointing --deepspeed_enable_sleep "
         "--vllm_enable_sleep --colocate_all_models --full_determinism --use_dynamic_batch "
         "--max_epochs 2 --policy_loss_type sapo --dynamic_filtering --enable_vllm_is_correction "
@@ -100,7 +80,8 @@ def test_built_features_and_settings_without_effect_pass():
         "--stop_properly_penalty_coef 0.5 --entropy_loss_coef 0 --freezing_actor_steps 2 "
         "--save_value_network --vllm_tensor_parallel_size 2 --use_wandb true --ptx_coef 0.1 "
         "--reward_failure drop_group --remote_rm_url http://a:5000/get_reward,http://b/get_reward "
-        "--async_queue_size 2 --enable_ema --ema_beta 0.9 --lora_alpha 32 --image_key pictures"
+        "--async_train --async_queue_size 2 --partial_rollout --enable_ema --ema_beta 0.9 "
+        "--lora_alpha 32 --image_key pictures"
     )
     assert refused(line) == []
     assert refused("--save_hf_ckpt --multiturn --apply_chat_template", SFTConfig, SFT_NEEDS) == []

@@ -87,8 +87,9 @@ def send(
     version: int,
     *,
     bucket_bytes: int = 2**20,
+    keep_running: bool = False,
 ) -> SyncReceipt:
-    engine.begin_weight_update()
+    engine.begin_weight_update(keep_running=keep_running)
     with ShmBucketWriter(bucket_bytes) as writer:
         for bucket in writer.write(tensors):
             engine.receive_bucket(bucket)

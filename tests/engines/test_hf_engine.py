@@ -197,6 +197,29 @@ def test_an_update_that_is_not_whole_is_refused(tiny_model_dir):
     assert engine.generate([request(max_new_tokens=1)])[0][0].weight_version == 2
 
 
+def test_weights_never_change_under_a_call(tiny_model_dir):
+    engine, other = HFEngine.from_path(tiny_model_dir), load(tiny_model_dir)
+    shake(other, 1)
+    updating: list[threading.Thread] = []
+
+    def note(index, answer):
+        """Called while other rows are sampled."""
+        if not updating:
+            with pytest.raises(WeightSyncError, match=r"1 requests are running.* keep_running"):
+                engine.begin_weight_update()
+            options = {"keep_running": True}
+            arguments = (engine, weights(other), 1)
+            updating.append(threading.Thread(target=send, args=arguments, kwargs=options))
+            updating[0].start()
+
+    asked = [request(temperature=0.0, max_new_tokens=n) for n in (2, 24)]
+    [[short], [long]] = engine.generate(asked, note)
+    updating[0].join(20)
+    assert set(short.token_versions) == set(long.token_versions) == {0}
+    assert long.token_ids == greedy(load(tiny_model_dir))
+    assert engine_greedy(engine) == greedy(other)
+
+
 def test_a_dropped_bucket_is_detected(tiny_model_dir):
     engine = HFEngine.from_path(tiny_model_dir)
     engine.begin_weight_update()

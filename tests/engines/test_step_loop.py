@@ -121,6 +121,17 @@ def test_waiting_requests_can_be_failed_without_ending_the_loop(loop):
     assert loop.submit([2])[0].result(5) == 2
 
 
+def test_a_request_that_nobody_waits_for_is_forgotten(loop):
+    unwanted, wanted, done = loop.submit([10**9, 200, 1])
+    assert done.result(5) == 1
+    loop.abort([unwanted, done])
+    assert wanted.result(5) == 200
+    assert not loop.call(lambda: loop.stepper.left)
+    assert unwanted.cancelled() and not done.cancelled()
+    loop.close()
+    loop.abort([wanted])  # there is nothing left to forget
+
+
 def test_a_stepper_that_cannot_be_made_is_reported_at_once():
     with pytest.raises(ZeroDivisionError):
         StepLoop(lambda: 1 // 0, "counter")

@@ -136,6 +136,34 @@ def test_a_prompt_that_does_not_fit_is_refused_and_the_others_served(engine):
     assert len(engine.generate([request(max_new_tokens=3)])[0][0].token_ids) == 3
 
 
+def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model):
+    asked = [
+        request(temperature=0.0, max_new_tokens=n, num_samples=k)
+        for n, k in ((400, 1), (400, 3), (24, 1))
+    ]
+    lost, lost_too, kept = engine.submit(asked)
+    engine.abort([lost, lost_too])
+    assert kept.result(30)[0].token_ids == greedy(model, 24)
+    assert lost.cancelled() and lost_too.cancelled()
+    assert not engine._stepper.has_work() and not engine._stepper.num_greedy_copies
+
+
+def test_tokens_are_shown_while_they_are_sampled(engine, model):
+    shown = []
+
+    def note(token_ids, logprobs):
+        shown.append((list(token_ids), list(logprobs)))
+
+    asked = request(temperature=0.0, max_new_tokens=12)
+    (answer,) = engine.submit_watched(asked, note).result(30)
+    assert answer.token_ids == greedy(model, 12)
+    assert [len(ids) for ids, _ in shown] == list(range(1, 12))
+    for ids, logprobs in shown:
+        assert (*ids,) == answer.token_ids[: len(ids)]
+        assert (*logprobs,) == answer.logprobs[: len(ids)]
+    assert not engine._stepper.watchers
+
+
 def three_updates(engine: VLLMEngine, trained) -> None:
     assert engine_greedy(engine) == greedy(trained)
     for version, bucket_bytes in [(1, 2**26), (2, 2**15), (3, 2**17)]:
@@ -166,26 +194,6 @@ def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
         assert after.token_ids == greedy(trained, 16, LONG_PROMPT)
         assert after.token_ids != before.token_ids
         assert largest_gap(trained, LONG_PROMPT, after, 1.0) < 1e-3
-
-
-def test_requests_in_flight_go_on_under_the_new_weights(engine, model):
-    trained = load(model.config._name_or_path)
-    shake(trained, 5)
-    answers = []
-    with restored(engine, model, 0):
-        asked = request(temperature=0.0, max_new_tokens=400)
-        thread = threading.Thread(target=lambda: answers.extend(engine.generate([asked])))
-        thread.start()
-        while not engine._stepper.has_work():
-            pass
-        send(engine, weights(trained), 1)
-        thread.join()
-        [[answer]] = answers
-        assert answer.weight_version == 1
-        num_old = answer.token_versions.count(0)
-        assert answer.token_versions == (0,) * num_old + (1,) * (400 - num_old)
-        rest = greedy(trained, 400 - num_old, (*PROMPT, *answer.token_ids[:num_old]))
-        assert answer.token_ids[num_old:] == rest
 
 
 def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):

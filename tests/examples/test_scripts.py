@@ -14,14 +14,16 @@ from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
+from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
-from openrlhf.config.unimplemented import refuse_unimplemented
+from openrlhf.config.unimplemented import unimplemented_problems
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
 CONFIGS: dict[str, type[CommandConfig]] = {
     "openrlhf.cli.batch_inference": BatchInferenceConfig,
+    "openrlhf.cli.serve_rm": ServeRewardConfig,
     "openrlhf.cli.train_dpo": DPOConfig,
     "openrlhf.cli.train_kd": KDConfig,
     "openrlhf.cli.train_kto": KTOConfig,
@@ -30,8 +32,8 @@ CONFIGS: dict[str, type[CommandConfig]] = {
     "openrlhf.cli.train_rm": RMConfig,
     "openrlhf.cli.train_sft": SFTConfig,
 }
-# Stands for `python` and `torchrun`: notes its words, one call a file.
-RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD/$(ls "$RECORD" | wc -l)"\n'
+# Stands for `python` and `torchrun`: notes its words, one call a file, named by its time.
+RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD/$(date +%s%N)-$$"\n'
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def run_script(tmp_path):
         path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "RECORD": str(record), **variables}
         subprocess.run(["bash", SCRIPTS / name], env=env, check=True, timeout=60)
-        return [(record / str(i)).read_text().splitlines() for i in range(len(os.listdir(record)))]
+        return [path.read_text().splitlines() for path in sorted(record.iterdir())]
 
     return run
 
@@ -58,7 +60,7 @@ def parse(words: list[str]) -> CommandConfig:
     """The config of the command after `-m`; ConfigError when it could not be run."""
     at = words.index("-m") + 1
     config = parse_config(CONFIGS[words[at]], words[at + 1 :]).config
-    refuse_unimplemented(config)
+    assert not list(unimplemented_problems(config))
     return config
 
 
@@ -79,7 +81,7 @@ def test_a_script_is_one_command_that_is_understood(run_script, name, tmp_path):
 @pytest.mark.parametrize("name", TRAINING_SCRIPTS)
 def test_variables_name_a_local_model_and_extra_flags_win(run_script, name, tmp_path):
     extra = "--seed 7 --train_batch_size 16 --micro_train_batch_size 4"
-    if "ppo" in name or "hybrid" in name:
+    if any(word in name for word in ("ppo", "hybrid", "async")):
         extra += " --rollout_batch_size 16"
     (words,) = run_script(name, MODEL=str(tmp_path), GPUS="1", EXTRA_ARGS=extra)
     config = parse(words)
@@ -106,6 +108,17 @@ def test_conditional_sft_samples_where_the_data_has_no_answers(run_script, tmp_p
     asked = [config.csft.prompt for config in (high, low)]
     assert asked == ["<rm_score>: 1.50", "<rm_score>: -1.50"]
     assert scored.reward.template == "{input} <rm_score>: {reward} "
+
+
+def test_a_reward_server_is_started_asked_and_trained_against(run_script, tmp_path):
+    variables = {"REWARD_MODEL": str(tmp_path / "rm"), "PORT": "5123", "SERVER_GPUS": "7"}
+    calls = run_script("serve_remote_rm.sh", OUT=str(tmp_path / "run"), **variables)
+    # The server runs beside the others.
+    (server,) = [parse(words) for words in calls if "openrlhf.cli.serve_rm" in words]
+    trainer = parse(calls[-1])
+    assert len(calls) == 3 and "/ready" in "".join(next(c for c in calls if c[0] == "-c"))
+    assert (server.port, server.reward.model_name_or_path) == (5123, str(tmp_path / "rm"))
+    assert trainer.reward.remote_url == "http://127.0.0.1:5123/get_reward"
 
 
 def test_the_demo_makes_warms_up_trains_and_reports(run_script, tmp_path):

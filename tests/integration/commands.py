@@ -32,7 +32,7 @@ GRPO = (
 )
 
 
-def argv(flags: str, **values: Path | str) -> list[str]:
+def argv(flags: str, *, sizes: str = SMALL, **values: Path | str) -> list[str]:
     """The words of a command; values become further flags, so paths may hold spaces."""
     extra = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [*flags.split(), *SMALL.split(), *extra]
+    return [*flags.split(), *sizes.split(), *extra]

@@ -74,23 +74,24 @@ def stopping_behind(step: int) -> Iterator[None]:
         shut_down()
 
 
+def make_row(i: int) -> dict:
+    """A row every method can read."""
+    return {
+        "input": f"{i}+{i}=",
+        "output": str(2 * i),
+        "chosen": str(2 * i),
+        "rejected": "?" * (1 + i % 3),
+        "label": i % 3 != 0,
+        "steps": f"{i}#{2 * i}#",
+        "labels": ["+", "-+"[i % 2]],
+    }
+
+
 def make_inputs(root: Path) -> Path:
     """Models and rows every method can read."""
     make_model(root / "model")
     make_model(root / "teacher", num_layers=1, seed=3)
-    rows = [
-        {
-            "input": f"{i}+{i}=",
-            "output": str(2 * i),
-            "chosen": str(2 * i),
-            "rejected": "?" * (1 + i % 3),
-            "label": i % 3 != 0,
-            "steps": f"{i}#{2 * i}#",
-            "labels": ["+", "-+"[i % 2]],
-        }
-        for i in range(NUM_ROWS)
-    ]
-    write_jsonl(root / "rows.jsonl", rows)
+    write_jsonl(root / "rows.jsonl", [make_row(i) for i in range(NUM_ROWS)])
     return root
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import transformers
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
+from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import GRPO, PPO_HYBRID, argv
 
@@ -44,6 +47,30 @@ def test_ppo_in_hybrid_mode(
     assert (tmp_path / "run" / "chat_template.jinja").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ppo_in_hybrid_mode_with_the_sizes_of_the_documents(
+    tiny_model_dir: Path, reward_model_dir: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    sizes = (
+        "--micro_train_batch_size 8 --train_batch_size 128 --micro_rollout_batch_size 16 "
+        "--rollout_batch_size 1024 --prompt_max_len 1024 --generate_max_len 1024"
+    )
+    train_ppo_ray.main(
+        argv(
+            PPO_HYBRID,
+            sizes=sizes,
+            pretrain=tiny_model_dir,
+            reward_pretrain=reward_model_dir,
+            prompt_data=prompt_file,
+            save_path=tmp_path / "run",
+        )
+    )
+    [step] = steps_of(tmp_path / "run")
+    assert step["ratio_max"] == 1.0
+    assert step["response_length"] > 64  # the model has not learnt to stop
+
+
 def test_grpo_with_kl_loss(
     tiny_model_dir: Path, reward_model_dir: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
@@ -55,10 +82,20 @@ def test_grpo_with_kl_loss(
             prompt_data=prompt_file,
             n_samples_per_prompt="4",
             train_batch_size="32",
+            eval_dataset=prompt_file,
+            eval_n_samples_per_prompt="2",
+            eval_steps="1",
             save_path=tmp_path / "run",
         )
     )
     first, _ = steps_of(tmp_path / "run")
+    rates = [
+        (record["step"], record["eval/eval_even_pass2"] - record["eval/eval_even_pass1"])
+        for record in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "eval/eval_even_pass2" in record
+    ]
+    assert [step for step, _ in rates] == [0, 1, 2]  # before the first step too
+    assert min(difference for _, difference in rates) >= 0
     assert first["kl"] == pytest.approx(0.0, abs=1e-3)
     assert first["response_length"] > 0
     assert first["ratio_max"] == 1.0
@@ -100,8 +137,22 @@ def test_every_estimator_with_a_reward_function(
 
 @pytest.mark.parametrize("model", ["tiny_model_dir", "tiny_tied_model_dir"])
 def test_two_ranks_and_two_engines_stay_in_sync(
-    request: pytest.FixtureRequest, model: str, reward_file: Path, prompt_file: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    reward_file: Path,
+    prompt_file: Path,
+    tmp_path: Path,
 ) -> None:
+    answers: dict[str, list[Rollout]] = {}
+    generate = SamplesGenerator.generate_samples
+
+    def noted(self: SamplesGenerator, prompts: Any, sampling: Any, *, tag: str) -> SampleBatch:
+        batch = generate(self, prompts, sampling, tag=tag)
+        answers[tag] = batch.rollouts
+        return batch
+
+    monkeypatch.setattr(SamplesGenerator, "generate_samples", noted)
     train_ppo_ray.main(
         argv(
             "--advantage_estimator group_norm --init_kl_coef 0 --actor_num_gpus_per_node 2 "
@@ -127,6 +178,18 @@ def test_two_ranks_and_two_engines_stay_in_sync(
     assert len(compared) >= 2
     assert all(record["vllm_kl"] < 1e-6 for record in compared)
     assert all(record["logprobs_diff_max"] < 1e-3 for record in compared)
+    # What both engines answer greedily at the end is what Hugging Face answers with the export.
+    policy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert len(answers["eval4"]) == 11
+    for rollout in answers["eval4"]:
+        prompt = rollout.token_ids[: -rollout.num_actions]
+        greedy = policy.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt)[None],
+            do_sample=False,
+            max_new_tokens=rollout.num_actions,
+        )
+        assert greedy[0].tolist() == rollout.token_ids.tolist()
 
 
 def test_a_tensor_parallel_engine_is_one_slot_of_several_bundles() -> None:

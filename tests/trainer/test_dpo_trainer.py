@@ -101,9 +101,9 @@ def two_ranks(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[Tensor, dict]:
-    """Gradient and metrics from the formula, in plain torch."""
+    """Gradient and metrics from the formula, in plain torch and float64."""
     model, other = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
         for name in ("model", "other")
     )
     losses, nll, num_tokens, ratios = [], 0.0, 0, []
@@ -140,7 +140,7 @@ def test_gradient_and_metrics_are_those_of_the_formula(
     for results in request.getfixturevalue(ranks):
         actual, metrics = results[stage, case]
         assert (actual - gradient).norm() / gradient.norm() < 1e-5
-        assert {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-4)
+        assert {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
@@ -150,4 +150,4 @@ def test_an_evaluation_has_the_metrics_of_the_formula(
     values = {f"eval/{name}": value for name, value in expected[1].items()}
     for results in request.getfixturevalue(ranks):
         metrics = results[3, "eval"]
-        assert {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-4)
+        assert {name: metrics[name] for name in values} == pytest.approx(values, rel=1e-5, abs=1e-6)

@@ -14,6 +14,7 @@ from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.trainer.kto_trainer import mismatched_pairs
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
+from tests.trainer.gradients import response_logprob
 
 FLAGS = (
     "--input_key question --output_key answer --train_batch_size 16 --micro_train_batch_size 4 "
@@ -86,6 +87,26 @@ def test_the_reward_margin_rises_on_rows_it_never_saw(folder: Path) -> None:
     assert len(margins) == 4
     assert margins[-1] > 1.5
     assert records[-1]["eval/chosen_reward"] > 0 > records[-1]["eval/reject_reward"]
+
+
+def test_the_logged_rewards_are_those_of_the_export(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "run")
+    trained, first = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+        for name in ("run", "model")
+    )
+    rewards: dict[int, list[float]] = {0: [], 1: []}
+    for row in make_rows(range(100, 133)):
+        prompt = tokenizer(f"User: {row['question']}\nAssistant: ")["input_ids"]
+        ids = torch.tensor([*prompt, *tokenizer(row["answer"] + "<|end|>")["input_ids"]])
+        mask = torch.arange(len(ids)) >= len(prompt)
+        with torch.no_grad():
+            gap = response_logprob(trained, ids, mask) - response_logprob(first, ids, mask)
+        rewards[row["label"]].append(0.1 * gap.item())
+    logged = [record for record in read_metrics(folder) if "eval/kto_loss" in record][-1]
+    for label, name in ((1, "eval/chosen_reward"), (0, "eval/reject_reward")):
+        mean = sum(rewards[label]) / len(rewards[label])
+        assert logged[name] == pytest.approx(mean, abs=1e-5)
 
 
 def test_the_export_loads_and_prefers_wanted_answers(folder: Path) -> None:

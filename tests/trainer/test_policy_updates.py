@@ -150,7 +150,7 @@ def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_p
 
 
 def test_mismatch_is_told_apart_by_staleness(tiny_model_dir: Path, tmp_path: Path) -> None:
-    actor = make_actor(tiny_model_dir, tmp_path)
+    actor = make_actor(tiny_model_dir, tmp_path, train={"async_enable": True})
     experience = ragged_experience(8).with_columns(old_logprobs=None)
     near = actor.compute_logprobs(experience)
     first = int(experience.num_actions[0])
@@ -163,6 +163,7 @@ def test_mismatch_is_told_apart_by_staleness(tiny_model_dir: Path, tmp_path: Pat
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
     metrics = actor.fit(steps, 0.0).values()
     assert metrics["logprobs_diff/stale_2"] == pytest.approx(0.5, rel=1e-3)
+    assert metrics["logprobs_diff/stale_0"] == pytest.approx(0.0, abs=1e-6)
     assert "logprobs_diff/stale_1" not in metrics
     assert metrics["logprobs_diff"] == pytest.approx(0.5 * first / len(near), rel=1e-3)
 
@@ -222,6 +223,19 @@ def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path
     assert metrics["ppo_kl"] == 0.0
     assert metrics["ppo_clip_ratio"] == 0.0
     assert metrics["actor_grad_norm"] > 0
+
+
+def test_an_entropy_bonus_raises_the_entropy(tiny_model_dir: Path, tmp_path: Path) -> None:
+    actor = make_actor(
+        tiny_model_dir,
+        tmp_path,
+        actor={"entropy_coef": 1.0, "adam": {"lr": 1e-3}, "lr_scheduler": "constant"},
+    )
+    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    experience = experience.with_columns(advantages=torch.zeros(len(experience.rollout_logprobs)))
+    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    entropies = [actor.fit(steps, 0.0).values()["entropy"] for _ in range(4)]
+    assert sorted(entropies) == entropies and entropies[-1] > entropies[0] + 1e-3
 
 
 def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Path) -> None:

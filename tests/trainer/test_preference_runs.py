@@ -174,3 +174,11 @@ def test_an_exported_policy_gives_the_rewards_that_were_logged(folder: Path, nam
         logged = values_of(folder, name, f"eval/{metric}")[-1]
         rewards = REFERENCE_FREE[name](mean_logprobs(folder, name, side))
         assert rewards.mean().item() == pytest.approx(logged, rel=1e-4)
+
+
+def test_the_rewards_logged_for_dpo_are_those_of_the_export(folder: Path) -> None:
+    for side, metric in (("chosen", "eval/chosen_reward"), ("rejected", "eval/reject_reward")):
+        num_tokens = torch.tensor([ids.size(1) - QUESTION_SIZE for ids in held_out(folder, side)])
+        trained, first = (mean_logprobs(folder, name, side) for name in ("sigmoid", "model"))
+        expected = (0.1 * (trained - first) * num_tokens).mean().item()
+        assert values_of(folder, "sigmoid", metric)[-1] == pytest.approx(expected, abs=1e-5)

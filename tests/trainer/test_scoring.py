@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +10,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import (
     FailurePolicy,
     GroupScorer,
@@ -23,8 +21,8 @@ from openrlhf.trainer.ppo_utils.scoring import (
     SourceScorer,
     model_names,
 )
-from openrlhf.trainer.ray.vllm_engine import EnginePool
 from openrlhf.utils.rollout import Rollout
+from tests.trainer.paced import PacedEngine, Prompt, step_seconds
 
 DROP = FailurePolicy(drops=True)
 Answers = Callable[[RewardBatch], object]
@@ -104,6 +102,23 @@ def test_groups_are_sent_as_soon_as_they_fill_a_batch_and_come_back_in_order() -
     assert source.asked == [["2/0", "2/1", "0/0", "0/1"], ["1/0", "1/1"]]
     assert [r.sample_id for r in scored.rollouts] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
     assert [r.reward for r in scored.rollouts] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_small_group_is_sent_at_once_where_somebody_has_nothing_to_do() -> None:
+    @dataclass
+    class Idle(Source):
+        has_room: bool = True
+
+    source = Idle(by_label)
+    scoring = GroupScorer(SourceScorer(source, batch_size=4)).begin()
+    scoring.add(group(0))
+    assert source.asked == [["0/0", "0/1"]]
+    source.has_room = False
+    scoring.add(group(1))
+    assert len(source.asked) == 1
+    scoring.add(group(2))
+    assert source.asked[1:] == [["1/0", "1/1", "2/0", "2/1"]]
+    assert [r.group_id for r in scoring.finish().rollouts] == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> None:
@@ -251,62 +266,11 @@ class SlowSource(Source):
         return self.thread.submit(answer)
 
 
-class PacedEngine:
-    """Finishes one request after the other, evenly over a time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
-
-        def work() -> None:
-            for request, future in zip(requests, futures, strict=True):
-                time.sleep(self.seconds / len(requests))
-                one = Completion((5, 1), (0.0, 0.0), "stop", weight_version=0)
-                future.set_result([one] * request.sampling.num_samples)
-
-        threading.Thread(target=work).start()
-        return futures
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        return [future.result() for future in self.submit(requests)]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What the generator reads of a prompt."""
-
-    row_id: int
-    prompt_token_ids: tuple[int, ...] = (3, 4)
-    prompt_text: str = "p"
-    label: object = None
-    datasource: str = "default"
-    columns: dict[str, object] = field(default_factory=dict)
-
-
-class Words:
-    """A tokenizer that only writes."""
-
-    def batch_decode(self, rows: Sequence[object], **options: object) -> list[str]:
-        return ["text"] * len(rows)
-
-
 def seconds_of_generation(source: Source) -> float:
     """32 samples of 16 prompts from two engines that take 2.5 s."""
-    generator = SamplesGenerator(
-        EnginePool([PacedEngine(2.5), PacedEngine(2.5)]),  # type: ignore[list-item]
-        GroupScorer(SourceScorer(source, batch_size=2)),
-        Words(),  # type: ignore[arg-type]
-        vocab_size=10,
-    )
-    start = time.monotonic()
+    engines = [PacedEngine(2.5), PacedEngine(2.5)]
     prompts = [Prompt(row) for row in range(16)]
-    sampling = SamplingSettings(num_samples=2)
-    batch = generator.generate_samples(prompts, sampling, tag="t")  # type: ignore[arg-type]
-    seconds = time.monotonic() - start
-    assert [r.row_id for r in batch.rollouts] == [row for row in range(16) for _ in range(2)]
-    return seconds
+    return step_seconds(engines, source, prompts, SamplingSettings(num_samples=2), batch_size=2)
 
 
 def test_a_reward_of_fifty_milliseconds_a_sample_hides_behind_generation() -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.errors import RewardError
+from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics
@@ -43,7 +45,9 @@ def test_a_group_is_kept_by_mean_and_spread(scores, is_kept):
 
 
 def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(), episodes=1):
-    """A sampler and what it asks for; `scores_of(row)` are the scores of the row's samples."""
+    """A sampler, batches and streams for it, what it asked for; `scores_of(row)` are the scores of
+    the row's samples.
+    """
     prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
     cursor = PromptCursor(EpochSampler(num_prompts, 0, is_shuffled=False), num_episodes=episodes)
     asked = []
@@ -60,7 +64,7 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
         return SampleBatch(rollouts, Metrics(), failed)
 
     sampler = StepSampler(prompts, cursor, batch_size=batch_size, group_filter=group_filter)
-    return sampler, generate, asked
+    return sampler, generate, lambda: BatchStream(lambda batch, *, tag: generate(batch, tag)), asked
 
 
 def rows(samples):
@@ -68,11 +72,11 @@ def rows(samples):
 
 
 def test_rejected_groups_are_replaced_until_the_step_is_full():
-    sampler, generate, asked = make(
+    sampler, generate, open_stream, asked = make(
         8, 3, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(generate, "step1")
-    assert asked == [("step1", [0, 1, 2]), ("step1.1", [3, 4]), ("step1.2", [5])]
+    samples = sampler.collect(generate, open_stream, "step1")
+    assert asked == [("step1", [0, 1, 2]), ("step1", [3, 4]), ("step1", [5])]
     assert rows(samples) == [1, 3, 5]
     assert samples.metrics.values()["dynamic_filtering_pass_rate"] == 0.5
     groups = {r.group_id for r in samples.rollouts}
@@ -82,37 +86,116 @@ def test_rejected_groups_are_replaced_until_the_step_is_full():
 
 
 def test_the_last_step_takes_what_is_left():
-    sampler, generate, _ = make(
+    sampler, generate, open_stream, _ = make(
         5, 3, lambda row: [0.0, float(row == 4)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(generate, "step1")
+    samples = sampler.collect(generate, open_stream, "step1")
     assert rows(samples) == [4] and sampler.cursor.is_exhausted
     sampler.settle({r.group_id for r in samples.rollouts})
     assert sampler.ledger.outcomes == {"trained": 1, "filtered:no signal": 4}
 
 
 def test_without_a_filter_a_step_is_one_draw():
-    sampler, generate, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
-    samples = sampler.collect(generate, "step1")
+    sampler, generate, open_stream, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
+    samples = sampler.collect(generate, open_stream, "step1")
     assert asked == [("step1", [0, 1, 2])]
     assert rows(samples) == [0, 2] and samples.failed == {1: "no reward"}
     sampler.settle({r.group_id for r in samples.rollouts})
     assert sampler.ledger.outcomes == {"trained": 2, "failed:reward": 1}
 
 
+def test_a_step_may_be_generated_in_several_calls():
+    sampler, generate, open_stream, asked = make(7, 5, lambda row: [0.0, 1.0], failed_rows=(3,))
+    sampler.num_at_once = 2
+    samples = sampler.collect(generate, open_stream, "step1")
+    assert asked == [("step1", [0, 1]), ("step1", [2, 3]), ("step1", [4])]
+    found = [(r.row_id, r.group_id) for r in samples.rollouts[::2]]
+    assert found == [(0, 0), (1, 1), (2, 2), (4, 4)]
+    assert samples.failed == {3: "no reward"}
+    sampler.settle({r.group_id for r in samples.rollouts})
+    assert sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
+
+
+def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():
+    sampler, generate, open_stream, asked = make(
+        9, 4, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
+    )
+    sampler.num_at_once = 2
+    assert rows(sampler.collect(generate, open_stream, "step1")) == [1, 3, 5, 7]
+    assert [batch for _, batch in asked] == [[0, 1], [2, 3], [4, 5], [6], [7]]
+
+
 def test_a_constant_reward_ends_the_run_and_says_why():
     group_filter = GroupFilter(max_empty=10)
-    sampler, generate, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)
+    sampler, generate, open_stream, asked = make(
+        100, 2, lambda row: [1.0, 1.0], group_filter=group_filter
+    )
     with pytest.raises(RewardError, match=r"10 batches in a row .*: pass rate 0 %"):
-        sampler.collect(generate, "step1")
+        sampler.collect(generate, open_stream, "step1")
     assert len(asked) == 10
 
 
 def test_a_group_that_never_reached_the_update_is_found():
-    sampler, generate, _ = make(3, 3, lambda row: [0.0, 1.0])
-    samples = sampler.collect(generate, "step1")
+    sampler, generate, open_stream, _ = make(3, 3, lambda row: [0.0, 1.0])
+    samples = sampler.collect(generate, open_stream, "step1")
     with pytest.raises(AssertionError, match="never trained on"):
         sampler.settle({samples.rollouts[0].group_id})
+
+
+class OneByOneStream:
+    """Finishes groups one by one, in an order drawn by the test; notes how many run at once."""
+
+    def __init__(self, generate, choose):
+        self.generate = generate
+        self.choose = choose
+        self.running = []
+        self.most_running = 0
+
+    def submit(self, key, prompt, *, tag):
+        self.running.append((key, prompt, tag))
+        self.most_running = max(self.most_running, len(self.running))
+
+    def finished(self, wait_s):
+        key, prompt, tag = self.running.pop(self.choose(len(self.running)))
+        samples = self.generate([prompt], tag)
+        return [FinishedGroup(key, samples.rollouts, samples.failed.get(prompt.row_id))]
+
+    @property
+    def num_running(self):
+        return len(self.running)
+
+    def take_metrics(self):
+        return Metrics()
+
+    def close(self):
+        assert not self.running, "groups were left over"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    signals=st.lists(st.sampled_from(["good", "flat", "failed"]), min_size=1, max_size=12),
+    batch_size=st.integers(1, 4),
+    data=st.data(),
+)
+def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch_size, data):
+    def step(choose):
+        sampler, generate, _, _ = make(
+            len(signals),
+            batch_size,
+            lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
+            group_filter=GroupFilter(max_empty=1000),
+            failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
+            episodes=2,
+        )
+        stream = OneByOneStream(generate, choose)
+        samples = sampler.collect(generate, lambda: stream, "step1")
+        assert stream.most_running <= batch_size  # never more than the step lacks
+        sampler.settle({r.group_id for r in samples.rollouts})
+        taken = [(r.group_id, r.sample_id) for r in samples.rollouts]
+        return taken, sampler.ledger, sampler.cursor.state_dict()
+
+    by_chance = step(lambda n: data.draw(st.integers(0, n - 1)))
+    assert by_chance == step(lambda n: 0) == step(lambda n: n - 1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -122,7 +205,7 @@ def test_a_group_that_never_reached_the_update_is_found():
     episodes=st.integers(1, 3),
 )
 def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
-    sampler, generate, _ = make(
+    sampler, generate, open_stream, _ = make(
         len(signals),
         batch_size,
         lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
@@ -133,7 +216,7 @@ def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
     step = 0
     while not sampler.cursor.is_exhausted:
         step += 1
-        samples = sampler.collect(generate, f"step{step}")
+        samples = sampler.collect(generate, open_stream, f"step{step}")
         groups = {r.group_id for r in samples.rollouts}
         assert len(groups) <= batch_size
         assert len(groups) == batch_size or sampler.cursor.is_exhausted

@@ -44,7 +44,8 @@ class FakeEngine:
         self.fault = fault
         self.held: dict[str, torch.Tensor] = {}
 
-    def begin_weight_update(self) -> None:
+    def begin_weight_update(self, *, keep_running: bool = False) -> None:
+        self.keeps_running = keep_running
         self.held.clear()
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
@@ -67,6 +68,13 @@ def test_good_engines_pass() -> None:
     assert report.num_buckets == 2
     assert report.num_bytes == 40
     assert writer.is_closed
+
+
+@pytest.mark.parametrize("keep_running", [False, True])
+def test_engines_are_told_whether_running_requests_go_on(keep_running: bool) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    send_weights(WEIGHTS, engines, 3, writer=InProcessWriter(), keep_running=keep_running)
+    assert [engine.keeps_running for engine in engines] == [keep_running] * 2
 
 
 @pytest.mark.parametrize(

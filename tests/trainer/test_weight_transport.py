@@ -130,7 +130,7 @@ class FakeEngine:
     def init_weight_transfer(self, init_info: dict) -> None:
         self.init_info = init_info
 
-    def begin_weight_update(self) -> None:
+    def begin_weight_update(self, *, keep_running: bool = False) -> None:
         self.held.clear()
 
     def receive_bucket(self, bucket: WeightBucket) -> None:

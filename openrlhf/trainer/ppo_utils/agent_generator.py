@@ -5,39 +5,41 @@ Hands whole groups to the hosts of episodes as these have room, so that a slow o
 
 from __future__ import annotations
 
+import copy
 import queue
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from openrlhf.datasets.prompts_dataset import PromptRecord
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.errors import EngineError
+from openrlhf.engines.request_gatherer import AnswersRequests
+from openrlhf.trainer.ppo_utils.agent_groups import (
+    EpisodeGroup,
+    add_episode_metrics,
+    episode_requests,
+)
 from openrlhf.trainer.ppo_utils.agent_runner import raise_engine_failure
-from openrlhf.trainer.ppo_utils.agent_sampler import AnswersRequests
+from openrlhf.trainer.ppo_utils.agent_stream import AgentStream
 from openrlhf.trainer.ppo_utils.agent_trace import (
     AgentLimits,
     EpisodeRequest,
     EpisodeResult,
     Segment,
 )
+from openrlhf.trainer.ppo_utils.group_stream import GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
+from openrlhf.trainer.ppo_utils.work_share import WorkHost, WorkKind, WorkShare
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import Tokenizer
 
-POLL_S = 2.0  # of one look at a host for finished episodes
 GRACE_S = 60.0  # over the deadline of an episode, until its host is called silent
-
-Group = list[EpisodeRequest]
 
 
 class EpisodeHost(Protocol):
@@ -48,6 +50,9 @@ class EpisodeHost(Protocol):
 
     def finished_episodes(self, owner: str, wait_s: float) -> list[EpisodeResult]:
         """Results since the last call; waits up to `wait_s` seconds for the first of them."""
+
+    def abandon_episodes(self, owner: str) -> None:
+        """Cut off what runs for an owner, and forget its results."""
 
     def drain(self, wait_s: float) -> None:
         """Wait for turns the engine still samples for episodes that were cut off."""
@@ -80,10 +85,10 @@ class AgentSamplesGenerator:
         failure policy says so, and EngineError.
         """
         metrics = Metrics()
-        groups = [_requests(prompt, sampling, tag) for prompt in prompts]
+        groups = [episode_requests(prompt, sampling, tag) for prompt in prompts]
         results: dict[str, EpisodeResult] = {}
         with timed("generation", metrics):
-            for result in self.run(groups, owner=tag):
+            for result in self.run(groups):
                 results[result.sample_id] = result
             if any(result.failure is not None for result in results.values()):
                 for host in self.hosts:  # an engine cannot sleep while it samples
@@ -93,40 +98,84 @@ class AgentSamplesGenerator:
             rollout
             for group_id, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
             if prompt.row_id not in failed
-            for request in group
-            for rollout in self._rollouts(prompt, results[request.sample_id], group_id)
+            for rollout in self.make_group(
+                prompt, [results[request.sample_id] for request in group], group_id=group_id
+            )
         ]
         metrics.add("num_generated_tokens", sum(r.num_actions for r in rollouts), reduction="sum")
         check_scores(rollouts)
-        _add_metrics(list(results.values()), metrics)
-        return SampleBatch(self._with_texts(rollouts), metrics, failed)
+        add_episode_metrics(list(results.values()), metrics)
+        return SampleBatch(rollouts, metrics, failed)
 
-    def run(self, groups: Sequence[Group], *, owner: str) -> Iterator[EpisodeResult]:
+    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+        """See SampleSource."""
+        # Tokenizers are not shared between threads.
+        maker = AgentSamplesGenerator(
+            self.hosts, copy.deepcopy(self.tokenizer), self.limits, self.policy
+        )
+        return AgentStream(maker, sampling)
+
+    def run(self, groups: Sequence[EpisodeGroup]) -> Iterator[EpisodeResult]:
         """The final result of every episode, as they come; failed ones after their retries."""
-        feeders = [_Feeder(host, self.limits, self.policy, owner) for host in self.hosts]
-        waiting = deque(groups)
-        results: queue.SimpleQueue[EpisodeResult | Future[None]] = queue.SimpleQueue()
-        stop = threading.Event()
-        with ThreadPoolExecutor(len(feeders), thread_name_prefix="agent-host") as pool:
-            for feeder in feeders:
-                pool.submit(feeder.feed, waiting, results, stop).add_done_callback(results.put)
-            num_busy = len(feeders)
-            try:
-                while num_busy:
-                    result = results.get()
-                    if isinstance(result, Future):
-                        result.result()
-                        num_busy -= 1
+        arrivals: queue.SimpleQueue[list[EpisodeResult] | BaseException] = queue.SimpleQueue()
+        share = self.share(arrivals.put, arrivals.put)
+        running = {request.sample_id: request for group in groups for request in group}
+        num_tries: Counter[str] = Counter()
+        try:
+            for group in groups:
+                share.submit(group)
+            while running:
+                results = arrivals.get()
+                if isinstance(results, BaseException):
+                    raise results
+                for result in results:
+                    raise_engine_failure(result)
+                    num_tries[result.sample_id] += 1
+                    if self.may_retry(result, num_tries[result.sample_id]):
+                        share.submit([running[result.sample_id]])
                     else:
-                        raise_engine_failure(result)
+                        del running[result.sample_id]
                         yield result
-            finally:
-                stop.set()
+        finally:
+            share.close()
+
+    def share(
+        self,
+        on_results: Callable[[list[EpisodeResult]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> WorkShare[EpisodeRequest, EpisodeResult]:
+        """The hosts, each with as many episodes as it may run at once."""
+        kind: WorkKind[EpisodeRequest, EpisodeResult] = WorkKind(
+            item_name=lambda request: request.sample_id,
+            result_name=lambda result: result.sample_id,
+            size=lambda request: 1,
+            max_size=self.limits.num_tasks,
+            # Episodes beyond the limit of a host wait for others, and blocked ones start again.
+            silence_s=2 * self.limits.episode_timeout_s + GRACE_S,
+        )
+        hosts = [
+            WorkHost(host.submit_episodes, host.finished_episodes, host.abandon_episodes)
+            for host in self.hosts
+        ]
+        return WorkShare(hosts, kind, on_results, on_error)
+
+    def may_retry(self, result: EpisodeResult, num_tries: int) -> bool:
+        """Whether an episode that was tried so often is tried again."""
+        return result.failure is not None and num_tries <= self.policy.num_retries
+
+    def make_group(
+        self, prompt: PromptRecord, results: Sequence[EpisodeResult], *, group_id: int
+    ) -> list[Rollout]:
+        """The rollouts of a prompt's episodes, with their texts."""
+        rollouts = [
+            rollout for result in results for rollout in self._rollouts(prompt, result, group_id)
+        ]
+        return self._with_texts(rollouts)
 
     def _failed_rows(
         self,
         prompts: Sequence[PromptRecord],
-        groups: Sequence[Group],
+        groups: Sequence[EpisodeGroup],
         results: dict[str, EpisodeResult],
         metrics: Metrics,
     ) -> dict[int, str]:
@@ -193,89 +242,3 @@ class AgentSamplesGenerator:
             skip_special_tokens=False,
         )
         return [replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True)]
-
-
-@dataclass
-class _Feeder:
-    """Keeps one host busy: hands it groups while it has room, and failed episodes again."""
-
-    host: EpisodeHost
-    limits: AgentLimits
-    policy: FailurePolicy
-    owner: str
-
-    def feed(
-        self,
-        waiting: deque[Group],
-        results: queue.SimpleQueue[EpisodeResult | Future[None]],
-        stop: threading.Event,
-    ) -> None:
-        """Until nothing waits and nothing runs; raises EngineError for a host that is silent."""
-        running: dict[str, EpisodeRequest] = {}
-        num_tries: Counter[str] = Counter()
-        heard_at = time.monotonic()
-        while not stop.is_set():
-            self._hand_over(waiting, running)
-            if not running:
-                return
-            finished = self.host.finished_episodes(self.owner, POLL_S)
-            if finished:
-                heard_at = time.monotonic()
-            for result in finished:
-                request = running.pop(result.sample_id)
-                num_tries[result.sample_id] += 1
-                if self._may_retry(result, num_tries[result.sample_id]):
-                    running[result.sample_id] = request
-                    self.host.submit_episodes(self.owner, [request])
-                else:
-                    results.put(result)
-            self._check_heard(heard_at, len(running))
-
-    def _hand_over(self, waiting: deque[Group], running: dict[str, EpisodeRequest]) -> None:
-        while waiting and len(running) < self.limits.num_tasks:
-            try:
-                group = waiting.popleft()
-            except IndexError:  # another host took the last one
-                return
-            running.update({request.sample_id: request for request in group})
-            self.host.submit_episodes(self.owner, group)
-
-    def _may_retry(self, result: EpisodeResult, num_tries: int) -> bool:
-        is_ours = result.failure is not None and result.failure.kind == "engine"
-        return result.failure is not None and not is_ours and num_tries <= self.policy.num_retries
-
-    def _check_heard(self, heard_at: float, num_running: int) -> None:
-        # Episodes beyond the limit of a host wait for others, and blocked ones start again.
-        silence_s = time.monotonic() - heard_at
-        allowed_s = 2 * self.limits.episode_timeout_s + GRACE_S
-        if num_running and silence_s > allowed_s:
-            raise EngineError(f"{num_running} episodes gave no sign for {silence_s:.0f} s")
-
-
-def _requests(prompt: PromptRecord, sampling: SamplingSettings, tag: str) -> Group:
-    """The episodes of a prompt."""
-    one = replace(sampling, num_samples=1)
-    return [
-        EpisodeRequest(
-            sample_id=f"{tag}/{prompt.row_id}/{k}",
-            prompt_text=prompt.prompt_text,
-            prompt_token_ids=prompt.prompt_token_ids,
-            sampling=one if sampling.seed is None else replace(one, seed=sampling.seed + k),
-            label=prompt.label,
-            columns=prompt.columns,
-        )
-        for k in range(sampling.num_samples)
-    ]
-
-
-def _add_metrics(results: Sequence[EpisodeResult], metrics: Metrics) -> None:
-    for result in results:
-        metrics.add("agent/num_turns", result.num_turns)
-        metrics.add("agent/episode_s", result.seconds)
-        if result.failure is not None:
-            continue
-        metrics.add("agent/num_segments", len(result.segments))
-        if result.score is not None:
-            metrics.add("score", result.score)
-        for name, value in result.extra_logs.items():
-            metrics.add(f"extra/{name}", value)

@@ -4,53 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from openrlhf.engines.base import Completion, GenerationRequest
-
-GATHER_S = 0.005  # turns that are asked for within this time go to the engine together
+from openrlhf.engines.base import Completion, GenerationRequest, OnTokens
+from openrlhf.engines.request_desk import AbortsRequests, TakesRequests
+from openrlhf.engines.request_gatherer import AnswersRequests, taking_requests
+from openrlhf.trainer.ppo_utils.agent_trace import EpisodeOverError
 
 
 @runtime_checkable
-class TakesRequests(Protocol):
-    """An engine that takes requests while it runs and answers each as soon as it is done."""
+class ShowsTokens(Protocol):
+    """An engine that tells tokens while it samples them."""
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """One future a request, in order."""
-
-
-class AnswersRequests(Protocol):
-    """An engine or a pool of them that answers when all of a call are done."""
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Completions of every request."""
+    def submit_watched(
+        self, request: GenerationRequest, on_tokens: OnTokens
+    ) -> Future[list[Completion]]:
+        """A future for one request; see `VLLMEngine.submit_watched`."""
 
 
 class TurnSampler:
-    """Samples single turns; `sample` may be awaited on any loop."""
+    """Samples single turns; `wait` may be awaited on any loop."""
 
     def __init__(self, engine: TakesRequests | AnswersRequests) -> None:
-        self._engine = engine if isinstance(engine, TakesRequests) else _Gatherer(engine)
+        self._engine = taking_requests(engine)
         self._pending: set[Future[list[Completion]]] = set()
 
-    async def sample(self, request: GenerationRequest) -> Completion:
-        """The one completion of a request; raises what the engine raises.
+    def start(
+        self, request: GenerationRequest, on_tokens: OnTokens | None = None
+    ) -> Future[list[Completion]]:
+        """Ask for a turn; `on_tokens` sees it grow, where the engine can show that."""
+        if on_tokens is not None and isinstance(self._engine, ShowsTokens):
+            pending = self._engine.submit_watched(request, on_tokens)
+        else:
+            (pending,) = self._engine.submit([request])
+        self._pending.add(pending)
+        pending.add_done_callback(self._pending.discard)
+        return pending
 
-        The engine is not told when the waiting is cancelled: it finishes what it has begun.
+    async def wait(self, pending: Future[list[Completion]]) -> Completion:
+        """The one completion of a turn; raises what the engine raises, EpisodeOverError when the
+        turn was aborted. A turn that nobody waits for any more is aborted.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Completion]] = loop.create_future()
-        (pending,) = self._engine.submit([request])
-        self._pending.add(pending)
-        pending.add_done_callback(self._pending.discard)
         pending.add_done_callback(partial(_tell, loop, answer))
-        (completion,) = await answer
+        try:
+            (completion,) = await answer
+        except asyncio.CancelledError:
+            self.abort([pending])
+            raise
         return completion
+
+    def abort(self, turns: Iterable[Future[list[Completion]]]) -> None:
+        """Have the engine stop sampling for these, where it can."""
+        if isinstance(self._engine, AbortsRequests):
+            self._engine.abort(list(turns))
 
     def drain(self, wait_s: float) -> None:
         """Wait until the engine has answered what it was asked up to now."""
@@ -68,54 +79,11 @@ def _tell(
 def _settle(answer: asyncio.Future[Any], pending: Future[Any]) -> None:
     if answer.done():  # nobody waits any more
         return
+    if pending.cancelled():
+        answer.set_exception(EpisodeOverError("the turn was given up: its episode is over"))
+        return
     error = pending.exception()
     if error is None:
         answer.set_result(pending.result())
     else:
         answer.set_exception(error)
-
-
-Waiting = tuple[GenerationRequest, "Future[list[Completion]]"]
-
-
-class _Gatherer:
-    """Makes batches of single requests: while one is sampled, the next is gathered."""
-
-    def __init__(self, engine: AnswersRequests) -> None:
-        self._engine = engine
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="agent-turns")
-        self._lock = threading.Lock()
-        self._waiting: list[Waiting] = []
-        self._batch: list[Waiting] = []
-        self._is_busy = False
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """One future a request, in order."""
-        items: list[Waiting] = [(request, Future()) for request in requests]
-        with self._lock:
-            self._waiting += items
-            self._start_if_idle()
-        return [future for _, future in items]
-
-    def _start_if_idle(self) -> None:
-        if self._waiting and not self._is_busy:
-            self._is_busy = True
-            self._pool.submit(self._generate).add_done_callback(self._answered)
-
-    def _generate(self) -> list[list[Completion]]:
-        time.sleep(GATHER_S)
-        with self._lock:
-            self._batch, self._waiting = self._waiting, []
-        return self._engine.generate([request for request, _ in self._batch])
-
-    def _answered(self, call: Future[list[list[Completion]]]) -> None:
-        batch, self._batch = self._batch, []
-        with self._lock:
-            self._is_busy = False
-            self._start_if_idle()
-        error = call.exception()
-        for index, (_, future) in enumerate(batch):
-            if error is None:
-                future.set_result(call.result()[index])
-            else:
-                future.set_exception(error)

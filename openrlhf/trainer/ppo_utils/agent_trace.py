@@ -97,8 +97,13 @@ class EpisodeTrace:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def record(self, prompt_token_ids: Sequence[int], completion: Completion) -> None:
-        """Note a turn; EngineError for an impossible one, EpisodeOverError after the end."""
+    def record(
+        self, prompt_token_ids: Sequence[int], completion: Completion, *, fills_context: bool = True
+    ) -> None:
+        """Note a turn; EngineError for an impossible one, EpisodeOverError after the end.
+
+        `fills_context`: the turn had all the room there was, so that cutting it cut the episode.
+        """
         check_completion(
             self.sample_id, completion.token_ids, completion.logprobs, vocab_size=self.vocab_size
         )
@@ -107,7 +112,13 @@ class EpisodeTrace:
             self._check_open()
             self._segment_of(prompt).extend(prompt, completion)
             self.num_turns += 1
-            self.is_truncated |= completion.finish_reason == "length"
+            self.is_truncated |= fills_context and completion.finish_reason == "length"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the episode has ended."""
+        with self._lock:
+            return self._is_closed
 
     def check_open(self) -> None:
         """Raise EpisodeOverError when the episode has ended."""

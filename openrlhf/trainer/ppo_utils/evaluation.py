@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from openrlhf.utils.rollout import Rollout
 
@@ -23,9 +23,15 @@ def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[st
     for datasource, by_row in scores.items():
         best = [max(values) for values in by_row.values()]
         mean = [sum(values) / len(values) for values in by_row.values()]
-        metrics[f"eval/eval_{datasource}_pass{num_samples}"] = sum(best) / len(best)
-        metrics[f"eval/eval_{datasource}_pass1"] = sum(mean) / len(mean)
+        pass_n, pass_1 = pass_rate_names([datasource], num_samples)
+        metrics[pass_n] = sum(best) / len(best)
+        metrics[pass_1] = sum(mean) / len(mean)
     count = max(len(episodes), 1)
     metrics["eval/response_length"] = sum(r.num_actions for r in rollouts) / count
     metrics["eval/truncated_rate"] = sum(r.is_truncated for r in episodes) / count
     return metrics
+
+
+def pass_rate_names(datasources: Iterable[str], num_samples: int) -> list[str]:
+    """What the pass rates of data sources are logged as: pass@n and pass@1 of each."""
+    return [f"eval/eval_{name}_pass{n}" for name in datasources for n in (num_samples, 1)]

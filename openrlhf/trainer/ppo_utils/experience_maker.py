@@ -157,23 +157,28 @@ class RemoteExperienceMaker:
 
 
 def experience_metrics(experience: Experience, kl_N: Tensor | None) -> Metrics:
-    """Reward, length and KL of a batch under their logged names."""
+    """Reward, length and KL of a batch under their logged names.
+
+    The sequences of an agent's episode count once, their tokens together; `return`, `kl` and
+    `values` are means over sequences and tokens.
+    """
     metrics = Metrics()
-    num_samples = len(experience)
+    episodes = experience.episodes
+    first = [members[0] for members in episodes]
     columns = {
-        "reward": experience.rewards,
-        "response_length": experience.num_actions.float(),
-        "total_length": experience.seq_lengths.float(),
-        "response_clip_ratio": experience.is_truncated.float(),
+        "reward": experience.rewards[first],
+        "response_length": experience.response_lengths[first].float(),
+        "total_length": torch.stack([experience.seq_lengths[m].sum() for m in episodes]).float(),
+        "response_clip_ratio": experience.is_truncated[first].float(),
     }
     assert experience.returns is not None
     columns["return"] = segment_sum(experience.returns, experience.num_actions) / (
         experience.num_actions.clamp(min=1)
     )
     for name, column in columns.items():
-        metrics.add(name, column.mean().item(), weight=num_samples)
-    stds = group_stds(experience.rewards, experience.group_ids)
-    if len(stds) < num_samples:  # one sample a prompt has no spread
+        metrics.add(name, column.mean().item(), weight=len(column))
+    stds = group_stds(experience.rewards[first], experience.group_ids[first])
+    if len(stds) < len(episodes):  # one sample a prompt has no spread
         metrics.add("group_reward_std", stds.mean().item(), weight=len(stds))
     if kl_N is not None:
         metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))

@@ -21,3 +21,12 @@ class KLController:
             self.coef = adaptive_kl_coef(
                 self.coef, kl, target=self.target, horizon=self.horizon, num_samples=num_samples
             )
+
+    def state_dict(self) -> dict[str, float]:
+        """Beta, for a checkpoint."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take up an adapted beta; one that is constant stays what this command says."""
+        if self.target is not None:
+            self.coef = state["coef"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -40,3 +41,19 @@ class Ledger:
             f"ledger out of balance: drawn {self.num_drawn}, settled {dict(self.outcomes)}, "
             f"pending {len(self.pending)}"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and lists, for JSON."""
+        pending = [list(key) for key in sorted(self.pending)]
+        return {
+            "num_drawn": self.num_drawn,
+            "pending": pending,
+            "outcomes": dict(self.outcomes),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.num_drawn = state["num_drawn"]
+        self.pending = {(episode, row) for episode, row in state["pending"]}
+        self.outcomes = Counter(state["outcomes"])
+        self.check()

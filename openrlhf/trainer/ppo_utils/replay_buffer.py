@@ -18,6 +18,7 @@ from openrlhf.algorithms.balancing import (
     token_budget_batches,
 )
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.pretrain_text import TextShare
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class UpdateStep:
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
+    texts: TextShare | None = None  # pre-training text that is learned beside the samples
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,21 @@ through their protocol and rewards only through `Scoring`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from openrlhf.datasets.prompts_dataset import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.scoring import Scoring
+from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
+from openrlhf.trainer.ppo_utils.engine_stream import EngineStream, RequestHost
+from openrlhf.trainer.ppo_utils.group_stream import GroupStream
+from openrlhf.trainer.ppo_utils.scoring import GroupScorer, Scoring
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
 from openrlhf.utils.tokenizer import Tokenizer
@@ -50,6 +55,14 @@ class SampleBatch:
     failed: dict[int, str]  # row -> why its samples were dropped
 
 
+@runtime_checkable
+class HasHosts(Protocol):
+    """A generator whose engines take requests one by one."""
+
+    def request_hosts(self) -> list[RequestHost]:
+        """One for each engine."""
+
+
 class SampleSource(Protocol):
     """Whatever makes the scored samples of a batch of prompts: engines, or agents."""
 
@@ -61,6 +74,9 @@ class SampleSource(Protocol):
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
     ) -> SampleBatch:
         """See SamplesGenerator."""
+
+    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+        """Samples of prompts that are submitted one by one; one stream at a time."""
 
 
 class SamplesGenerator:
@@ -99,6 +115,17 @@ class SamplesGenerator:
         assert len(scored.rollouts) == num_scored * sampling.num_samples, "samples were lost"
         return SampleBatch(scored.rollouts, metrics.merge(scored.metrics), scored.failed)
 
+    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+        """See SampleSource; in rounds where the policy generates itself."""
+        if isinstance(self.generator, HasHosts) and isinstance(self.scorer, GroupScorer):
+            # Tokenizers are not shared between threads.
+            tokenizer = copy.deepcopy(self.tokenizer)
+            maker = SamplesGenerator(
+                self.generator, self.scorer, tokenizer, vocab_size=self.vocab_size
+            )
+            return EngineStream(self.generator.request_hosts(), self.scorer, maker, sampling)
+        return BatchStream(partial(self.generate_samples, sampling=sampling))
+
     def _generate(
         self,
         prompts: Sequence[PromptRecord],
@@ -113,7 +140,7 @@ class SamplesGenerator:
         ]
 
         def on_group(index: int, completions: list[Completion]) -> None:
-            group = self._group(prompts[index], requests[index], completions, group_id=index)
+            group = self.make_group(prompts[index], requests[index], completions, group_id=index)
             num_tokens = sum(rollout.num_actions for rollout in group)
             metrics.add("num_generated_tokens", num_tokens, reduction="sum")
             scoring.add(group)
@@ -126,7 +153,7 @@ class SamplesGenerator:
             for index, completions in enumerate(answers):
                 on_group(index, completions)
 
-    def _group(
+    def make_group(
         self,
         prompt: PromptRecord,
         request: GenerationRequest,
@@ -134,7 +161,7 @@ class SamplesGenerator:
         *,
         group_id: int,
     ) -> list[Rollout]:
-        """The rollouts of a request, with their texts."""
+        """The rollouts of a request, with their texts; EngineError for an impossible answer."""
         if len(completions) != request.sampling.num_samples:
             raise EngineError(
                 f"request {request.request_id}: {len(completions)} completions, "
@@ -158,7 +185,6 @@ class SamplesGenerator:
             sample_id, completion.token_ids, completion.logprobs, vocab_size=self.vocab_size
         )
         token_ids, action_mask = sequence_tensors(prompt.prompt_token_ids, completion.token_ids)
-        num_actions = len(completion.token_ids)
         return Rollout(
             sample_id=sample_id,
             group_id=group_id,
@@ -166,9 +192,7 @@ class SamplesGenerator:
             token_ids=token_ids,
             action_mask=action_mask,
             logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-            weight_versions=torch.full(
-                (num_actions,), completion.weight_version, dtype=torch.int32
-            ),
+            weight_versions=torch.tensor(completion.token_versions, dtype=torch.int32),
             finish_reason=completion.finish_reason,
             prompt_text=prompt.prompt_text,
             response_text="",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -16,11 +17,18 @@ import torch
 from torch import Tensor
 
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, StreamingSource
+from openrlhf.rewards.base import (
+    RewardBatch,
+    RewardResult,
+    SaysRoom,
+    StreamingSource,
+    handed_to,
+)
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.threads import start_thread
 
 MAX_RETRY_WAIT_S = 30.0
 TRUNCATED_COLUMN = "is_truncated"  # given to functions beside the row's own columns
@@ -37,8 +45,15 @@ class Scorer(Protocol):
     def batch_size(self) -> int | None:
         """Most samples of one submission; None: all of a step at once, after generation."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a submission would be begun with at once, however small it is."""
+
     def submit(self, groups: Sequence[Group]) -> Wait:
         """Start scoring groups; the answer waits and has one outcome a group."""
+
+    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
+        """The same without a thread of the caller's that waits."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +124,14 @@ class GroupScoring:
         return self.scorer.batch_size is not None
 
     def add(self, group: Group) -> None:
-        """See Scoring. Groups are not cut; small ones wait until they fill a batch."""
+        """See Scoring. Groups are not cut; small ones wait until they fill a batch, unless
+        somebody has nothing to do.
+        """
         size = self.scorer.batch_size
         if size is not None and sum(map(len, self._waiting)) + len(group) > size:
             self._send()
         self._waiting.append(group)
-        if size is not None and sum(map(len, self._waiting)) >= size:
+        if size is not None and (sum(map(len, self._waiting)) >= size or self.scorer.has_room):
             self._send()
 
     def finish(self) -> ScoredGroups:
@@ -131,7 +148,7 @@ class GroupScoring:
         good.sort(key=lambda group: group[0].group_id)
         rollouts = [rollout for group in good for rollout in group]
         check_scores(rollouts)
-        _add_score_metrics(rollouts, self.metrics)
+        add_score_metrics(rollouts, self.metrics)
         if self.policy.drops:
             self.metrics.add("num_dropped_groups", len(failed), reduction="sum")
         rows = {group[0].row_id: str(error) for group, error in failed}
@@ -186,24 +203,33 @@ class SourceScorer:
         self.source = source
         self.batch_size: int | None = batch_size
 
+    @property
+    def has_room(self) -> bool:
+        """See Scorer; servers take full batches."""
+        return isinstance(self.source, SaysRoom) and self.source.has_room
+
     def submit(self, groups: Sequence[Group]) -> Wait:
         """See Scorer. An error of a batch is the outcome of all its groups."""
-        future = self.source.submit(texts_of([r for group in groups for r in group]))
+        return self.start(groups).result
 
-        def wait() -> list[Outcome]:
-            try:
-                result = future.result()
-            except RewardError as error:
-                return [error for _ in groups]
-            return _scored_groups(groups, result)
+    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
+        """See Scorer."""
+        outcomes: Future[list[Outcome]] = Future()
 
-        return wait
+        def settle(answer: Future[RewardResult]) -> None:
+            with handed_to(outcomes):
+                outcomes.set_result(_outcomes(groups, answer))
+
+        answer = self.source.submit(texts_of([r for group in groups for r in group]))
+        answer.add_done_callback(settle)
+        return outcomes
 
 
 class ModelScorer:
     """Rewards from local reward models: the weighted sum of what each answers."""
 
     batch_size: int | None = None
+    has_room = False
 
     def __init__(
         self,
@@ -221,6 +247,16 @@ class ModelScorer:
     def submit(self, groups: Sequence[Group]) -> Wait:
         """See Scorer. The forwards are made when the answer is waited for."""
         return lambda: self._score(groups)
+
+    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
+        """See Scorer. The forwards are made in a thread."""
+        outcomes: Future[list[Outcome]] = Future()
+        start_thread(
+            "reward-models",
+            lambda: outcomes.set_result(self._score(groups)),
+            outcomes.set_exception,
+        )
+        return outcomes
 
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
         rollouts = [rollout for group in groups for rollout in group]
@@ -285,6 +321,14 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
     )
 
 
+def _outcomes(groups: Sequence[Group], answer: Future[RewardResult]) -> list[Outcome]:
+    try:
+        result = answer.result()
+    except RewardError as error:
+        return [error for _ in groups]
+    return _scored_groups(groups, result)
+
+
 def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcome]:
     rewards = iter(result.rewards.tolist())
     scores = iter([None] * len(result.rewards) if result.scores is None else result.scores.tolist())
@@ -328,7 +372,8 @@ def check_scores(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def _add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+def add_score_metrics(rollouts: Sequence[Rollout], metrics: Metrics) -> None:
+    """Note what a user's function or the models said about samples."""
     for rollout in rollouts:
         if rollout.score is not None:
             metrics.add("score", rollout.score)

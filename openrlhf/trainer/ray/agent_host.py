@@ -11,11 +11,11 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import RolloutEngine
+from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, EpisodeHost
 from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
-from openrlhf.trainer.ppo_utils.agent_sampler import AnswersRequests
 from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get
@@ -55,6 +55,10 @@ class AgentHost:
         """See EpisodeHost."""
         return self._started().finished_episodes(owner, wait_s)
 
+    def abandon_episodes(self, owner: str) -> None:
+        """See EpisodeHost."""
+        self._started().abandon_episodes(owner)
+
     def drain(self, wait_s: float) -> None:
         """See EpisodeHost."""
         self._started().drain(wait_s)
@@ -84,6 +88,10 @@ class RayEpisodeHost:
         """See EpisodeHost."""
         results: list[EpisodeResult] = self._call(AgentHost.finished_episodes, owner, wait_s)
         return results
+
+    def abandon_episodes(self, owner: str) -> None:
+        """See EpisodeHost."""
+        self._call(AgentHost.abandon_episodes, owner)
 
     def drain(self, wait_s: float) -> None:
         """See EpisodeHost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
@@ -11,16 +12,20 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
+from openrlhf.rewards.base import StreamingSource
+from openrlhf.rewards.process_pool import FunctionPool
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
+from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.weight_transport import choose_transport
 from openrlhf.utils.logging import notice
 
 COLOCATED_POOL = "shared by all"
 TRAINED_ROLES = ("actor", "critic")
+SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list
         pools = dict.fromkeys(pools, COLOCATED_POOL)
     demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
     if num_engines:
-        pool = COLOCATED_POOL if train.colocate_all else "vllm"
+        pool = COLOCATED_POOL if config.engines_share_devices else "vllm"
         demands.append(RoleDemand("vllm", num_engines, pool, config.vllm.tensor_parallel_size))
     return demands
 
@@ -130,13 +135,18 @@ def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list
 class RayCluster:
     """Starts groups and engines in their places on the connected cluster."""
 
-    def __init__(self, config: PPOConfig, counts: RoleCounts, *, run_dir: str) -> None:
+    def __init__(
+        self, config: PPOConfig, counts: RoleCounts, *, run_dir: str, resume_step: int = 0
+    ) -> None:
         assert counts.cluster is not None
+        self.resume_step = resume_step
         self.config = config
         self.counts = counts
         self.run_dir = run_dir
         self.groups: list[RayActorGroup] = []
         self.engines: list[RayEngine] = []
+        self.reward_pools: NodePools | None = None
+        self.reward_actors: list[Any] = []
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         self.slots = place(counts.demands, counts.cluster)
         self.has_gpus = counts.cluster.has_gpus
@@ -151,6 +161,10 @@ class RayCluster:
 
     def __exit__(self, *error: object) -> None:
         """End all processes and give the places back."""
+        if self.reward_pools is not None:
+            self.reward_pools.close()
+        for handle in self.reward_actors:
+            ray.kill(handle)
         for handle in [h for g in self.groups for h in g.handles] + [
             e.handle for e in self.engines
         ]:
@@ -182,6 +196,7 @@ class RayCluster:
                 self.config,
                 has_gpus=self.has_gpus,
                 weight_transfer_backend=self.weight_transfer_backend,
+                resume_step=self.resume_step,
             ),
             self.slots["vllm"],
             run_dir=self.run_dir,
@@ -189,6 +204,19 @@ class RayCluster:
         )
         self.engines += engines
         return list(engines)
+
+    def on_every_node(self, source: StreamingSource) -> StreamingSource:
+        """A reward function with workers on every node of the run; any other source itself.
+
+        Raises ConfigError for a node without the file.
+        """
+        nodes = run_nodes([slot for slots in self.slots.values() for slot in slots])
+        if not isinstance(source, FunctionPool) or len(nodes) == 1:
+            return source
+        self.reward_actors += start_pool_actors(source, nodes[1:])
+        self.reward_pools = spread(source, self.reward_actors)
+        notice(f"reward function on {len(nodes)} nodes, {source.settings.num_workers} workers each")
+        return self.reward_pools
 
     def shared(self, scorer: ScoringStarter) -> ScoringStarter:
         """The scorer itself: there is one controller."""
@@ -202,9 +230,11 @@ class RayCluster:
             engine.ready()
 
     def _threads_of(self, num_ranks: int) -> int:
-        # Phases take turns: one role at a time may use all cores.
+        # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
+        # run at once, share them.
         assert self.counts.cluster is not None
-        return max(self.counts.cluster.num_cpus // num_ranks, 1)
+        num_at_once = 2 if self.config.train.async_enable else 1
+        return max(self.counts.cluster.num_cpus // (num_at_once * num_ranks), 1)
 
 
 def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
@@ -216,16 +246,22 @@ def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
     return choose_transport(
         config.vllm.sync_backend,
         has_gpus=cluster.has_gpus,
-        is_colocated=config.train.colocate_all,
+        is_colocated=config.engines_share_devices,
         is_one_machine=cluster.num_gpus == cluster.max_gpus_per_node,
         has_rank_on_every_engine_gpu=num_engine_gpus <= counts.ranks["actor"],
     )
 
 
 def engine_config(
-    config: PPOConfig, *, has_gpus: bool, weight_transfer_backend: str = SHM_BACKEND
+    config: PPOConfig,
+    *,
+    has_gpus: bool,
+    weight_transfer_backend: str = SHM_BACKEND,
+    resume_step: int = 0,
 ) -> VLLMEngineConfig:
-    """The engine's settings for this run."""
+    """The engine's settings for this run; one that goes on from a step draws other numbers than
+    those that its beginning drew.
+    """
     assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
         model=config.actor.model_name_or_path,
@@ -238,8 +274,8 @@ def engine_config(
         enable_prefix_caching=config.vllm.enable_prefix_caching
         or config.rollout.n_samples_per_prompt > 1,
         enforce_eager=config.vllm.enforce_eager,
-        enable_sleep=config.vllm.enable_sleep and config.train.colocate_all,
-        seed=config.train.seed,
+        enable_sleep=config.vllm.enable_sleep and config.engines_share_devices,
+        seed=config.train.seed + SEED_STRIDE * resume_step,
         trust_remote_code=config.trust_remote_code,
         weight_transfer_backend=weight_transfer_backend,
         distributed_executor_backend="ray" if config.vllm.tensor_parallel_size > 1 else None,

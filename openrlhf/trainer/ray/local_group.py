@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.backend import init_process_group, shut_down
 from openrlhf.distributed.collectives import all_gather_object, broadcast_object
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.scoring import Group, ScoredGroups, Scoring
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
@@ -104,10 +105,12 @@ class LocalCluster:
         self.run_dir = run_dir
         self.topology = topology
         self.engines: list[RolloutEngine] = []
+        self.resume_step = 0
         ranks = dict.fromkeys([*ROLES, *reward_roles(config)], topology.world_size)
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
     def __enter__(self) -> LocalCluster:
+        init_process_group(self.topology)  # all agree on what to go on from before they load it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -136,9 +139,15 @@ class LocalCluster:
                 f"{self.topology.world_size} process(es): only a single process can hold an "
                 "engine, and at most one. Use train_ppo_ray, or --vllm_num_engines 0."
             )
-        config = engine_config(self.config, has_gpus=torch.cuda.is_available())
+        config = engine_config(
+            self.config, has_gpus=torch.cuda.is_available(), resume_step=self.resume_step
+        )
         self.engines.append(VLLMEngine(config))
         return list(self.engines)
+
+    def on_every_node(self, source: StreamingSource) -> StreamingSource:
+        """The source itself: a process scores where it is."""
+        return source
 
     def shared(self, scorer: ScoringStarter) -> ScoringStarter:
         """A scorer whose answer is the same for all controllers."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token
+from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.algorithms.off_policy import (
     Correction,
     importance_weights,
@@ -24,8 +25,7 @@ from openrlhf.algorithms.policy_loss import (
     PolicyLossTerms,
     aggregate,
 )
-from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.export import NamedTensors, export_hf
 from openrlhf.distributed.weight_average import WeightAverage
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
@@ -35,8 +35,8 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
-from openrlhf.trainer.ppo_utils.update_loop import run_updates
-from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
+from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
 from openrlhf.utils.metrics import Metrics
@@ -44,11 +44,12 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.user_code import import_function
 
+AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
 
-class PolicyModelActor(ModelWorker):
+
+class PolicyModelActor(TrainedWorker):
     """One rank of the policy."""
 
-    engine: TrainEngine
     weight_version = 0
     generator: HFEngine | None = None
     transport: WeightTransport | None = None
@@ -104,7 +105,9 @@ class PolicyModelActor(ModelWorker):
             self.compute_loss,
             plan=self.train_plan,
             reduce_max=self.strategy.all_reduce_max,
-            after_step=None if self.average is None else self.average.update,
+            hooks=UpdateHooks(
+                self.compute_text_loss, None if self.average is None else self.average.update
+            ),
         )
         self.weight_version += 1
         return _renamed(metrics, {"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
@@ -130,11 +133,20 @@ class PolicyModelActor(ModelWorker):
         loss = self._aggregate(terms.loss_N * weights_N, experience, step)
         metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
         _add_ratio_metrics(metrics, terms)
-        staleness_N = self.weight_version - experience.weight_versions
-        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs, staleness_N)
+        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs)
+        if self.config.train.async_enable:
+            staleness_N = self.weight_version - experience.weight_versions
+            _add_staleness_metrics(metrics, old_N, experience.rollout_logprobs, staleness_N)
         loss = loss + self._kl_term(stats, experience, step, metrics)
         loss = loss + self._entropy_term(stats, experience, step, metrics)
-        return loss + self._router_term(stats, step, metrics)
+        return loss + self._router_term(stats, batch, step, metrics)
+
+    def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
+        """--ptx_coef times the micro-batch's part of the language-model loss of the step's text."""
+        stats: TokenStats = self.engine(batch)
+        loss = sft_loss(stats.logprobs, num_tokens_global=num_tokens)
+        metrics.add("ptx_loss", -stats.logprobs.mean().item(), weight=len(stats.logprobs))
+        return self.config.actor.ptx_coef * loss
 
     def _importance_weights(
         self, old_N: Tensor, experience: Experience, metrics: Metrics
@@ -171,12 +183,15 @@ class PolicyModelActor(ModelWorker):
         metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
         return -coef * self._aggregate(stats.entropy, experience, step) if coef else 0.0
 
-    def _router_term(self, stats: TokenStats, step: UpdateStep, metrics: Metrics) -> Tensor | float:
+    def _router_term(
+        self, stats: TokenStats, batch: PackedBatch, step: UpdateStep, metrics: Metrics
+    ) -> Tensor | float:
         if stats.aux_loss is None:
             return 0.0
         num_tokens = len(stats.logprobs)
-        metrics.add("aux_loss", stats.aux_loss.item(), weight=num_tokens)
-        return self.config.actor.aux_loss_coef * stats.aux_loss * (num_tokens / step.num_tokens)
+        aux_sum = (stats.aux_loss * batch.num_targets).sum()
+        metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
+        return self.config.actor.aux_loss_coef * aux_sum / step.num_tokens
 
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
         return aggregate(
@@ -197,15 +212,27 @@ class PolicyModelActor(ModelWorker):
         actor = self.config.actor
         return has_kl_loss or bool(actor.entropy_coef) or actor.aux_loss_coef > 0
 
-    def broadcast_to_vllm(self, engines: Sequence[RolloutEngine]) -> float:
-        """Give all engines the current weights and check that they hold them; seconds it took."""
+    def broadcast_to_vllm(
+        self, engines: Sequence[RolloutEngine], keep_running: bool = False
+    ) -> float:
+        """Give all engines the current weights and check that they hold them; seconds it took.
+
+        `keep_running`: requests that run go on under the new weights (partial rollout); without it
+        they are refused.
+        """
         start = time.monotonic()
         rank = self.strategy.topology.rank
         if self.transport is None:
             self.transport = self._connect(engines, rank)
         tensors = self.engine.gather_full_parameters()
         if rank == 0:
-            send_weights(tensors, engines, self.weight_version, writer=self.transport)
+            send_weights(
+                tensors,
+                engines,
+                self.weight_version,
+                writer=self.transport,
+                keep_running=keep_running,
+            )
         else:
             self.transport.follow(tensors)
         return time.monotonic() - start
@@ -265,17 +292,43 @@ class PolicyModelActor(ModelWorker):
         With --enable_ema the average is what is exported; the weights themselves go to a folder
         "policy" in it.
         """
+        if self.average is None:
+            self._export(path)
+            return
+        self._export(path, self.average.tensors())
+        self._export(str(Path(path) / "policy"))
+
+    def export_policy(self, path: str) -> None:
+        """Export the weights that samples are made with, as a part of a checkpoint."""
+        self._together(lambda: self._export(path))
+
+    def _export(self, path: str, tensors: NamedTensors | None = None) -> None:
         tokenizer = load_tokenizer(
             self.config.actor.model_name_or_path,
             chat_template=self.config.data.tokenizer_chat_template,
             trust_remote_code=self.config.trust_remote_code,
         )
-        if self.average is None:
-            export_hf(self.engine, self.actor.model, tokenizer, Path(path))
-            return
-        averages = self.average.tensors()
-        export_hf(self.engine, self.actor.model, tokenizer, Path(path), tensors=averages)
-        export_hf(self.engine, self.actor.model, tokenizer, Path(path) / "policy")
+        export_hf(self.engine, self.actor.model, tokenizer, Path(path), tensors=tensors)
+
+    def own_state(self) -> dict[str, Any]:
+        """See TrainedWorker."""
+        return super().own_state() | {"weight_version": self.weight_version}
+
+    def take_own_state(self, state: dict[str, Any]) -> None:
+        """See TrainedWorker."""
+        self.weight_version = state["weight_version"]
+
+    def save_own(self, folder: Path) -> None:
+        """See TrainedWorker; the average of the weights too."""
+        super().save_own(folder)
+        if self.average is not None:
+            self.average.save(folder / AVERAGE)
+
+    def load_own(self, folder: Path) -> bool:
+        """See TrainedWorker."""
+        if self.average is not None:
+            self.average.load(folder / AVERAGE)
+        return super().load_own(folder)
 
 
 def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
@@ -286,15 +339,19 @@ def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
     metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
 
 
-def _add_mismatch_metrics(
-    metrics: Metrics, trainer_N: Tensor, engine_N: Tensor, staleness_N: Tensor
-) -> None:
-    """How far the engine was from the trainer, and the same by how old its weights were."""
+def _add_mismatch_metrics(metrics: Metrics, trainer_N: Tensor, engine_N: Tensor) -> None:
+    """How far the engine was from the trainer."""
     report = mismatch_report(trainer_N, engine_N)
     metrics.add("vllm_kl", report.kl, weight=report.num_tokens)
     metrics.add("logprobs_diff", report.mean_abs, weight=report.num_tokens)
     metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
-    for staleness in staleness_N[staleness_N > 0].unique().tolist():
+
+
+def _add_staleness_metrics(
+    metrics: Metrics, trainer_N: Tensor, engine_N: Tensor, staleness_N: Tensor
+) -> None:
+    """The same by how many updates ago the engine's weights were the trainer's."""
+    for staleness in staleness_N.unique().tolist():
         is_it = staleness_N == staleness
         part = mismatch_report(trainer_N[is_it], engine_N[is_it])
         metrics.add(f"vllm_kl/stale_{staleness}", part.kl, weight=part.num_tokens)

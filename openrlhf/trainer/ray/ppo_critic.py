@@ -9,23 +9,20 @@ from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import aggregate, value_loss
 from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.update_loop import run_updates
-from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 
 
-class CriticModelActor(ModelWorker):
+class CriticModelActor(TrainedWorker):
     """One rank of the critic."""
-
-    engine: TrainEngine
 
     def init_model(self, num_updates: int) -> int:
         """Load and shard the critic; answers the parameter count."""
@@ -83,7 +80,7 @@ class CriticModelActor(ModelWorker):
         loss = aggregate(
             terms.loss_N,
             experience.num_actions,
-            mode="token_mean",
+            mode=self.config.algo.loss_aggregation,
             num_tokens_global=step.num_tokens,
             num_seqs_global=step.num_samples,
             max_new_tokens=self.config.rollout.max_new_tokens,

@@ -20,9 +20,13 @@ from openrlhf.engines.base import (
     SyncReceipt,
     WeightBucket,
 )
+from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
+from openrlhf.engines.request_gatherer import taking_requests
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_utils.engine_stream import RequestHost
 from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
+from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.agent_host import AgentHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
@@ -42,6 +46,7 @@ class LLMRayActor(AgentHost, VLLMEngine):
     def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
         redirect_framework_logs(run_dir, name, capture_streams=True)
         super().__init__(config)
+        self._desk = RequestDesk(self)
 
     def ready(self) -> str:
         """Answer once the engine is up: the address of its node."""
@@ -50,6 +55,18 @@ class LLMRayActor(AgentHost, VLLMEngine):
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
         """Sample for all requests; what is finished, as it is finished."""
         yield from finished_in_turn(self.submit(requests))
+
+    def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
+        """See RequestDesk."""
+        self._desk.submit_requests(owner, requests)
+
+    def finished_requests(self, owner: str, wait_s: float) -> list[FinishedRequest]:
+        """See RequestDesk."""
+        return self._desk.finished_requests(owner, wait_s)
+
+    def abandon_requests(self, owner: str) -> None:
+        """See RequestDesk."""
+        self._desk.abandon_requests(owner)
 
 
 @dataclass(eq=False)
@@ -67,8 +84,8 @@ class RayEngine:
         """The engine in the words of an error."""
         return f"{self.name} on node {self.node}" if self.node else self.name
 
-    def _call(self, method: Callable[..., Any], *args: object) -> Any:
-        reference = getattr(self.handle, method.__name__).remote(*args)
+    def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
+        reference = getattr(self.handle, method.__name__).remote(*args, **options)
         return get(reference, self.who, self.timeout_s)
 
     def ready(self) -> None:
@@ -94,6 +111,18 @@ class RayEngine:
                 return
             yield get(reference, self.who, self.timeout_s)
 
+    def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
+        """See RequestDesk."""
+        self._call(LLMRayActor.submit_requests, owner, requests)
+
+    def finished_requests(self, owner: str, wait_s: float) -> list[FinishedRequest]:
+        """See RequestDesk."""
+        return self._call(LLMRayActor.finished_requests, owner, wait_s)  # type: ignore[no-any-return]
+
+    def abandon_requests(self, owner: str) -> None:
+        """See RequestDesk."""
+        self._call(LLMRayActor.abandon_requests, owner)
+
     def num_samples_done(self) -> int:
         """Samples the engine has finished since it started."""
         return self._call(LLMRayActor.num_samples_done)  # type: ignore[no-any-return]
@@ -102,9 +131,9 @@ class RayEngine:
         """See RolloutEngine."""
         self._call(LLMRayActor.init_weight_transfer, init_info)
 
-    def begin_weight_update(self) -> None:
+    def begin_weight_update(self, *, keep_running: bool = False) -> None:
         """See RolloutEngine."""
-        self._call(LLMRayActor.begin_weight_update)
+        self._call(LLMRayActor.begin_weight_update, keep_running=keep_running)
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """See RolloutEngine."""
@@ -190,6 +219,12 @@ def stream_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> I
     return all_at_once(engine, requests)
 
 
+def request_host(engine: RolloutEngine) -> RequestHost:
+    """An engine as a host of requests; one that only answers whole calls gets them in batches."""
+    desk = engine if isinstance(engine, RayEngine) else RequestDesk(taking_requests(engine))
+    return WorkHost(desk.submit_requests, desk.finished_requests, desk.abandon_requests)
+
+
 def all_at_once(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
     """The same of an engine that only answers when everything is finished."""
     yield list(enumerate(engine.generate(requests)))
@@ -250,6 +285,10 @@ class EnginePool:
                     num_done = sum(e.num_samples_done() for e in counting) - start
                     show(min(num_done, num_samples), num_samples)
                     shown_s = time.monotonic()
+
+    def request_hosts(self) -> list[RequestHost]:
+        """The engines as hosts of requests that come one by one."""
+        return [request_host(engine) for engine in self.engines]
 
     def each(self, call: Callable[[RolloutEngine], None]) -> None:
         """Make the same call on every engine."""

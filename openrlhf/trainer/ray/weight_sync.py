@@ -55,8 +55,11 @@ def send_weights(
     weight_version: int,
     *,
     writer: BucketWriter,
+    keep_running: bool = False,
 ) -> SyncReport:
-    """Send full named tensors to all engines and check every receipt; raises WeightSyncError."""
+    """Send full named tensors to all engines and check every receipt; raises WeightSyncError, also
+    when requests run, unless `keep_running`: then they go on under the new weights.
+    """
     report = SyncReport()
     pool = ThreadPoolExecutor(max_workers=len(engines))
 
@@ -64,7 +67,7 @@ def send_weights(
         return [pool.submit(call, engine) for engine in engines]
 
     try:
-        all_results(on_all(lambda engine: engine.begin_weight_update()))
+        all_results(on_all(partial(_begin, keep_running=keep_running)))
         receiving: list[Future[None]] = []
         for bucket in writer.write(tensors, report.fingerprints):
             all_results(receiving)
@@ -121,6 +124,10 @@ def check_receipt(
         raise WeightSyncError(
             f"{engine_name}: {len(wrong)} tensors differ from the trainer's, e.g. {wrong[0]}"
         )
+
+
+def _begin(engine: RolloutEngine, *, keep_running: bool) -> None:
+    engine.begin_weight_update(keep_running=keep_running)
 
 
 def _receive(bucket: WeightBucket, engine: RolloutEngine) -> None:

@@ -1,0 +1,61 @@
+"""Settings of reinforcement learning that nothing reads in a run: said, not refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openrlhf.config.checks import is_blank
+from openrlhf.config.idle import Idle
+from openrlhf.config.idle_training import IDLE_ANYWHERE
+
+
+def has_critic(config: Any) -> bool:
+    """Whether the estimator needs a value model."""
+    return bool(config.algo.advantage.estimator == "gae")
+
+
+TEXT_PATHS = ("data.pretrain_probs", "data.pretrain_split", "data.pretrain_key", "actor.ptx_coef")
+HAS_NO_CRITIC = "without a critic (--advantage_estimator gae has one)"
+IDLE = (
+    *IDLE_ANYWHERE,
+    Idle(
+        (
+            "critic.adam.lr",
+            "critic.value_clip",
+            "critic.freezing_steps",
+            "critic.save_value_network",
+            "critic.model_name_or_path",
+        ),
+        lambda config: not has_critic(config),
+        HAS_NO_CRITIC,
+    ),
+    Idle(
+        ("algo.kl.target", "algo.kl.horizon"),
+        lambda config: config.algo.kl.init_coef == 0,
+        "with --init_kl_coef 0",
+    ),
+    Idle(("algo.kl.horizon",), lambda config: config.algo.kl.target is None, "without --kl_target"),
+    Idle(
+        ("train.async_queue_size",),
+        lambda config: not config.train.async_enable,
+        "without --async_train",
+    ),
+    Idle(
+        TEXT_PATHS,
+        lambda config: is_blank(config.data.pretrain_dataset),
+        "without --pretrain_data",
+    ),
+    Idle(
+        ("data.pretrain_dataset",), lambda config: config.actor.ptx_coef == 0, "with --ptx_coef 0"
+    ),
+    Idle(
+        ("algo.loss_aggregation",),
+        lambda config: config.actor.policy_loss_type == "gspo" and not has_critic(config),
+        "with --policy_loss_type gspo, which is defined with seq_mean",
+    ),
+    Idle(
+        ("ckpt.best_metric_key",),
+        lambda config: is_blank(config.eval.dataset),
+        "without --eval_dataset",
+    ),
+)

@@ -1,0 +1,86 @@
+"""Requests given to an engine one by one, their answers fetched when somebody comes for them.
+
+For callers in other processes: no thread waits for a request, and no call takes longer than the
+caller wants.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.utils.mailboxes import Mailboxes
+
+Answer = Future[list[Completion]]
+
+
+@runtime_checkable
+class TakesRequests(Protocol):
+    """An engine that takes requests while it runs and answers each as soon as it is done."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+        """One future a request, in order."""
+
+
+@runtime_checkable
+class AbortsRequests(Protocol):
+    """An engine that can stop sampling for a request."""
+
+    def abort(self, futures: Iterable[Answer]) -> None:
+        """Forget requests, cancel their futures; those that are answered stay so."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """The answer to a request."""
+
+    request_id: str
+    completions: list[Completion]
+
+
+class RequestDesk:
+    """Takes requests for an engine; all calls may come from any thread."""
+
+    def __init__(self, engine: TakesRequests) -> None:
+        self._engine = engine
+        self._finished: Mailboxes[FinishedRequest] = Mailboxes()
+        self._pending: dict[str, set[Answer]] = {}  # by owner
+        self._lock = threading.Lock()
+
+    def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests; their answers are kept for `owner`. Raises EngineError when the engine is
+        down.
+        """
+        with self._lock:
+            pending = self._pending.setdefault(owner, set())
+        for request, answer in zip(requests, self._engine.submit(requests), strict=True):
+            pending.add(answer)
+            answer.add_done_callback(partial(self._answered, owner, request.request_id))
+            answer.add_done_callback(pending.discard)
+
+    def finished_requests(self, owner: str, wait_s: float) -> list[FinishedRequest]:
+        """Answers since the last call; waits up to `wait_s` seconds for the first of them.
+
+        Raises the error of a request that failed.
+        """
+        return self._finished.fetch(owner, wait_s)
+
+    def abandon_requests(self, owner: str) -> None:
+        """Stop sampling for an owner, where the engine can, and forget what it did not fetch; a
+        call that waits for answers returns.
+        """
+        self._finished.close(owner)
+        with self._lock:
+            pending = self._pending.pop(owner, set())
+        if pending and isinstance(self._engine, AbortsRequests):
+            self._engine.abort(list(pending))
+
+    def _answered(self, owner: str, request_id: str, answer: Answer) -> None:
+        if not answer.cancelled():  # else it was abandoned
+            error = answer.exception()
+            self._finished.put(owner, error or FinishedRequest(request_id, answer.result()))

@@ -1,0 +1,113 @@
+"""Asynchronous RL: the step of PPOTrainer behind a bounded queue, filled while it trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
+from openrlhf.trainer.ppo_utils.async_controller import AsyncLimits
+from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.rollout import Rollout
+
+WAIT_S = 4 * 3600.0  # for samples; no call of an engine takes longer
+
+
+class PPOTrainerAsync(PPOTrainer):
+    """Trains on samples that are at most `--async_queue_size` updates behind the policy.
+
+    Weights change between samples, or under them with `--partial_rollout`. Evaluation shares the
+    engines with the samples that are generated meanwhile.
+    """
+
+    def __init__(self, config: PPOConfig, parts: PPOParts, *, wait_s: float = WAIT_S) -> None:
+        super().__init__(config, parts)
+        self.limits = async_limits(config)
+        self.queue = RolloutQueue(
+            self.sampler,
+            lambda: parts.samples_generator.open_stream(parts.sampling),
+            self.limits,
+            wait_s=wait_s,
+        )
+        self.state.sampler = self.queue
+        cursor = self.sampler.cursor
+        self.num_steps = -(-cursor.num_episodes * len(parts.prompts) // self.limits.batch_size)
+
+    def fit(self) -> None:
+        """See PPOTrainer."""
+        with self.queue:
+            super().fit()
+
+    @property
+    def is_over(self) -> bool:
+        """See PPOTrainer."""
+        return self.queue.is_over
+
+    def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
+        """Samples of the step, which may be finished already."""
+        rollouts = self.queue.next_step()
+        self.say_failed(self.queue.take_failed())
+        metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
+        return rollouts
+
+    def broadcast_to_vllm(self) -> None:
+        """Send the policy's weights once no running sample would be of two versions, or under
+        running samples.
+        """
+        with self.queue.syncing():
+            super().broadcast_to_vllm()
+
+    def settle(self) -> None:
+        """See PPOTrainer; generation goes on under the new weights."""
+        self.queue.settle(self.trained_groups)
+
+    def check_versions(self, rollouts: Sequence[Rollout]) -> None:
+        """Refuse samples that are further behind than allowed, or of several versions unasked."""
+        limit = self.limits.max_staleness
+        for rollout in rollouts:
+            versions = sorted(set(rollout.weight_versions.tolist()))
+            is_mixed = len(versions) > 1 and not self.limits.keeps_running
+            is_late = any(not 0 <= self.state.weight_version - v <= limit for v in versions)
+            if is_mixed or is_late:
+                raise EngineError(
+                    f"sample {rollout.sample_id} was sampled under weights {versions}, the policy "
+                    f"is at {self.state.weight_version}, and {limit} behind is allowed"
+                )
+
+    def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+        """See PPOTrainer; with what generation and the queue noted meanwhile."""
+        metrics.merge(self.queue.take_metrics())
+        metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
+        super().report(global_step, metrics, rollouts)
+
+
+def async_limits(config: PPOConfig) -> AsyncLimits:
+    """How far generation may run ahead in this run."""
+    size = config.rollout.batch_size
+    return AsyncLimits(
+        batch_size=size,
+        max_staleness=config.train.async_queue_size,
+        max_running=config.rollout.vllm_generate_batch_size or size,
+        keeps_running=config.train.partial_rollout_enable,
+    )
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:
+    """How many updates the samples of a step are behind the policy: mean, most, and how many of
+    each; the share of samples whose tokens are of several versions.
+    """
+    metrics = Metrics()
+    counts: Counter[int] = Counter()
+    for rollout in rollouts:
+        versions = set(rollout.weight_versions.tolist())
+        staleness = weight_version - min(versions, default=weight_version)
+        counts[staleness] += 1
+        metrics.add("staleness_mean", staleness)
+        metrics.add("staleness_max", staleness, reduction="max")
+        metrics.add("mixed_version_ratio", float(len(versions) > 1))
+    for staleness, count in counts.items():
+        metrics.add(f"num_samples/stale_{staleness}", count, reduction="sum")
+    return metrics

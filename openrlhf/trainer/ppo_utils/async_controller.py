@@ -1,0 +1,176 @@
+"""Asynchronous training as a state machine: which prompts may start, what is trained next, when
+weights may change.
+
+Pure decisions: no thread, clock, engine or tensor. Time is counted in steps, those of a critic that
+warms up alone among them, so that weights which do not change hold nothing up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from openrlhf.trainer.ppo_utils.ledger import Ledger
+
+Key = tuple[int, int]  # (episode, row)
+
+
+@dataclass(frozen=True)
+class AsyncLimits:
+    """How far generation may run ahead of training."""
+
+    batch_size: int  # groups of a step
+    max_staleness: int  # steps that a group may be behind when it is trained on
+    max_running: int  # groups that are generated at once
+    keeps_running: bool = False  # weights change under running groups (partial rollout)
+
+    @property
+    def max_outstanding(self) -> int:
+        """Most groups that were started and not yet trained on: those that the running step and the
+        `max_staleness` steps after it take.
+        """
+        return (self.max_staleness + 1) * self.batch_size
+
+
+class AsyncController:
+    """Groups on their way from the prompts to the optimizer.
+
+    A group started in step s must be trained in step s + max_staleness at the latest. It is started
+    only when that is certain, whatever becomes of the others, and no group is ever thrown away for
+    being late: between any two calls, for every deadline d, the groups with deadlines up to d have
+    places in the steps up to d (Hall's condition). `check` asserts it.
+
+    The ledger is all that a checkpoint needs: what is pending in one that comes from a checkpoint
+    is started again.
+    """
+
+    def __init__(self, limits: AsyncLimits, ledger: Ledger | None = None) -> None:
+        self.limits = limits
+        self.ledger = Ledger() if ledger is None else ledger
+        self.step = 0  # steps that are finished since the start
+        self.running: dict[Key, int] = {}  # group -> its deadline, a step
+        self.ready: dict[Key, int] = {}  # the same of finished groups, in order of finishing
+        self.taken: list[Key] = []  # by the step that is being trained
+        self.again = dict.fromkeys(sorted(self.ledger.pending))  # drawn before a restart
+        self.is_exhausted = False  # whoever draws prompts has no more of them
+        self.is_syncing = False
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups that were started, and not yet trained on, filtered or failed."""
+        return len(self.running) + len(self.ready) + len(self.taken)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every prompt has its outcome."""
+        return self.is_exhausted and not (self.again or self.num_outstanding)
+
+    def may_admit(self) -> bool:
+        """Whether one more group can be started and will be trained on in time."""
+        return (
+            (not self.is_syncing or self.limits.keeps_running)
+            and len(self.running) < self.limits.max_running
+            and self.num_outstanding < self.limits.max_outstanding
+        )
+
+    def admit(self, key: Key) -> None:
+        """Note that a group is started; prompts of `again` come before new ones."""
+        assert self.may_admit(), f"group {key} could not be trained on in time"
+        if key in self.again:
+            del self.again[key]
+        else:
+            assert not self.again, f"{key} is new, and {next(iter(self.again))} waits to be drawn"
+            self.ledger.draw([key])
+        self.running[key] = self.step + self.limits.max_staleness
+
+    def finish(self, key: Key, outcome: str | None = None) -> None:
+        """Note that a group is finished: to be trained on, or with its outcome "filtered:<why>" or
+        "failed:<why>", which frees its place.
+        """
+        deadline = self.running.pop(key)
+        if outcome is None:
+            self.ready[key] = deadline
+        else:
+            self.ledger.settle([key], outcome)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step has its groups; waiting for more only makes sense if not."""
+        if self.taken or not self.ready or len(self.ready) < self._size_of_step():
+            return False
+        chosen = Counter(self.ready[key] for key in self._chosen())
+        return all(
+            sum(count for deadline, count in chosen.items() if deadline <= limit) >= num_due
+            for limit, num_due in self._num_due().items()
+        )
+
+    def take(self) -> list[Key]:
+        """The groups of the next step: those that are due first, else those finished first.
+
+        Groups still running are waited for (`is_ready`) only when later steps have no place for
+        them. Fewer than a batch at the end of the prompts alone.
+        """
+        assert self.is_ready and not self.is_syncing, "the step lacks groups"
+        self.taken = self._chosen()
+        for key in self.taken:
+            del self.ready[key]
+        return list(self.taken)
+
+    def begin_sync(self) -> None:
+        """The weights are about to change: nothing is started any more, unless groups go on."""
+        self.is_syncing = True
+
+    @property
+    def may_sync(self) -> bool:
+        """Whether weights may be sent: no group would be sampled under two versions, or that is
+        wanted.
+        """
+        return self.is_syncing and (self.limits.keeps_running or not self.running)
+
+    def end_sync(self) -> None:
+        """The engines hold the new weights."""
+        assert self.may_sync, f"weights changed under {len(self.running)} running groups"
+        self.is_syncing = False
+
+    def update(self) -> None:
+        """The groups that were taken are trained on: the next step begins, under new weights if
+        there was a sync.
+        """
+        assert self.taken, "no step is under way"
+        if self.is_syncing:
+            self.end_sync()
+        self.ledger.settle(self.taken, "trained")
+        self.taken = []
+        self.step += 1
+
+    def check(self) -> None:
+        """Assert that the ledger balances, all groups are accounted for, none can miss its
+        deadline, and memory is bounded.
+        """
+        self.ledger.check()
+        places = [*self.running, *self.ready, *self.taken, *self.again]
+        assert len(places) == len(set(places)), "a group is in two places"
+        assert set(places) == self.ledger.pending, "a group was lost"
+        assert self.num_outstanding <= self.limits.max_outstanding
+        assert len(self.running) <= self.limits.max_running
+        for deadline, num_due in self._num_due().items():
+            room = 0 if self.taken else self.limits.batch_size
+            assert num_due <= room, f"{num_due - room} groups will miss step {deadline}"
+
+    def _size_of_step(self) -> int:
+        """Groups of the next step; fewer than a batch when no more will come."""
+        will_get_more = bool(self.running or self.again or not self.is_exhausted)
+        return self.limits.batch_size if will_get_more else len(self.ready)
+
+    def _chosen(self) -> list[Key]:
+        by_deadline = sorted(self.ready, key=self.ready.__getitem__)  # stable: by finishing, then
+        return by_deadline[: self.limits.batch_size]
+
+    def _num_due(self) -> dict[int, int]:
+        """For every deadline, how many of the groups up to it have no place after this step."""
+        deadlines = Counter([*self.running.values(), *self.ready.values()])
+        num_due, num_groups = {}, 0
+        for deadline, count in sorted(deadlines.items()):
+            num_groups += count
+            num_due[deadline] = num_groups - (deadline - self.step) * self.limits.batch_size
+        return num_due

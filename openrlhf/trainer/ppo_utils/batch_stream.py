@@ -1,0 +1,84 @@
+"""A stream over whatever only makes whole batches: what was submitted since the last call is made
+together when finished groups are asked for.
+
+For a policy that generates itself, where ranks have to do the same in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
+from openrlhf.utils.metrics import Metrics
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+
+
+class MakesBatches(Protocol):
+    """Generates and scores the samples of prompts."""
+
+    def __call__(self, prompts: Sequence[PromptRecord], *, tag: str) -> SampleBatch:
+        """See SamplesGenerator.generate_samples."""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    key: GroupKey
+    prompt: PromptRecord
+    tag: str
+
+
+class BatchStream:
+    """A GroupStream in rounds; `finished` waits for as long as a round takes."""
+
+    def __init__(self, generate: MakesBatches) -> None:
+        self._generate = generate
+        self._submitted: list[_Submitted] = []
+        self._group_ids = itertools.count()
+        self._metrics = Metrics()
+
+    def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
+        """See GroupStream."""
+        self._submitted.append(_Submitted(key, prompt, tag))
+
+    def finished(self, wait_s: float) -> list[FinishedGroup]:
+        """See GroupStream; groups come in the order in which they were submitted."""
+        submitted, self._submitted = self._submitted, []
+        return [
+            group
+            for tag in dict.fromkeys(one.tag for one in submitted)
+            for group in self._round([one for one in submitted if one.tag == tag], tag)
+        ]
+
+    @property
+    def num_running(self) -> int:
+        """See GroupStream."""
+        return len(self._submitted)
+
+    def take_metrics(self) -> Metrics:
+        """See GroupStream."""
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics
+
+    def close(self) -> None:
+        """See GroupStream."""
+        self._submitted = []
+
+    def _round(self, submitted: Sequence[_Submitted], tag: str) -> list[FinishedGroup]:
+        samples = self._generate([one.prompt for one in submitted], tag=tag)
+        self._metrics.merge(samples.metrics)
+        groups = []
+        for one in submitted:
+            row, group_id = one.prompt.row_id, next(self._group_ids)
+            rollouts = [
+                replace(rollout, group_id=group_id)
+                for rollout in samples.rollouts
+                if rollout.row_id == row
+            ]
+            groups.append(FinishedGroup(one.key, rollouts, samples.failed.get(row)))
+        return groups

@@ -1,0 +1,102 @@
+"""The end of a stream where finished groups are fetched, and the account of those that failed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from contextlib import suppress
+
+from openrlhf.errors import OpenRLHFError
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.utils.metrics import Metrics
+
+
+class GroupOutlet:
+    """Groups go in from a thread of the stream and are fetched by the thread that drives it."""
+
+    def __init__(self, policy: FailurePolicy) -> None:
+        self.policy = policy
+        self.num_running = 0  # begun and not yet fetched
+        self._most_running = 0
+        self._out: queue.SimpleQueue[FinishedGroup | BaseException] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._recent: deque[bool] = deque()  # whether the last groups failed
+        self._metrics = Metrics()
+        self._lock = threading.Lock()  # of the metrics
+
+    def begin(self) -> None:
+        """Count a group in; raises what ended the stream."""
+        self._check()
+        self.num_running += 1
+        self._most_running = max(self._most_running, self.num_running)
+
+    def fetch(self, wait_s: float) -> list[FinishedGroup]:
+        """See GroupStream.finished."""
+        self._check()
+        groups: list[FinishedGroup] = []
+        if not self.num_running:
+            return groups
+        with suppress(queue.Empty):
+            item = self._out.get(timeout=wait_s)
+            while True:
+                if isinstance(item, BaseException):
+                    self._error = item
+                    self._check()
+                else:
+                    groups.append(item)
+                    self.num_running -= 1
+                item = self._out.get_nowait()
+        return groups
+
+    def put(self, group: FinishedGroup) -> None:
+        """Hand out a group that has its rewards."""
+        self._note(is_failed=False)
+        self._out.put(group)
+
+    def drop(self, key: GroupKey, error: OpenRLHFError) -> None:
+        """Hand out a group that failed; raises an error where the failure policy says so.
+
+        The cap on dropped groups holds for the last of them, as many as ran at once: that is a
+        step where steps are made one after the other.
+        """
+        if not self.policy.drops:
+            raise error
+        self._note(is_failed=True)
+        num_failed = sum(self._recent)
+        if num_failed > self.policy.max_dropped * self._most_running:
+            raise type(error)(
+                f"{num_failed} of the last {len(self._recent)} prompts got no rewards, more than "
+                f"--reward_max_dropped {self.policy.max_dropped:g} of the {self._most_running} "
+                f"that ran at once: {error}"
+            ) from error
+        self._out.put(FinishedGroup(key, failure=str(error)))
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error."""
+        self._out.put(error)
+
+    def note(self, metrics: Metrics) -> None:
+        """Add metrics."""
+        with self._lock:
+            self._metrics.merge(metrics)
+
+    def take_metrics(self) -> Metrics:
+        """Metrics since the last call."""
+        with self._lock:
+            metrics, self._metrics = self._metrics, Metrics()
+            return metrics
+
+    def _note(self, *, is_failed: bool) -> None:
+        self._recent.append(is_failed)
+        while len(self._recent) > self._most_running:
+            self._recent.popleft()
+        if self.policy.drops:
+            metrics = Metrics()
+            metrics.add("num_dropped_groups", int(is_failed), reduction="sum")
+            self.note(metrics)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error

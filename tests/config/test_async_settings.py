@@ -1,0 +1,111 @@
+"""What asynchronous training can be combined with, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ppo_run import run_ppo_local
+from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_trainer_async import async_limits
+from openrlhf.trainer.ray.cluster import role_counts
+from openrlhf.trainer.ray.placement import ClusterView
+
+NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 64 "
+
+
+def parse(line):
+    return parse_config(PPOConfig, (NEEDS + line).split())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--partial_rollout",
+            "--partial_rollout changes weights under running samples, and without --async_train "
+            "none run then. Add --async_train.",
+        ),
+        (
+            "--vllm_generate_batch_size 128",
+            "--vllm_generate_batch_size 128 is more than --rollout_batch_size 64: only "
+            "--async_train generates ahead. Add it, or type --vllm_generate_batch_size 64.",
+        ),
+        (
+            "--async_train --vllm_num_engines 0",
+            "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy "
+            "cannot generate while it is trained. Type --vllm_num_engines 1.",
+        ),
+        (
+            "--async_train --async_queue_size 0",
+            "--async_queue_size must be above 0: 0. Type a value above 0.",
+        ),
+    ],
+)
+def test_contradictions_are_one_line(line, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse("--train_batch_size 64 " + line)
+    assert caught.value.problems == [expected]
+
+
+def test_a_queue_size_of_the_environment_is_checked_alike(monkeypatch):
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "3")
+    assert async_limits(parse("--train_batch_size 64 --async_train").config).max_staleness == 3
+    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "0")
+    with pytest.raises(ConfigError, match="OPENRLHF_ASYNC_QUEUE_SIZE must be above 0: 0"):
+        parse("--train_batch_size 64 --async_train")
+
+
+@pytest.mark.parametrize(
+    ("line", "limits"),
+    [
+        ("", (64, 1, 64, False)),
+        ("--async_queue_size 2 --partial_rollout", (64, 2, 64, True)),
+        ("--vllm_generate_batch_size 96", (64, 1, 96, False)),
+    ],
+)
+def test_flags_are_the_limits_of_the_queue(line, limits):
+    found = async_limits(parse(f"--train_batch_size 64 --async_train {line}").config)
+    assert (found.batch_size, found.max_staleness) == limits[:2]
+    assert (found.max_running, found.keeps_running) == limits[2:]
+
+
+def test_stale_samples_without_correction_are_said():
+    (line,) = parse("--train_batch_size 64 --async_train --async_queue_size 2").notices
+    assert "samples up to 2 update(s) old" in line and "--enable_vllm_is_correction" in line
+    assert not parse("--train_batch_size 64 --async_train --enable_vllm_is_correction").notices
+
+
+def test_engines_do_not_sleep_when_they_run_beside_training():
+    line = "--train_batch_size 64 --colocate_all_models --vllm_enable_sleep "
+    assert not parse(line).notices
+    notices = parse(line + "--async_train --enable_vllm_is_correction").notices
+    assert notices == ("--vllm_enable_sleep has no effect with --async_train.",)
+
+
+def test_colocation_is_of_the_trained_models_alone():
+    config = parse(
+        "--train_batch_size 64 --colocate_all_models --async_train --actor_num_gpus_per_node 4 "
+        "--vllm_num_engines 2 --vllm_tensor_parallel_size 2"
+    ).config
+    cluster = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
+    counts = role_counts(config, cluster, has_critic=True, has_reference=True)
+    pools = {demand.role: demand.pool for demand in counts.demands}
+    assert pools["vllm"] not in (pools["actor"], pools["critic"], pools["ref"])
+    assert pools["actor"] == pools["critic"] == pools["ref"]
+
+
+def test_steps_run_over_the_ends_of_episodes():
+    line = "--rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2 --num_episodes 3"
+    config = parse(f"{line} --micro_rollout_batch_size 2 --async_train").config
+    schedule = make_schedule(config, num_prompts=6)
+    assert (schedule.num_steps, schedule.num_actor_updates) == (5, 5)  # 4 + 4 + 4 + 4 + 2 prompts
+    synchronous = parse(f"{line} --micro_rollout_batch_size 2").config
+    assert make_schedule(synchronous, num_prompts=6).num_steps == 6
+
+
+def test_one_process_cannot_do_both():
+    with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
+        run_ppo_local(parse("--train_batch_size 64 --async_train").config)

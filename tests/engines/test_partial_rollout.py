@@ -1,0 +1,172 @@
+"""Weights change while vLLM samples: every token is of the version it says, and its log-prob is
+what the trainer computes with those weights.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from openrlhf.engines.base import Completion
+from openrlhf.engines.shared_memory import checksum
+from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.errors import EngineError, WeightSyncError
+from tests.engines.helpers import (
+    PROMPT,
+    engine_greedy,
+    greedy,
+    load,
+    reference_logprobs,
+    request,
+    restored,
+    send,
+    shake,
+    start,
+    weights,
+)
+
+TOKEN_BYTES = 512  # of the tiny model's cache: keys and values, 2 layers, 1 head of 32, float32
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir):
+    engine = start(tiny_model_dir, enable_prefix_caching=True)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def models(tiny_model_dir):
+    """The policy at versions 0, 1 and 2."""
+    policies = [load(tiny_model_dir) for _ in range(3)]
+    for version, policy in enumerate(policies):
+        if version:
+            shake(policy, version)
+    return policies
+
+
+def sampled(engine: VLLMEngine, num_tokens: int, **sampling) -> tuple[threading.Event, object]:
+    """A request that is running, and an event when it has so many tokens."""
+    is_there = threading.Event()
+
+    def note(token_ids, logprobs):
+        if len(token_ids) >= num_tokens:
+            is_there.set()
+
+    future = engine.submit_watched(request(**sampling), note)
+    return is_there, future
+
+
+def check(answer: Completion, models, versions: list[int], temperature: float = 1.0) -> None:
+    """Each token has the log-prob of the policy it says it is of; these are in this order."""
+    found = answer.token_versions
+    assert len(found) == len(answer.token_ids)
+    assert list(dict.fromkeys(found)) == versions == sorted(versions)
+    assert answer.weight_version == versions[-1]
+    reported = torch.tensor(answer.logprobs)
+    for version in versions:
+        mine = torch.tensor([v == version for v in found])
+        expected = reference_logprobs(models[version], PROMPT, answer, temperature)
+        assert (expected - reported)[mine].abs().max() < 1e-3
+        for other in set(range(len(models))) - {version}:
+            wrong = reference_logprobs(models[other], PROMPT, answer, temperature)
+            assert (wrong - reported)[mine].abs().max() > 1e-2  # it would be seen
+
+
+def test_running_requests_are_refused_unless_it_is_said_that_they_go_on(engine, models):
+    is_there, future = sampled(engine, 5, temperature=0.0, max_new_tokens=200)
+    assert is_there.wait(20)
+    with pytest.raises(WeightSyncError, match=r"1 requests are running.* keep_running"):
+        send(engine, weights(models[1]), 1)
+    [answer] = future.result(30)
+    assert set(answer.token_versions) == {0}
+    assert answer.token_ids[:24] == greedy(models[0])
+    assert engine.weight_version == 0 and engine_greedy(engine) == greedy(models[0])
+
+
+def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, models):
+    settings = {"temperature": 0.7, "max_new_tokens": 300}
+    with restored(engine, models[0], 0):
+        several = engine.submit([request(num_samples=3, **settings), request(seed=5, **settings)])
+        for version in (1, 2):
+            is_there, watched = sampled(engine, 20, **settings)
+            assert is_there.wait(20)
+            receipt = send(engine, weights(models[version]), version, keep_running=True)
+            assert receipt.is_cache_reset
+            assert receipt.fingerprints == {n: checksum(t) for n, t in weights(models[version])}
+        answers = [answer for future in several for answer in future.result(60)]
+        assert len(answers) == 4 and len({answer.token_ids for answer in answers}) == 4
+        for answer in answers:
+            check(answer, models, [0, 1, 2], temperature=0.7)
+        check(watched.result(60)[0], models, [1, 2], temperature=0.7)
+        assert engine_greedy(engine) == greedy(models[2])  # the engine holds the new weights
+
+
+def test_a_greedy_request_goes_on_as_the_new_policy_would(engine, models):
+    with restored(engine, models[0], 0):
+        is_there, future = sampled(engine, 30, temperature=0.0, max_new_tokens=80)
+        assert is_there.wait(20)
+        send(engine, weights(models[1]), 1, keep_running=True)
+        [answer] = future.result(30)
+        check(answer, models[:2], [0, 1])
+        num_old = answer.token_versions.count(0)
+        assert answer.token_ids[:num_old] == greedy(models[0], num_old)
+        rest = greedy(models[1], 80 - num_old, (*PROMPT, *answer.token_ids[:num_old]))
+        assert answer.token_ids[num_old:] == rest
+
+
+def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, models):
+    with restored(engine, models[0], 0):
+        is_there, running = sampled(engine, 5, max_new_tokens=60)
+        assert is_there.wait(20)
+        engine.begin_weight_update(keep_running=True)
+        [late] = engine.submit([request(max_new_tokens=20)])
+        send(engine, weights(models[1]), 1, keep_running=True)
+        check(late.result(30)[0], models[:2], [1])
+        check(running.result(30)[0], models[:2], [0, 1])
+
+
+def test_an_update_that_fails_fails_what_runs(engine, models):
+    named = weights(models[1])
+    with restored(engine, models[0], 0):
+        is_there, future = sampled(engine, 5, max_new_tokens=300)
+        assert is_there.wait(20)
+        with pytest.raises(WeightSyncError, match="missing"):
+            send(engine, named[:-1], 1, keep_running=True)
+        with pytest.raises(EngineError, match="a weight update failed"):
+            future.result(5)
+    assert engine_greedy(engine) == greedy(models[0])
+
+
+def test_requests_that_had_no_room_in_the_cache_are_right_too(tiny_model_dir, models):
+    """24 blocks of 32 tokens for 12 requests of 5 blocks: some are put off and computed again."""
+    engine = start(tiny_model_dir, kv_cache_memory_bytes=24 * 32 * TOKEN_BYTES)
+    try:
+        scheduler = engine._stepper.engine.engine_core.engine_core.scheduler
+        put_off, real = [], scheduler._preempt_request
+
+        def preempt(request, timestamp, drop_stale_output=False):
+            put_off.append(drop_stale_output)
+            real(request, timestamp, drop_stale_output=drop_stale_output)
+
+        scheduler._preempt_request = preempt
+        settings = {"max_new_tokens": 110}
+        is_there, watched = sampled(engine, 70, **settings)
+        others = engine.submit([request(num_samples=11, **settings)])
+        assert is_there.wait(30)
+        send(engine, weights(models[1]), 1, keep_running=True)
+        answers = [*watched.result(60), *others[0].result(60)]
+        assert False in put_off and True in put_off  # for room, and for the new weights
+        assert len(answers) == 12
+        assert sum(0 in answer.token_versions for answer in answers) >= 2
+        for answer in answers:
+            check(answer, models[:2], sorted(set(answer.token_versions)))
+    finally:
+        engine.shutdown()
+
+
+def test_greedy_samples_of_a_prompt_are_the_same_and_all_there(engine, models):
+    [answers] = engine.generate([request(temperature=0.0, num_samples=3, max_new_tokens=24)])
+    assert [answer.token_ids for answer in answers] == [greedy(models[0])] * 3

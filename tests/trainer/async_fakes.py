@@ -1,0 +1,261 @@
+"""Engines, a stream and a trainer in which samples take the time they are told to take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import torch
+
+from openrlhf.algorithms.advantages import estimator
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.engines.base import SamplingSettings
+from openrlhf.trainer.ppo_trainer import PPOParts
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_utils.experience_maker import (
+    Forwards,
+    KLRules,
+    RemoteExperienceMaker,
+    RewardRules,
+)
+from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.utils.metrics import Metrics
+from tests.trainer.test_experience import rollout
+
+Key = tuple[int, int]
+NUM_TOKENS = 4
+
+
+@dataclass
+class World:
+    """What the fakes share: the engines' weights, how long things take, what happened."""
+
+    seconds_of: Callable[[Key], float] = lambda key: 0.0
+    scores_of: Callable[[Key], Sequence[float]] = lambda key: (0.0, 1.0)
+    failing: frozenset[Key] = frozenset()
+    train_s: float = 0.0
+    error_at: Key | None = None  # the stream breaks when it comes to this group
+    train_error_at: int | None = None  # the trainer breaks in this update
+    keeps_running: bool = False
+    version: int = -1  # that the engines hold
+    policy_version: int = 0
+    running: dict[Key, tuple[float, int]] = field(default_factory=dict)
+    num_evaluations: int = 0
+    is_closed: bool = False
+    most_outstanding: int = 0
+    submitted: list[Key] = field(default_factory=list)
+
+    def receive_weights(self) -> None:
+        assert self.keeps_running or not self.running, f"weights changed under {self.running}"
+        self.version = self.policy_version
+
+
+class FakeStream:
+    """Groups that are finished `seconds_of` after they were submitted."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.thread = threading.get_ident()
+        self.metrics = Metrics()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.world.running)
+
+    def submit(self, key: Key, prompt: SimpleNamespace, *, tag: str) -> None:
+        assert threading.get_ident() == self.thread and prompt.row_id == key[1]
+        assert self.world.version >= 0, "the engines have no weights yet"
+        assert tag == f"episode{key[0]}"
+        self.world.submitted.append(key)
+        due_at = time.monotonic() + self.world.seconds_of(key)
+        self.world.running[key] = (due_at, self.world.version)
+
+    def finished(self, wait_s: float) -> list[FinishedGroup]:
+        assert threading.get_ident() == self.thread
+        deadline = time.monotonic() + wait_s
+        while self.world.running:
+            now = time.monotonic()
+            due = [key for key, (at, _) in self.world.running.items() if at <= now]
+            if due or now >= deadline:
+                return [self.finish(key) for key in due]
+            time.sleep(0.0005)
+        return []
+
+    def finish(self, key: Key) -> FinishedGroup:
+        if key == self.world.error_at:
+            raise ValueError("the stream broke")
+        _, started_under = self.world.running.pop(key)
+        self.metrics.add("num_generated_tokens", NUM_TOKENS, reduction="sum")
+        if key in self.world.failing:
+            return FinishedGroup(key, failure="no reward")
+        versions = [started_under, started_under, self.world.version, self.world.version]
+        return FinishedGroup(key, samples(key, self.world.scores_of(key), versions))
+
+    def take_metrics(self) -> Metrics:
+        metrics, self.metrics = self.metrics, Metrics()
+        return metrics
+
+    def close(self) -> None:
+        self.world.is_closed = True
+        self.world.running.clear()
+
+
+def samples(key: Key, scores: Sequence[float], versions: Sequence[int]) -> list:
+    return [
+        replace(
+            rollout([5], [6] * NUM_TOKENS, reward=score, group=17),
+            sample_id=f"{key}/{k}",
+            row_id=key[1],
+            weight_versions=torch.tensor(versions, dtype=torch.int32),
+        )
+        for k, score in enumerate(scores)
+    ]
+
+
+@dataclass
+class FakeActor:
+    """Trains for `train_s`; has one rank."""
+
+    world: World
+    num_ranks: int = 1
+
+    def start(self, method, shares):
+        assert method is PolicyModelActor.fit
+        time.sleep(self.world.train_s)
+        if self.world.train_error_at == self.world.policy_version:
+            raise ValueError("the trainer broke")
+        self.world.policy_version += 1
+        return lambda: [Metrics() for _ in shares]
+
+    def call(self, method, *args, **options):
+        assert method.__name__ == PolicyModelActor.broadcast_to_vllm.__name__
+        self.world.receive_weights()
+
+
+class FakeCritic:
+    """Trains in no time; has one rank."""
+
+    num_ranks = 1
+
+    def start(self, method, shares):
+        assert method is CriticModelActor.fit
+        return lambda: [Metrics() for _ in shares]
+
+
+@dataclass
+class FakeSource:
+    """Opens streams; evaluation takes a moment and shares the engines."""
+
+    world: World
+    generator: object = None
+
+    def open_stream(self, sampling: SamplingSettings) -> FakeStream:
+        return FakeStream(self.world)
+
+    def generate_samples(self, prompts, sampling, *, tag):
+        version = self.world.version
+        time.sleep(0.01)
+        assert self.world.version == version == self.world.policy_version
+        self.world.num_evaluations += 1
+        return SampleBatch(samples((0, 0), (0.0, 1.0), [version]), Metrics(), {})
+
+
+class Records:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        (self.steps if "reward" in values else self.evaluations).append(dict(values))
+
+    def close(self) -> None: ...
+
+
+def make_trainer(
+    world: World,
+    *,
+    num_prompts: int,
+    batch_size: int = 4,
+    queue_size: int = 1,
+    num_at_once: int | None = None,
+    with_filter: bool = False,
+    wait_s: float = 10.0,
+    num_warm_up: int = 0,
+    **train: object,
+) -> PPOTrainerAsync:
+    """An asynchronous trainer over fakes; `world` decides what happens."""
+    config = PPOConfig.model_validate(
+        {
+            "rollout": {
+                "batch_size": batch_size,
+                "n_samples_per_prompt": 2,
+                "vllm_generate_batch_size": num_at_once,
+                "micro_batch_size": 2,
+            },
+            "train": {
+                "batch_size": 2 * batch_size,
+                "micro_batch_size": 2,
+                "async_enable": True,
+                "async_queue_size": queue_size,
+                "partial_rollout_enable": world.keeps_running,
+                **train,
+            },
+            "critic": {"freezing_steps": num_warm_up},
+            "eval": {"steps": 3},
+            "actor": {"model_name_or_path": "m"},
+            "data": {"prompt_dataset": "d"},
+            "reward": {"remote_url": "r.py"},
+        }
+    )
+    prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
+    sampling = SamplingSettings(num_samples=2)
+    parts = PPOParts(
+        actor=FakeActor(world),  # type: ignore[arg-type]
+        critic=FakeCritic() if num_warm_up else None,  # type: ignore[arg-type]
+        engines=["engine"],  # type: ignore[list-item]
+        samples_generator=FakeSource(world),  # type: ignore[arg-type]
+        experience_maker=RemoteExperienceMaker(
+            estimator("rloo"), RewardRules(), KLRules(), Forwards()
+        ),
+        phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
+        prompts=prompts,  # type: ignore[arg-type]
+        eval_prompts=prompts[:1],  # type: ignore[arg-type]
+        group_filter=GroupFilter(max_empty=3) if with_filter else None,
+        sampling=sampling,
+        eval_sampling=sampling,
+        tracker=Records(),  # type: ignore[arg-type]
+        rollout_writer=None,
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            is_due=lambda state, is_last: False, keep_best=lambda step, values: None
+        ),
+        texts=None,
+        is_main=False,
+        max_mismatch_kl=1.0,
+    )
+    return PPOTrainerAsync(config, parts, wait_s=wait_s)
+
+
+def steps_of(trainer: PPOTrainerAsync) -> list[dict[str, float]]:
+    """What was logged of every step."""
+    return trainer.parts.tracker.steps  # type: ignore[attr-defined]
+
+
+def staleness_histogram(trainer: PPOTrainerAsync) -> Counter[int]:
+    """How many samples were trained on at each staleness."""
+    histogram: Counter[int] = Counter()
+    for record in steps_of(trainer):
+        for name, value in record.items():
+            if name.startswith("num_samples/stale_"):
+                histogram[int(name.rpartition("_")[2])] += int(value)
+    return histogram

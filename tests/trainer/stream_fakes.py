@@ -1,0 +1,148 @@
+"""What streams of groups are tested with: engines and scorers whose answers the test brings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
+from openrlhf.trainer.ray.vllm_engine import EnginePool
+
+DEADLINE_S = 20.0
+
+
+class HeldEngine:
+    """Takes requests and answers them when the test says so, each with its prompt's ids."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
+        self.num_taken = 0
+        self.aborted: list[str] = []
+        self.error: Exception | None = None
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        if self.error is not None:
+            raise self.error
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            self.asked[request.request_id] = (request, future)
+            self.num_taken += 1
+        return futures
+
+    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None:
+        unwanted = set(futures)
+        for name, (_, future) in self.asked.items():
+            if future in unwanted and future.cancel():
+                self.aborted.append(name)
+
+    def answer(self, name: str, version_starts: tuple[tuple[int, int], ...] = ()) -> None:
+        request, future = self.asked.pop(name)
+        ids = request.prompt_token_ids
+        one = Completion(ids, (-0.5,) * len(ids), "stop", 3, version_starts)
+        future.set_result([one] * request.sampling.num_samples)
+
+    def fail(self, name: str, error: Exception) -> None:
+        self.asked.pop(name)[1].set_exception(error)
+
+
+class PromptTokenizer:
+    """Decodes ids as they are."""
+
+    def batch_decode(self, rows: Iterable[torch.Tensor], **options: object) -> list[str]:
+        return [" ".join(str(int(i)) for i in row) for row in rows]
+
+
+@dataclass
+class HeldSource:
+    """Scores 1 for everything, at once or when the test says so; notes the batches."""
+
+    is_held: bool = False
+    answers: Callable[[RewardBatch], RewardResult] | None = None
+    batches: list[list[str]] = field(default_factory=list)
+    held: list[tuple[RewardBatch, Future[RewardResult]]] = field(default_factory=list)
+
+    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+        self.batches.append(list(batch.sample_ids))
+        self.held.append((batch, Future()))
+        future = self.held[-1][1]
+        if not self.is_held:
+            self.release()
+        return future
+
+    def release(self) -> None:
+        """Answer the oldest batch."""
+        batch, future = self.held.pop(0)
+        with handed_to(future):
+            future.set_result(self._answer(batch))
+
+    def _answer(self, batch: RewardBatch) -> RewardResult:
+        return self.answers(batch) if self.answers else RewardResult(torch.ones(len(batch)))
+
+    def score(self, batch: RewardBatch) -> RewardResult:
+        return self.submit(batch).result()
+
+    def close(self) -> None: ...
+
+
+def prompt(row: int) -> PromptRecord:
+    return PromptRecord(row, f"prompt {row}", (row + 1, row + 2), label=row, columns={})
+
+
+def open_stream(
+    engines: Sequence[HeldEngine],
+    source: HeldSource | Scorer | None = None,
+    *,
+    policy: FailurePolicy | None = None,
+    batch_size: int = 4,
+    num_samples: int = 2,
+) -> GroupStream:
+    """The stream of a samples generator over these engines."""
+    source = HeldSource() if source is None else source
+    scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
+    generator = SamplesGenerator(
+        EnginePool(engines),  # type: ignore[arg-type]
+        GroupScorer(scorer, policy or FailurePolicy()),
+        PromptTokenizer(),  # type: ignore[arg-type]
+        vocab_size=1000,
+    )
+    return generator.open_stream(SamplingSettings(num_samples=num_samples))
+
+
+def submit(stream: GroupStream, rows: Iterable[int]) -> None:
+    for row in rows:
+        stream.submit((0, row), prompt(row), tag="t")
+
+
+def fetch(stream: GroupStream, count: int) -> list[FinishedGroup]:
+    """That many groups; fails when they do not come."""
+    groups: list[FinishedGroup] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(groups) < count:
+        assert time.monotonic() < deadline, f"only {len(groups)} of {count} came"
+        groups += stream.finished(0.5)
+    assert len(groups) == count
+    return groups
+
+
+def until(is_so: Callable[[], object]) -> None:
+    """Wait for something that threads bring about."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.002)
+
+
+def stream_threads() -> list[str]:
+    """Threads that streams have not ended."""
+    names = ("work-share", "work-close", "group-stream")
+    return [t.name for t in threading.enumerate() if t.name.startswith(names)]

@@ -1,0 +1,292 @@
+"""Prompts go in one by one, scored groups come out as they are finished, none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.errors import EngineError, RewardError
+from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, ModelScorer
+from tests.trainer.stream_fakes import (
+    HeldEngine,
+    HeldSource,
+    fetch,
+    open_stream,
+    stream_threads,
+    submit,
+    until,
+)
+
+DROP = FailurePolicy(drops=True)
+
+
+def failing_for(*rows: int) -> Callable[[RewardBatch], RewardResult]:
+    def answer(batch: RewardBatch) -> RewardResult:
+        if set(rows) & set(batch.labels):
+            raise RewardError(f"cannot score {sorted(set(rows) & set(batch.labels))[0]}")
+        return RewardResult(torch.tensor([float(str(label)) for label in batch.labels]))
+
+    return answer
+
+
+def test_a_group_comes_out_scored_while_others_still_generate():
+    engine = HeldEngine()
+    stream = open_stream([engine], HeldSource(answers=failing_for()))
+    submit(stream, [4, 7])
+    assert stream.num_running == 2 and stream.finished(0.0) == []
+    engine.answer("t/7")
+    [group] = fetch(stream, 1)
+    assert (group.key, group.failure, stream.num_running) == ((0, 7), None, 1)
+    assert [r.sample_id for r in group.rollouts] == ["t/7/0", "t/7/1"]
+    assert [r.reward for r in group.rollouts] == [7.0, 7.0]
+    first = group.rollouts[0]
+    assert (first.prompt_text, first.response_text, first.label) == ("prompt 7", "8 9", 7)
+    assert first.weight_versions.tolist() == [3, 3]
+    assert stream.take_metrics()["num_generated_tokens"] == 4
+    engine.answer("t/4")
+    [other] = fetch(stream, 1)
+    assert other.rollouts[0].group_id != first.group_id
+    assert stream.num_running == 0 and stream.finished(60.0) == []  # nothing runs: no wait
+    stream.close()
+
+
+def test_every_token_keeps_the_version_it_was_sampled_under():
+    engine = HeldEngine()
+    stream = open_stream([engine])
+    submit(stream, [0])
+    engine.answer("t/0", version_starts=((0, 2), (1, 3)))
+    [group] = fetch(stream, 1)
+    assert group.rollouts[0].weight_versions.tolist() == [2, 3]
+    stream.close()
+
+
+def test_every_prompt_goes_to_the_engine_with_the_least_to_do():
+    engines = [HeldEngine(), HeldEngine()]
+    stream = open_stream(engines)
+    submit(stream, range(5))
+    assert [list(e.asked) for e in engines] == [["t/0", "t/2", "t/4"], ["t/1", "t/3"]]
+    for name in ("t/0", "t/2"):
+        engines[0].answer(name)
+    fetch(stream, 2)
+    submit(stream, [5, 6, 7])
+    assert [list(e.asked) for e in engines] == [["t/4", "t/5", "t/6"], ["t/1", "t/3", "t/7"]]
+    stream.close()
+
+
+def test_a_busy_scorer_gets_full_batches_and_an_idle_one_no_pauses():
+    engine, source = HeldEngine(), HeldSource(is_held=True)
+    stream = open_stream([engine], source, batch_size=4)
+    submit(stream, range(5))
+    engine.answer("t/0")
+    until(lambda: len(source.batches) == 1)
+    for row in (1, 2, 3):  # rows 1 and 2 fill a batch; row 3 waits for another one
+        engine.answer(f"t/{row}")
+    until(lambda: len(source.batches) == 2)
+    assert source.batches == [["t/0/0", "t/0/1"], ["t/1/0", "t/1/1", "t/2/0", "t/2/1"]]
+    engine.answer("t/4")  # the last one: nothing else can fill the batch
+    until(lambda: len(source.batches) == 3)
+    assert source.batches[2] == ["t/3/0", "t/3/1", "t/4/0", "t/4/1"]
+    while source.held:
+        source.release()
+    assert sorted(group.key[1] for group in fetch(stream, 5)) == [0, 1, 2, 3, 4]
+    stream.close()
+
+
+def test_models_score_what_has_come_since_their_last_forward():
+    gate: list[Callable[[], None]] = []
+    sizes: list[int] = []
+
+    class Forward:
+        def start(self, experience):
+            sizes.append(len(experience.num_actions))
+
+            def wait():
+                until(lambda: gate)
+                gate.pop()
+                return torch.arange(float(sizes[-1]))
+
+            return wait
+
+    engine = HeldEngine()
+    stream = open_stream([engine], ModelScorer({"m": Forward()}))
+    submit(stream, range(4))
+    engine.answer("t/0")
+    until(lambda: sizes == [2])
+    for row in (1, 2, 3):
+        engine.answer(f"t/{row}")
+    gate.append(lambda: None)
+    fetch(stream, 1)
+    until(lambda: len(sizes) == 2)
+    gate.append(lambda: None)
+    while stream.num_running:
+        gate.append(lambda: None)
+        stream.finished(0.2)
+    assert sum(sizes) == 8 and len(sizes) <= 3  # one forward for many, not one for each
+    stream.close()
+
+
+def test_a_reward_that_cannot_be_had_ends_the_stream():
+    engine = HeldEngine()
+    stream = open_stream([engine], HeldSource(answers=failing_for(1)))
+    submit(stream, [0, 1])
+    engine.answer("t/1")
+    with pytest.raises(RewardError, match="cannot score 1"):
+        fetch(stream, 1)
+    with pytest.raises(RewardError, match="cannot score 1"):  # and stays ended
+        stream.finished(0.0)
+    with pytest.raises(RewardError, match="cannot score 1"):
+        submit(stream, [2])
+    stream.close()
+    assert engine.aborted == ["t/0"]
+
+
+def test_a_group_without_reward_is_handed_out_as_failed_and_its_neighbour_is_kept():
+    engine, source = HeldEngine(), HeldSource(is_held=True, answers=failing_for(2))
+    stream = open_stream([engine], source, policy=DROP)
+    submit(stream, range(4))
+    engine.answer("t/0")
+    until(lambda: len(source.batches) == 1)
+    engine.answer("t/1")
+    engine.answer("t/2")
+    until(lambda: len(source.batches) == 2)  # rows 1 and 2 together: row 2 fails both
+    source.is_held = False
+    while source.held:
+        source.release()
+    groups = {group.key[1]: group for group in fetch(stream, 3)}
+    assert groups[2].failure == "cannot score 2" and groups[2].rollouts == []
+    assert [r.reward for r in groups[1].rollouts] == [1.0, 1.0]
+    assert source.batches[2:] == [["t/1/0", "t/1/1"], ["t/2/0", "t/2/1"]]
+    assert stream.take_metrics()["num_dropped_groups"] == 1
+    stream.close()
+
+
+def test_more_dropped_than_allowed_of_those_that_run_at_once_end_the_stream():
+    engine = HeldEngine()
+    stream = open_stream([engine], HeldSource(answers=failing_for(1, 3, 4, 5)), policy=DROP)
+    submit(stream, range(4))
+    for row in (0, 1, 2, 3):  # half of the last four may fail
+        engine.answer(f"t/{row}")
+        fetch(stream, 1)
+    submit(stream, [4])
+    engine.answer("t/4")  # of rows 1 to 4 now three
+    with pytest.raises(RewardError, match=r"3 of the last 4 prompts .*--reward_max_dropped 0\.5"):
+        fetch(stream, 1)
+    stream.close()
+
+
+def test_failures_are_tried_again_as_often_as_asked():
+    num_calls = 0
+
+    def third_time_lucky(batch: RewardBatch) -> RewardResult:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls < 3:
+            raise RewardError("not yet")
+        return RewardResult(torch.ones(len(batch)))
+
+    for num_retries in (2, 1):
+        engine, num_calls = HeldEngine(), 0
+        policy = FailurePolicy(num_retries=num_retries, retry_wait_s=0.01)
+        stream = open_stream([engine], HeldSource(answers=third_time_lucky), policy=policy)
+        submit(stream, [0])
+        engine.answer("t/0")
+        if num_retries == 2:
+            assert fetch(stream, 1)[0].failure is None
+            assert stream.take_metrics()["num_reward_retries"] == 2
+        else:
+            with pytest.raises(RewardError, match="not yet"):
+                fetch(stream, 1)
+        stream.close()
+
+
+def test_scores_for_some_groups_only_are_refused():
+    def answer(batch: RewardBatch) -> RewardResult:
+        ones = torch.ones(len(batch))
+        return RewardResult(ones, scores=ones if 0 in batch.labels else None)
+
+    engine = HeldEngine()
+    stream = open_stream([engine], HeldSource(answers=answer), batch_size=2)
+    submit(stream, [0, 1])
+    engine.answer("t/0")
+    fetch(stream, 1)
+    engine.answer("t/1")
+    with pytest.raises(RewardError, match="sample t/1/0 has no score and others"):
+        fetch(stream, 1)
+    stream.close()
+
+
+@pytest.mark.parametrize("how", ["answer", "submit"])
+def test_an_engine_that_fails_ends_the_stream(how):
+    engines = [HeldEngine(), HeldEngine()]
+    stream = open_stream(engines)
+    submit(stream, [0])
+    if how == "answer":
+        engines[0].fail("t/0", EngineError("out of memory"))
+        with pytest.raises(EngineError, match="out of memory"):
+            fetch(stream, 1)
+    else:
+        engines[1].error = EngineError("the engine is down")
+        with pytest.raises(EngineError, match="the engine is down"):
+            submit(stream, [1])
+    stream.close()
+
+
+def test_closing_abandons_what_runs_and_ends_the_threads():
+    engines = [HeldEngine(), HeldEngine()]
+    stream = open_stream(engines, HeldSource(is_held=True))
+    submit(stream, range(4))
+    engines[0].answer("t/0")  # is being scored
+    stream.close()
+    stream.close()
+    assert engines[0].aborted == ["t/2"] and engines[1].aborted == ["t/1", "t/3"]
+    until(lambda: not stream_threads())
+
+
+def test_an_engine_that_only_answers_whole_calls_gets_them_in_batches():
+    class Whole:
+        def generate(self, requests):
+            engine = HeldEngine()
+            futures = engine.submit(requests)
+            for request in requests:
+                engine.answer(request.request_id)
+            return [future.result() for future in futures]
+
+    stream = open_stream([Whole()])
+    submit(stream, range(6))
+    assert sorted(group.key[1] for group in fetch(stream, 6)) == list(range(6))
+    stream.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), num_engines=st.integers(1, 3), num_groups=st.integers(1, 12))
+def test_no_group_is_lost_whatever_finishes_first(data, num_engines, num_groups):
+    bad = data.draw(st.sets(st.integers(0, num_groups - 1)), label="fail")
+    engines = [HeldEngine() for _ in range(num_engines)]
+    source = HeldSource(answers=failing_for(*bad))
+    policy = FailurePolicy(drops=True, max_dropped=1.0)
+    stream = open_stream(engines, source, policy=policy, batch_size=data.draw(st.integers(1, 6)))
+    waiting = list(range(num_groups))
+    came: list[FinishedGroup] = []
+    try:
+        while waiting or any(e.asked for e in engines):
+            running = [(e, name) for e in engines for name in e.asked]
+            if waiting and (not running or data.draw(st.booleans(), label="submit")):
+                submit(stream, [waiting.pop(0)])
+            else:
+                engine, name = data.draw(st.sampled_from(running), label="finish")
+                engine.answer(name)
+            if data.draw(st.booleans(), label="fetch"):
+                came += stream.finished(0.0)
+        came += fetch(stream, stream.num_running)
+        assert sorted(group.key[1] for group in came) == list(range(num_groups))
+        assert {group.key[1] for group in came if group.failure is not None} == bad
+        assert stream.num_running == 0
+        assert sum(e.num_taken for e in engines) == num_groups
+    finally:
+        stream.close()

@@ -1,0 +1,74 @@
+"""Calls run one after the other, later ones when their time has come; results wait in boxes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from openrlhf.utils.mailboxes import Mailboxes
+from openrlhf.utils.threads import EventThread
+
+
+def test_calls_run_in_order_and_late_ones_in_time():
+    ran: list[str] = []
+    done = threading.Event()
+    thread = EventThread("events", on_error=lambda error: ran.append(str(error)))
+    start = time.monotonic()
+
+    def begin() -> None:
+        thread.later(0.2, done.set)
+        thread.later(0.05, lambda: ran.append(f"late {time.monotonic() - start >= 0.05}"))
+        ran.append("a")
+
+    thread.soon(begin)
+    thread.soon(lambda: ran.append("b"))
+    assert done.wait(10)
+    assert ran == ["a", "b", "late True"]
+    thread.close()
+    thread.soon(lambda: ran.append("c"))
+    assert ran[-1] != "c"
+
+
+def test_an_error_is_told_and_ends_the_thread():
+    told: list[BaseException] = []
+    is_told = threading.Event()
+
+    def on_error(error: BaseException) -> None:
+        told.append(error)
+        is_told.set()
+
+    thread = EventThread("events", on_error)
+    thread.soon(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    thread.soon(lambda: told.append(ValueError()))
+    assert is_told.wait(10)
+    thread.close()
+    assert [type(error) for error in told] == [ZeroDivisionError]
+
+
+def test_every_owner_has_a_box_of_its_own():
+    boxes: Mailboxes[int] = Mailboxes()
+    for item in (1, 2):
+        boxes.put("a", item)
+    boxes.put("b", KeyError("lost"))
+    assert boxes.fetch("a", 0.0) == [1, 2]
+    assert boxes.fetch("a", 0.01) == []
+    with pytest.raises(KeyError, match="lost"):
+        boxes.fetch("b", 0.0)
+
+
+def test_a_closed_box_lets_go_of_who_waits_and_takes_nothing_more():
+    boxes: Mailboxes[int] = Mailboxes()
+    came: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: came.append(boxes.fetch("a", 60.0)))
+    waiting.start()
+    boxes.put("b", 1)
+    boxes.close("b")
+    boxes.close("a")
+    waiting.join(10)
+    assert came == [[]]
+    boxes.put("a", 1)
+    start = time.monotonic()
+    assert boxes.fetch("a", 60.0) == boxes.fetch("b", 60.0) == []
+    assert time.monotonic() - start < 10
