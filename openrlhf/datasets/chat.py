@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
@@ -101,6 +102,16 @@ def render_prompt(
         raise RowError(f"'{input_key}' is empty")
     check_order(messages)
     return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
+
+
+def asked_part(value: Any) -> Any:
+    """A prompt column's value as `render_prompt` reads it: messages without a closing answer."""
+    if not isinstance(value, list):
+        return value
+    messages = list(value)
+    while messages and _to_message(messages[-1])["role"] == "assistant":
+        messages.pop()
+    return messages
 
 
 # Who may speak after whom; None is the beginning.
@@ -280,8 +291,13 @@ def _run_template(
 
 def _tool_list(tools: object) -> list[dict] | None:
     if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
-    return list(tools) if tools else None  # type: ignore[call-overload]
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise RowError(f"'tools' is no JSON: {error}") from error
+    if tools is not None and not isinstance(tools, Sequence):
+        raise RowError(f"'tools' is {type(tools).__name__}, not a list")
+    return list(tools) if tools else None
 
 
 def _to_message(item: object) -> Message:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -141,14 +142,30 @@ def _parse(text: str) -> Row:
 
 def _loads(text: str) -> object:
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         raise _BadRecord(f"{'cut record' if is_cut else 'not JSON'}: {error.msg}") from error
     except RecursionError as error:
         raise _BadRecord("nested too deeply") from error
+    except _BadRecord:
+        raise
+    except ValueError as error:  # Python reads no integer of thousands of digits
+        raise _BadRecord(f"not JSON: {error}") from error
     if "\\ud" in text.lower():
         _refuse_lone_surrogates(value)
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _BadRecord(f"the number {text} is too large")
     return value
 
 

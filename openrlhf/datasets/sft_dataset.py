@@ -100,8 +100,12 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         self._input_key = input_key
         self._output_key = self._pick_output(input_key)
 
-    def _pick_output(self, input_key: str) -> str | None:
+    @property
+    def output_column(self) -> str | None:
         """The response column; None when the dialogue holds the response itself."""
+        return self._output_key
+
+    def _pick_output(self, input_key: str) -> str | None:
         form, columns = self._format, self._rows.column_names
         if form.output_key in columns:
             return form.output_key
@@ -129,7 +133,7 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         prompt = self._encoder.hide(plain_text(row[self._input_key], self._input_key))
         segments = [
             Segment(fill_template(self._format.input_template, prompt), is_target=False),
-            Segment(self._encoder.hide(response), is_target=True),
+            Segment(self._encoder.hide(response), is_target=True, is_cut=_is_cut(row)),
         ]
         return Draft([segments])
 
@@ -146,6 +150,11 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
 
     def _render(self, messages: Sequence[Message], tools: object) -> Rendered:
         return render_answer(self._encoder, messages, tools=tools)
+
+
+def _is_cut(row: Row) -> bool:
+    """Whether `batch_inference` notes that the answer met its limit of tokens."""
+    return row.get("finish_reason") == "length"
 
 
 class SFTDataset(AnsweredPrompts[SFTFormat]):

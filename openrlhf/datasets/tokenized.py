@@ -56,6 +56,7 @@ class Segment:
 
     text: str
     is_target: bool
+    is_cut: bool = False  # it did not come to its end: no EOS stands behind it
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,8 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         for segment, part in zip(segments, ids, strict=True):
             token_ids += part
             mask += [segment.is_target] * len(part)
-        if segments[-1].is_target and not (token_ids and token_ids[-1] in self._end_ids()):
+        has_end = segments[-1].is_cut or (token_ids and token_ids[-1] in self._end_ids())
+        if segments[-1].is_target and not has_end:
             token_ids.append(self._eos_id())
             mask.append(True)
         with_leading = self._encoder.with_leading_ids(token_ids)

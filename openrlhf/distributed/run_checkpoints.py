@@ -23,6 +23,7 @@ from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 
 MAX_FAILED_SAVES = 3  # in a row
+KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
 FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
 
@@ -106,11 +107,17 @@ def open_checkpoints(
     on, are not those it was written under.
     """
     store = CheckpointStore(Path(config.path), max_num=config.max_num, max_gib=config.max_mem)
-    saved, problems = on_main(lambda: _start(store, config, describe))
+    kind = "" if command is None else type(command).__name__
+    saved, problems = on_main(lambda: _start(store, config, describe, kind))
     if saved is not None and not (saved.path / STATE).is_file():
         problems = [f"{saved.path} is not seen by every rank: --ckpt_path must be shared."]
     raise_all(collectives.gather_problems(problems))
     if saved is not None:
+        if not _is_of(saved, kind):
+            raise ConfigError(
+                f"--ckpt_path {config.path} holds the checkpoints of another command. Type another "
+                "--ckpt_path, or leave --load_checkpoint out."
+            )
         data.check(saved.state["data"], saved.path)
         _compare_settings(command, saved)
     if config.save_steps > 0:
@@ -118,7 +125,14 @@ def open_checkpoints(
         raise_all(problems)
         if aside is not None and collectives.is_main():
             warn(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
-    return Opened(store, data, saved, {} if command is None else settings_of(command))
+    settings = {} if command is None else {KIND: kind, **settings_of(command)}
+    return Opened(store, data, saved, settings)
+
+
+def _is_of(saved: Saved, kind: str) -> bool:
+    """Whether a checkpoint was written by the command whose config has this class name."""
+    found = saved.state.get("settings", {}).get(KIND)
+    return not kind or found is None or found == kind
 
 
 def _compare_settings(command: RunConfig | None, saved: Saved) -> None:
@@ -132,11 +146,16 @@ def _compare_settings(command: RunConfig | None, saved: Saved) -> None:
 
 
 def _start(
-    store: CheckpointStore, config: CheckpointConfig, describe: Callable[[Saved], str]
+    store: CheckpointStore,
+    config: CheckpointConfig,
+    describe: Callable[[Saved], str],
+    kind: str,
 ) -> Saved | None:
     """What the run goes on from, and a line that says so."""
     store.remove_torn()
     saved = store.latest() if config.load_enable else None
+    if saved is not None and not _is_of(saved, kind):
+        return saved  # to be refused
     if saved is not None:
         notice(f"resuming from {saved.path}: {describe(saved)}")
     elif config.load_enable:

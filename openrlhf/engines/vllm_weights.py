@@ -241,8 +241,11 @@ class InPlaceUpdate:
         )
         for slot in self.slots.get(layer, ()):
             param = plain.get(slot.name)
-            if slot.is_scratch and layer._parameters.get(slot.name) is not param:
+            is_held = layer._parameters.get(slot.name) is param
+            if slot.is_scratch and not is_held:
                 self.scratch.give(param.data)
+            elif slot.is_borrowed and is_held:  # the trainer goes on to change that memory
+                param.data = param.data.clone()
             slot.is_borrowed = slot.is_scratch = False
             slot.parts = []
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.chat import asked_part
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -26,7 +27,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
-from openrlhf.trainer.post_processors import wish_template, wrap_input
+from openrlhf.trainer.post_processors import wish_template, with_tools, wrap_input
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.logging import counter, progress
 from openrlhf.utils.tokenizer import eos_token_ids
@@ -131,11 +132,14 @@ class PromptTask(BatchTask):
     def _row(self, index: int, completion: Completion) -> dict[str, Any]:
         row = self.rows[self.prompts[index].row_id]
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return {
-            "input": row[self.input_column],
+        value = row[self.input_column]
+        is_dialogue = self.config.data.apply_chat_template
+        answered = {
+            "input": asked_part(value) if is_dialogue else value,
             "output": text,
             "finish_reason": completion.finish_reason,
         }
+        return with_tools(answered, row)
 
     def _seed(self, index: int) -> int:
         """Far enough from other prompts': sample k of a prompt takes the seed plus k."""

@@ -21,6 +21,7 @@ from openrlhf.models.loading import is_value_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
+from openrlhf.trainer.post_processors import with_tools
 from openrlhf.utils.logging import counter, progress
 from openrlhf.utils.packing import PackedBatch
 
@@ -103,8 +104,13 @@ class ScoreTask(BatchTask):
         row_id = self.examples.row_ids[index]
         if not math.isfinite(reward):
             raise RewardError(f"the reward model scored row {row_id} with {reward}")
-        row, data = self.rows[row_id], self.config.data
-        scored = {"input": row[self.input_column], "output": row[data.output_key]}
+        row, column = self.rows[row_id], self.examples.output_column
+        if column is None:  # the dialogue ends with the answer
+            *asked, answer = row[self.input_column]
+            text = answer.get("content") if answer.get("content") is not None else answer["value"]
+            scored = {"input": asked, "output": text}
+        else:
+            scored = {"input": row[self.input_column], "output": row[column]}
         if row.get("finish_reason") is not None:
             scored["finish_reason"] = row["finish_reason"]
-        return {**scored, "reward": reward}
+        return with_tools({**scored, "reward": reward}, row)

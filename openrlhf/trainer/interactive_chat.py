@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from openrlhf.config.serving import ChatConfig
-from openrlhf.datasets.chat import fill_template, has_placeholder, render
+from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import (
     LoadOptions,
@@ -183,7 +183,7 @@ class Chat:
     def _answer(self, line: str) -> None:
         try:
             ids, num_dropped = self.conversation.prompt_for(line)
-        except ConfigError as error:
+        except (ConfigError, RowError) as error:
             self._say(f"{error}\n")
             return
         if num_dropped:

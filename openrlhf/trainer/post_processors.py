@@ -35,15 +35,14 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         if _reward(best) == _reward(worst):
             num_equal += 1
             continue
-        pairs.append(
-            {
-                "prompt": best["input"],
-                "chosen": best["output"],
-                "chosen_reward": _reward(best),
-                "rejected": worst["output"],
-                "rejected_reward": _reward(worst),
-            }
-        )
+        pair = {
+            "prompt": best["input"],
+            "chosen": best["output"],
+            "chosen_reward": _reward(best),
+            "rejected": worst["output"],
+            "rejected_reward": _reward(worst),
+        }
+        pairs.append(with_tools(pair, best))
     return pairs, num_equal
 
 
@@ -61,6 +60,12 @@ def rewards_in_prompts(
         {**row, "input": wrap_input(row["input"], form.replace("{reward}", f"{value:.2f}"))}
         for row, value in zip(rows, shown, strict=True)
     ]
+
+
+def with_tools(made: Row, row: Mapping[str, Any]) -> Row:
+    """The row that was made of another, with the tools that its prompt offers, if any."""
+    tools = row.get("tools")
+    return {**made, "tools": tools} if tools else made
 
 
 def wish_template(csft_prompt: str) -> str:
@@ -98,7 +103,8 @@ def by_input(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows of each prompt, text or messages, in the order of their first rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(json.dumps(row["input"], sort_keys=True), []).append(row)
+        asked = [row["input"], row.get("tools")]
+        groups.setdefault(json.dumps(asked, sort_keys=True), []).append(row)
     return list(groups.values())
 
 

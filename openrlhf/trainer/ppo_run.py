@@ -263,7 +263,10 @@ def _scorer(config: PPOConfig, source: StreamingSource | None, groups: Groups) -
             )
         }
         scorer = ModelScorer(forwards, reward.weights, is_sequential=config.train.colocate_all)
-    return GroupScorer(scorer, FailurePolicy.parse(reward.failure, reward.max_dropped))
+    policy = FailurePolicy.parse(
+        reward.failure, reward.max_dropped, step_size=config.rollout.batch_size
+    )
+    return GroupScorer(scorer, policy)
 
 
 def _experience_maker(

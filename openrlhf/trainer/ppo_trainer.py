@@ -69,6 +69,7 @@ class PPOTrainer:
         kl = config.algo.kl
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
+        self.evaluated_step: int | None = None  # the last one
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
         cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
         self.num_steps = cursor.num_batches(config.rollout.batch_size)  # at most
@@ -95,7 +96,6 @@ class PPOTrainer:
                 rollouts = self.generate(state.global_step + 1, metrics)
                 if not rollouts:
                     self.say("the last prompts had no signal to learn from")
-                    self.evaluate(state.global_step)
                     break
                 state.global_step += 1
                 metrics.merge(self.train_step(rollouts, state.global_step))
@@ -104,6 +104,8 @@ class PPOTrainer:
             if self.is_eval_step(state.global_step):
                 self.evaluate(state.global_step)
             self.save_if_due()
+        if self.evaluated_step != state.global_step:
+            self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.parts.tracker.close()
 
@@ -214,6 +216,7 @@ class PPOTrainer:
 
     def evaluate(self, global_step: int) -> dict[str, float]:
         """pass@n and pass@1 on the evaluation prompts; logged."""
+        self.evaluated_step = global_step
         prompts = self.parts.eval_prompts
         if prompts is None:
             return {}

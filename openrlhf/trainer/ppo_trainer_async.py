@@ -40,6 +40,7 @@ class PPOTrainerAsync(PPOTrainer):
         """See PPOTrainer."""
         with self.queue:
             super().fit()
+            self.say_failed(self.queue.take_failed())
 
     @property
     def is_over(self) -> bool:

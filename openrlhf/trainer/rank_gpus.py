@@ -14,6 +14,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = "-1"  # among its names: no GPU
 
 
 def see_own_gpus(
@@ -24,7 +25,9 @@ def see_own_gpus(
     Raises ConfigError when the machine has too few for all of its ranks.
     """
     topology = Topology.from_env(local_rank=config.local_rank, env=env)
-    names = env[VISIBLE].split(",") if env.get(VISIBLE) else gpus_of_machine()
+    chosen = env.get(VISIBLE)
+    names = gpus_of_machine() if chosen is None else [n for n in chosen.split(",") if n != HIDDEN]
+    names = [name for name in names if name]
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
         size = config.vllm.tensor_parallel_size or 1
         env[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))

@@ -43,6 +43,14 @@ def test_plain_rows_learn_the_response_and_one_eos(tokenizer):
     assert dataset[0].token_ids.tolist()[-1] == 1
 
 
+def test_an_answer_that_met_its_limit_learns_no_end(tokenizer):
+    rows = [
+        {"input": "hi", "output": "yo", "finish_reason": reason} for reason in ("length", "stop")
+    ]
+    dataset = examples(tokenizer, rows, output_key="output")
+    assert [shown(tokenizer, dataset, k)[1] for k in (0, 1)] == ["yo", "yo<|end|>"]
+
+
 def test_an_eos_that_the_response_spells_itself_is_not_doubled(tokenizer):
     rows = [{"input": "hi", "output": "yo<|end|>"}]
     for is_chat in (False, True):

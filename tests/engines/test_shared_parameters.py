@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +16,9 @@ from openrlhf.engines.shared_memory import (
 )
 from openrlhf.engines.shared_parameters import SharedParameters
 from openrlhf.errors import WeightSyncError
+from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import SharedMemoryTransport
+from tests.engines.helpers import engine_greedy, greedy, load, shake, start
 
 
 class Attention(nn.Module):
@@ -130,6 +133,29 @@ def test_parts_of_a_large_tensor_are_checked_in_turn_and_all_of_it_first():
         assert seen == (list(range(NUM_PARTS)) if is_last_chunk else [(index * 4 >> 20) % 4])
         assert checksum(layer.weight) != full
         full = checksum(layer.weight)
+
+
+@pytest.mark.parametrize("folder", ["tiny_model_dir", "tiny_tied_model_dir"])
+def test_an_engine_keeps_what_it_read_while_the_parameters_are_trained_on(request, folder):
+    """And reads them again, where they are, at the next update."""
+    path = request.getfixturevalue(folder)
+    model, engine = load(path), start(path)
+    try:
+        transport = SharedMemoryTransport(2**20)
+        transport.share(model.named_parameters())
+        assert transport.shared is not None
+        assert all(transport.shared.offset_of(p) is not None for p in model.parameters())
+        for version in (1, 2):
+            shake(model, seed=version)
+            tensors = [(name, p.data) for name, p in model.named_parameters()]
+            report = send_weights(tensors, [engine], version, writer=transport)
+            assert report.num_buckets == 1
+            expected = greedy(model)
+            assert engine_greedy(engine) == expected
+            shake(model, seed=10 + version)
+            assert engine_greedy(engine) == expected != greedy(model)
+    finally:
+        engine.shutdown()
 
 
 def test_nothing_to_move_is_no_error():

@@ -88,6 +88,16 @@ CASES = {
         content(GOOD + b'{"input": "' + b"x" * 10**8),
         ":2: a line of over",
     ),
+    "integer of 5,000 digits": (
+        "a.jsonl",
+        content(GOOD + b'{"input": ' + b"9" * 5000 + b"}"),
+        ":2: not JSON",
+    ),
+    "number beyond all": (
+        "a.jsonl",
+        content(b'{"input": "a", "x": 1e999}'),
+        ":1: the number 1e999 is too large",
+    ),
     "depth of 10,000": ("a.jsonl", content(b'{"input": ' + b"[" * 10_000), ":1: nested too deeply"),
     "parquet called .jsonl": ("a.jsonl", content(b"PAR1\xc0\x01\xfe"), ":1: not UTF-8"),
     "JSON called .parquet": ("a.parquet", content(GOOD * 9), " is damaged: "),

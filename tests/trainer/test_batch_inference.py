@@ -314,3 +314,51 @@ def test_vllm_answers_as_hugging_face_does(tmp_path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=200)
     found = [read_rows(tmp_path / f"{task}.jsonl") for task in ("generate", "generate_vllm")]
     assert found[0] == found[1]
+
+
+def test_hidden_gpus_stay_hidden() -> None:
+    config = parse_config(
+        BatchInferenceConfig,
+        ["--eval_task", "generate_vllm", "--pretrain", "m", "--dataset", "d", "--output_path", "o"],
+    ).config
+    for hidden in ("", "-1"):
+        env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": hidden}
+        see_own_gpus(config, env=env)
+        assert env["CUDA_VISIBLE_DEVICES"] == hidden
+
+
+def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: Path) -> None:
+    """A closing answer of the data set is replaced, tools stay with their prompt."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    question = {"role": "user", "content": "1+1?"}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": "3"}], "tools": tools},
+        {"messages": [{"role": "user", "content": "2+2?"}], "tools": tools},
+    ]
+    write_jsonl(folder / "dialogues.jsonl", rows)
+    flags = "--apply_chat_template --input_key messages"
+    paths = {"dataset": "dialogues.jsonl", "output_path": "dialogues-out.jsonl"}
+    run_batch_inference(config_of(folder, "generate", f"{GREEDY} {flags}", **paths))
+    answers = read_rows(folder / "dialogues-out.jsonl")
+    assert [row["input"] for row in answers] == [[question], rows[1]["messages"]]
+    assert [row["tools"] for row in answers] == [tools, tools]
+
+    write_jsonl(folder / "said.jsonl", [{**row, "output": "two"} for row in answers])
+    scored = {"pretrain": "reward", "dataset": "said.jsonl", "output_path": "said-rm.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "--apply_chat_template", **scored))
+    [first, _] = read_rows(folder / "said-rm.jsonl")
+    assert (first["input"], first["output"], first["tools"]) == ([question], "two", tools)
+
+    write_jsonl(folder / "whole.jsonl", rows[:1])
+    scored = {"pretrain": "reward", "dataset": "whole.jsonl", "output_path": "whole-rm.jsonl"}
+    run_batch_inference(config_of(folder, "rm", flags, **scored))
+    [row] = read_rows(folder / "whole-rm.jsonl")
+    assert (row["input"], row["output"]) == ([question], "3")
+
+
+def test_the_standard_answer_column_is_scored(folder: Path) -> None:
+    write_jsonl(folder / "standard.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    paths = {"pretrain": "reward", "dataset": "standard.jsonl", "output_path": "standard-rm.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "", **paths))
+    [row] = read_rows(folder / "standard-rm.jsonl")
+    assert (row["input"], row["output"]) == ("ab", "cd")

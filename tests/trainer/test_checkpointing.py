@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
+from openrlhf.config.preference import RMConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.manifest import read_manifest, seal, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -262,6 +265,19 @@ def test_other_data_or_another_seed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Type --seed 5"):
         open_checkpoints(config, replace(FACTS, seed=6))
     assert open_checkpoints(config, FACTS).resume_step == 4
+
+
+def test_the_checkpoint_of_another_command_is_refused(tmp_path: Path) -> None:
+    config = saved_state(tmp_path)
+    lines = "--pretrain m --dataset d"
+    sft = parse_config(SFTConfig, lines.split()).config
+    rm = parse_config(RMConfig, lines.split()).config
+    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS, sft)
+    loop = {"position": asdict(Position(6, 1, 12)), "num_bad_steps": 0}
+    opened.store.commit(opened.store.stage(6), {"loop": loop, "world_size": 1, **opened.notes})
+    assert open_checkpoints(config, FACTS, sft).resume_step == 6
+    with pytest.raises(ConfigError, match="the checkpoints of another command"):
+        open_checkpoints(config, FACTS, rm)
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,33 @@ def test_mismatch_is_told_apart_by_staleness(tiny_model_dir: Path, tmp_path: Pat
     assert metrics["logprobs_diff/stale_0"] == pytest.approx(0.0, abs=1e-6)
     assert "logprobs_diff/stale_1" not in metrics
     assert metrics["logprobs_diff"] == pytest.approx(0.5 * first / len(near), rel=1e-3)
+
+
+def test_importance_ratios_are_told_apart_by_staleness(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    advantage = {
+        "is_correction_enable": True,
+        "is_correction_type": "icepop",
+        "is_correction_threshold": (0.5, 2.0),
+    }
+    actor = make_actor(
+        tiny_model_dir, tmp_path, train={"async_enable": True}, algo={"advantage": advantage}
+    )
+    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    near = actor.compute_logprobs(experience)
+    first = int(experience.num_actions[0])
+    actor.weight_version = 3
+    versions = torch.full((len(near),), 3)
+    versions[:first] = 1
+    off = near.clone()
+    off[:first] -= math.log(4)  # the trainer finds them four times as likely
+    experience = experience.with_columns(rollout_logprobs=off, weight_versions=versions)
+    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
+    metrics = actor.fit(steps, 0.0).values()
+    assert metrics["is_ratio/stale_2"] == pytest.approx(4, rel=1e-3)
+    assert metrics["is_ratio/stale_0"] == pytest.approx(1, rel=1e-3)
+    assert (metrics["is_cut_ratio/stale_2"], metrics["is_cut_ratio/stale_0"]) == (1, 0)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

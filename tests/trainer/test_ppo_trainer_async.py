@@ -107,6 +107,22 @@ def test_evaluation_runs_beside_the_samples():
     assert staleness_histogram(trainer).keys() <= {0, 1}
 
 
+@pytest.mark.parametrize("num_steps", [2, 3])  # every third step is evaluated anyway
+def test_the_last_policy_is_evaluated_once_whatever_becomes_of_the_last_prompts(num_steps):
+    def is_late(key):
+        return world.submitted.index(key) >= 4 * num_steps
+
+    world = World(
+        seconds_of=lambda key: 0.2 if is_late(key) else 0.0,
+        scores_of=lambda key: (1.0, 1.0) if is_late(key) else (0.0, 1.0),
+    )
+    trainer = make_trainer(world, num_prompts=4 * num_steps + 2, with_filter=True)
+    trainer.fit()
+    assert trainer.sampler.ledger.outcomes == {"trained": 4 * num_steps, "filtered:no signal": 2}
+    assert len(steps_of(trainer)) == num_steps
+    assert world.num_evaluations == 2  # before the first step and after the last
+
+
 def test_an_error_of_the_stream_ends_the_run():
     world = World(error_at=(0, 7), train_s=0.005)
     trainer = make_trainer(world, num_prompts=40)

@@ -32,6 +32,11 @@ class GroupOutlet:
         self.num_running += 1
         self._most_running = max(self._most_running, self.num_running)
 
+    @property
+    def _window(self) -> int:
+        """How many groups the cap on dropped ones is a share of."""
+        return self.policy.step_size or self._most_running
+
     def fetch(self, wait_s: float) -> list[FinishedGroup]:
         """See GroupStream.finished."""
         self._check()
@@ -58,18 +63,17 @@ class GroupOutlet:
     def drop(self, key: GroupKey, error: OpenRLHFError) -> None:
         """Hand out a group that failed; raises an error where the failure policy says so.
 
-        The cap on dropped groups holds for the last of them, as many as ran at once: that is a
-        step where steps are made one after the other.
+        The cap on dropped groups holds for the last of them, as many as a step has.
         """
         if not self.policy.drops:
             raise error
         self._note(is_failed=True)
         num_failed = sum(self._recent)
-        if num_failed > self.policy.max_dropped * self._most_running:
+        if num_failed > self.policy.max_dropped * self._window:
             raise type(error)(
                 f"{num_failed} of the last {len(self._recent)} prompts got no rewards, more than "
-                f"--reward_max_dropped {self.policy.max_dropped:g} of the {self._most_running} "
-                f"that ran at once: {error}"
+                f"--reward_max_dropped {self.policy.max_dropped:g} of the {self._window} of a "
+                f"step: {error}"
             ) from error
         self._out.put(FinishedGroup(key, failure=str(error)))
 
@@ -90,7 +94,7 @@ class GroupOutlet:
 
     def _note(self, *, is_failed: bool) -> None:
         self._recent.append(is_failed)
-        while len(self._recent) > self._most_running:
+        while len(self._recent) > self._window:
             self._recent.popleft()
         if self.policy.drops:
             metrics = Metrics()

@@ -24,7 +24,7 @@ from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 
 POLL_S = 0.02  # of one look at the stream; a place that became free is filled after it
-CLOSE_S = 20.0  # until the producer must have ended
+CLOSE_S = 40.0  # until the producer must have ended; its threads have 10 s each
 
 
 class RolloutQueue:
@@ -73,8 +73,8 @@ class RolloutQueue:
             self._is_closed = True
             self._changed.notify_all()
         wait([self._producer], CLOSE_S)
-        if error is None:
-            self._producer.result(0)
+        if error is None and self._producer.done():
+            self._producer.result()
 
     @property
     def is_over(self) -> bool:

@@ -63,14 +63,15 @@ class FailurePolicy:
     drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends
     num_retries: int = 0
     max_dropped: float = 0.5
+    step_size: int = 0  # groups of a step; 0: as many as run at once
     retry_wait_s: float = 1.0  # before the first retry; doubles with each
 
     @classmethod
-    def parse(cls, text: str, max_dropped: float) -> FailurePolicy:
+    def parse(cls, text: str, max_dropped: float, *, step_size: int = 0) -> FailurePolicy:
         """The policy called "fail", "drop_group" or "retry(3)"."""
         if text.startswith("retry("):
             return cls(num_retries=int(text[6:-1]))
-        return cls(drops=text == "drop_group", max_dropped=max_dropped)
+        return cls(drops=text == "drop_group", max_dropped=max_dropped, step_size=step_size)
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ class StreamScoring:
     def send(self) -> None:
         """Start what can be started.
 
-        A batch that is not full waits only while another one is scored and more may come, so that
-        a busy scorer gets full batches and an idle one no pauses. Models, which take any number,
-        score all that has come since their last forward.
+        A batch that is not full waits only while others are scored, nobody there is idle, and more
+        may come, so that a busy scorer gets full batches and an idle one no pauses. Models, which
+        take any number, score all that has come since their last forward.
         """
         batch = self._next_batch()
         while batch:
@@ -67,7 +67,8 @@ class StreamScoring:
                 return batch
             batch.append(group)
             num_samples += len(group)
-        may_wait = self._num_sent > 0 and self._may_get_more()
+        is_busy = self._num_sent > 0 and not self.scorer.has_room
+        may_wait = is_busy and self._may_get_more()
         return [] if may_wait and num_samples < size else batch
 
     def _start(self, batch: list[Group]) -> None:

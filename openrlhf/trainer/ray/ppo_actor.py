@@ -14,6 +14,7 @@ from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.algorithms.off_policy import (
     Correction,
+    ImportanceWeights,
     importance_weights,
     make_correction,
     mismatch_report,
@@ -161,6 +162,9 @@ class PolicyModelActor(TrainedWorker):
         metrics.add("is_cut_ratio", cut, weight=num_tokens)
         metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
         metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
+        if self.config.train.async_enable:
+            staleness_N = self.weight_version - experience.weight_versions
+            _add_weight_metrics(metrics, found, staleness_N)
         return found.weights_N
 
     def _kl_term(
@@ -356,6 +360,17 @@ def _add_staleness_metrics(
         part = mismatch_report(trainer_N[is_it], engine_N[is_it])
         metrics.add(f"vllm_kl/stale_{staleness}", part.kl, weight=part.num_tokens)
         metrics.add(f"logprobs_diff/stale_{staleness}", part.mean_abs, weight=part.num_tokens)
+
+
+def _add_weight_metrics(metrics: Metrics, found: ImportanceWeights, staleness_N: Tensor) -> None:
+    """Importance ratios and what was cut of them, by staleness."""
+    for staleness in staleness_N.unique().tolist():
+        is_it = staleness_N == staleness
+        num_tokens = int(is_it.sum())
+        cut = found.is_cut_N[is_it].float().mean().item()
+        ratio = found.ratio_N[is_it].mean().item()
+        metrics.add(f"is_ratio/stale_{staleness}", ratio, weight=num_tokens)
+        metrics.add(f"is_cut_ratio/stale_{staleness}", cut, weight=num_tokens)
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
