@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Set
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TypedDict
@@ -32,6 +32,7 @@ from openrlhf.models.kernels import (
     keep_4bit_trainable,
 )
 from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.quiet_loading import quiet_transformers
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 
 logger = logging.getLogger(__name__)
@@ -349,17 +350,6 @@ def own_memory(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.clone()
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' report of missing and unexpected keys, which are checked instead."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def is_value_model(config: PretrainedConfig) -> bool:

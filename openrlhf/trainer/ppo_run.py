@@ -15,6 +15,7 @@ from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
+from openrlhf.models.attention_note import say_attention
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
@@ -137,6 +138,7 @@ def _run(
     schedule = make_schedule(config, len(inputs.prompts))
     if is_main:
         save_resolved(config, inputs.run_dir / "config.yaml")
+        say_attention(config, config.ds.attn_implementation)
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)

@@ -29,6 +29,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
+from openrlhf.models.attention_note import say_attention
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
@@ -141,6 +142,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     )
     if strategy.is_main:
         save_resolved(config, run_dir / "config.yaml")
+        say_attention(config, config.ds.attn_implementation)
         say_notices(inputs.samples.notices)
         if base_of_adapter(inputs.model_path) is not None:
             notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")

@@ -66,3 +66,9 @@ def test_a_recurrent_model_is_refused(tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="recurrent layers"):
         load_causal_lm(tmp_path)
+
+
+def test_an_attention_that_transformers_has_not_is_one_line(tiny_model_dir):
+    with pytest.raises(ConfigError, match=r"cannot be loaded with these settings: .*no_such") as e:
+        load_causal_lm(tiny_model_dir, attn_implementation="no_such_attention")
+    assert len(str(e.value).splitlines()) == 1
