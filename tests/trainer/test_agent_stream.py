@@ -110,6 +110,21 @@ def test_a_group_with_a_failed_episode_is_handed_out_as_failed(tmp_path, tiny_to
         assert (values["agent/num_failed_exception"], values["num_dropped_groups"]) == (2, 1)
 
 
+@pytest.mark.parametrize(("texts", "is_drained"), [(["ok", "bad"], True), (["ok"], False)])
+def test_a_stream_that_dropped_an_episode_ends_when_nothing_is_sampled_for_it(
+    tmp_path, tiny_tokenizer, monkeypatch, texts, is_drained
+):
+    drained = []
+    monkeypatch.setattr(AgentSamplesGenerator, "drain", lambda self: drained.append(self))
+    engine = StreamingEngine(says(tiny_tokenizer, "yo"))
+    policy = FailurePolicy(drops=True, max_dropped=0.5)
+    with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
+        submit(stream, tiny_tokenizer, texts)
+        fetch(stream, len(texts))
+        assert not drained
+    assert bool(drained) == is_drained
+
+
 def test_a_failed_episode_ends_the_stream_after_its_retries(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
     policy = FailurePolicy(num_retries=1)

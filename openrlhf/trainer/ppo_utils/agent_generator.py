@@ -91,8 +91,7 @@ class AgentSamplesGenerator:
             for result in self.run(groups):
                 results[result.sample_id] = result
             if any(result.failure is not None for result in results.values()):
-                for host in self.hosts:  # an engine cannot sleep while it samples
-                    host.drain(self.limits.episode_timeout_s)
+                self.drain()
         failed = self._failed_rows(prompts, groups, results, metrics)
         rollouts = [
             rollout
@@ -106,6 +105,13 @@ class AgentSamplesGenerator:
         check_scores(rollouts)
         add_episode_metrics(list(results.values()), metrics)
         return SampleBatch(rollouts, metrics, failed)
+
+    def drain(self) -> None:
+        """Wait for turns still sampled for episodes that were cut off: an engine cannot sleep, and
+        its model not be trained, meanwhile.
+        """
+        for host in self.hosts:
+            host.drain(self.limits.episode_timeout_s)
 
     def open_stream(self, sampling: SamplingSettings) -> GroupStream:
         """See SampleSource."""

@@ -50,6 +50,9 @@ class MakesEpisodes(Protocol):
     ) -> list[Rollout]:
         """The rollouts of a prompt's episodes."""
 
+    def drain(self) -> None:
+        """Wait for turns still sampled for episodes that were cut off."""
+
 
 @dataclass
 class _Acting:
@@ -73,6 +76,7 @@ class AgentStream:
         self._acting: dict[str, _Acting] = {}  # by sample id
         self._group_ids = itertools.count()
         self._last: Rollout | None = None  # the one before, to compare with
+        self._has_dropped = False
         self._outlet = GroupOutlet(maker.policy)
         self._events = EventThread("group-stream", self._outlet.fail)
         self._work = maker.share(self._arrived, self._outlet.fail)
@@ -101,9 +105,11 @@ class AgentStream:
         return self._outlet.take_metrics()
 
     def close(self) -> None:
-        """See GroupStream."""
+        """See GroupStream; turns of episodes that failed are sampled no longer then."""
         self._work.close()
         self._events.close()
+        if self._has_dropped:
+            self._maker.drain()
 
     def _arrived(self, results: list[EpisodeResult]) -> None:
         self._events.soon(partial(self._receive, results))
@@ -132,6 +138,7 @@ class AgentStream:
             metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
         if failures:
             self._outlet.note(metrics)
+            self._has_dropped = self._maker.policy.drops
             first = failures[0]
             message = f"row {acting.prompt.row_id}: {first.kind}: {first.message}"
             self._outlet.drop(acting.key, AgentError(message))
