@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,3 +85,13 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def show_bars_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Chooses where this process' progress bars go, for one test; every move is drawn."""
+    from openrlhf.utils import progress
+
+    monkeypatch.setattr(progress, "_chosen", [])
+    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
+    return progress.show_bars_on

@@ -5,7 +5,6 @@ Bash itself splits each block into commands; none is run but two, with tiny mode
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import re
@@ -32,7 +31,7 @@ from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import UNIMPLEMENTED, unimplemented_problems
-from tests.source import ROOT, modules
+from tests.source import ROOT
 from tests.tiny import write_jsonl
 
 TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)
@@ -283,36 +282,6 @@ def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
     # `--module` belongs to the launchers.
     for flag in re.findall(r"(?<![\w-])--([a-z][\w.]*)", text):
         assert flag.rstrip(".") in known | {"module"}, flag
-
-
-def templates() -> list[str]:
-    """Every text of the package, with an ellipsis for what is filled in."""
-    found = []
-    for module in modules():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.JoinedStr):
-                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"\{[\w:%.]*\}", "…", node.value))
-    return found
-
-
-TEMPLATES = templates()
-TROUBLES = re.findall(r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-
-
-def as_pattern(text: str) -> re.Pattern[str]:
-    """The text with anything in the place of an ellipsis."""
-    return re.compile(".+".join(map(re.escape, text.split("…"))), re.DOTALL)
-
-
-@pytest.mark.parametrize("line", TROUBLES)
-def test_every_line_of_the_troubleshooting_page_is_printed_somewhere(line: str) -> None:
-    is_quote = as_pattern(line.strip("…")).search
-    # A word of the line may be filled in by the code, as "rewards" in "rewards has 3 values for".
-    wordy = [t.strip("…") for t in TEMPLATES if len(re.sub(r"…|\W", "", t)) > 12]
-    assert any(map(is_quote, TEMPLATES)) or any(as_pattern(t).search(line) for t in wordy)
 
 
 def test_the_readme_lists_what_is_refused_as_not_yet_implemented() -> None:

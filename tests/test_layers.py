@@ -49,6 +49,7 @@ HOMES = {
     "openrlhf.trainer": {"torch"},
     "openrlhf.trainer.reward_server": {"torch", "fastapi", "starlette", "uvicorn", "h11"},
     "openrlhf.trainer.ppo_utils": {"torch"},
+    "openrlhf.trainer.ppo_utils.kept_groups": {"torch", "safetensors"},
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
     "openrlhf.trainer.ray": {"torch", "ray"},
     "openrlhf.cli": set(),

@@ -111,6 +111,11 @@ def importance_weights(
     return ImportanceWeights(weights_N, ratio_N, is_cut_N)
 
 
+def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor:
+    """How many times as likely each token is for the trainer as it was for the engine, (N,)."""
+    return _exp((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
+
+
 def _at_level(log_ratio_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
     if level == "token":
         return log_ratio_N

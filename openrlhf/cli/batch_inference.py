@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
 from openrlhf.config.cli import Parsed
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.trainer.rank_gpus import see_own_gpus
@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[BatchInferenceConfig]) -> None:
     see_own_gpus(parsed.config)
-    from openrlhf.trainer.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
+    with loading_libraries():
+        from openrlhf.trainer.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     run_batch_inference(parsed.config)

@@ -10,14 +10,18 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
 from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import help_text
+from openrlhf.config.local_paths import path_problems
+from openrlhf.config.run import CommandConfig
 from openrlhf.config.unimplemented import unimplemented_problems
+from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 
 
@@ -66,13 +70,19 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     """A config that may run; its secrets are in the environment and no longer in the arguments."""
     from openrlhf.utils.logging import quiet_frameworks  # noqa: PLC0415 - rich would slow --help
 
-    parsed = parse_config(command.config_class, argv, more_problems=unimplemented_problems)
+    parsed = parse_config(command.config_class, argv, more_problems=start_problems)
     quiet_frameworks()
     os.environ.update(parsed.environment)
     for secret in parsed.environment.values():
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
         hide_from_process_list(secret)
     return parsed
+
+
+def start_problems(config: CommandConfig) -> Iterator[str]:
+    """What a config that does not contradict itself cannot run with, here and now."""
+    yield from unimplemented_problems(config)
+    yield from path_problems(config)
 
 
 def hide_from_process_list(secret: str) -> None:
@@ -91,8 +101,18 @@ def hide_from_process_list(secret: str) -> None:
         at = arguments.find(word, at + len(word))
 
 
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """A block of slow imports, with a bar; one rank of several draws it."""
+    from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
+
+    with progress("loading libraries", is_shown=os.environ.get("RANK", "0") == "0"):
+        yield
+
+
 def print_notices(notices: Sequence[str]) -> None:
-    """Say what the user should know before the run starts."""
+    """Say what the user should know before the run starts; one rank of several does."""
     from openrlhf.utils.logging import say_notices  # noqa: PLC0415 - rich would slow --help
 
-    say_notices(notices)
+    if Topology.from_env().is_main:
+        say_notices(notices)

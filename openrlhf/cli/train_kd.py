@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
 from openrlhf.config.cli import Parsed
 from openrlhf.config.distillation import KDConfig
 
@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(parsed: Parsed[KDConfig]) -> None:
-    from openrlhf.trainer.kd_trainer import run_kd  # noqa: PLC0415 - --help must not import torch
+    with loading_libraries():
+        from openrlhf.trainer.kd_trainer import run_kd  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     run_kd(parsed.config)

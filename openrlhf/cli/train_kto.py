@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.runner import Command, print_notices, run_command
+from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
 from openrlhf.config.cli import Parsed
 from openrlhf.config.preference import KTOConfig
 
@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(parsed: Parsed[KTOConfig]) -> None:
-    from openrlhf.trainer.kto_trainer import run_kto  # noqa: PLC0415 - --help must not import torch
+    with loading_libraries():
+        from openrlhf.trainer.kto_trainer import run_kto  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     run_kto(parsed.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.cli.runner import Command, run_command
+from openrlhf.cli.runner import Command, loading_libraries, run_command
 from openrlhf.config.cli import Parsed
 from openrlhf.config.ppo import PPOConfig
 
@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(parsed: Parsed[PPOConfig]) -> None:
-    from openrlhf.trainer.ppo_run import run_ppo_local  # noqa: PLC0415 - --help must not import torch
+    with loading_libraries():
+        from openrlhf.trainer.ppo_run import run_ppo_local  # noqa: PLC0415 - --help must not import torch
 
     run_ppo_local(parsed.config, notices=parsed.notices)
 

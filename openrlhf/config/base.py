@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+# What a value leads to outside of the config; a plural or `data` or `code` may be a comma list.
+Opens = Literal["model", "models", "data", "code", "template", "file", "folder"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,10 @@ class OptionInfo:
 
     aliases: tuple[Alias, ...] = ()
     bare: str | None = None  # value of the flag typed without one; bool fields need none
-    env: str | None = None  # environment variable that gives the default
+    env: str | None = None  # environment variable that gives the default, and what `bare` means
     secret_env: str | None = None  # environment variable that a secret is moved to
+    opens: Opens | None = None  # which kind of file, folder or hub id the value names
+    known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ def option(
 ) -> Any:
     """Declare a field: default (or its factory), help text, other names.
 
-    `details` are those of `OptionInfo` (bare, env, secret_env) and ranges (`gt=0` and the like).
+    `details` are those of `OptionInfo` (bare, env, secret_env, opens, known_as) and ranges
+    (`gt=0` and the like).
     """
     aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
-    about = {name: details.pop(name) for name in ("bare", "env", "secret_env") if name in details}
+    known_details = ("bare", "env", "secret_env", "opens", "known_as")
+    about = {name: details.pop(name) for name in known_details if name in details}
     start = {"default_factory" if callable(default) else "default": default}
     extra = {"option": OptionInfo(aliases, **about)}  # type: ignore[arg-type]
     known = {**start, **details, "description": description, "json_schema_extra": extra}

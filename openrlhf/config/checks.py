@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from openrlhf.config.common import OptimizerConfig
+    from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 
 # The names of transformers.SchedulerType; written out because importing transformers takes seconds.
 SCHEDULERS = (
@@ -50,6 +50,25 @@ def schedule_problems(name: str) -> Iterator[str]:
         near = get_close_matches(name, SCHEDULERS, n=1)
         remedy = f"--lr_scheduler {near[0]}" if near else f"one of {', '.join(SCHEDULERS)}"
         yield f"--lr_scheduler is not a known schedule: {name}. Type {remedy}."
+
+
+def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
+    """Weights of 4 bits carry adapters and stay whole; fp32 gradients are summed in fp32."""
+    if ds.load_in_4bit and ds.lora.rank == 0:
+        yield (
+            "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+            "--load_in_4bit out."
+        )
+    if ds.load_in_4bit and ds.zero_stage == 3:
+        yield (
+            "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
+            "Type --zero_stage 2."
+        )
+    if ds.param_dtype == "fp32" and ds.grad_accum_dtype in ("bf16", "fp16"):
+        yield (
+            f"--grad_accum_dtype {ds.grad_accum_dtype} with fp32 parameters: add --bf16 or leave "
+            "it out."
+        )
 
 
 def muon_notes(config: OptimizerConfig) -> Iterator[str]:

@@ -108,6 +108,7 @@ def describe(option: Option, given: Given, detail: Mapping[str, Any]) -> str:
         must, remedy = f"must be {bounds[0]}", f"Type a value {bounds[0]}"
     elif choices:
         near = get_close_matches(str(seen), choices, n=1, cutoff=0.0)[0]
+        near = (option.info.known_as or {}).get(str(seen).lower(), near)
         must, remedy = f"must be one of {', '.join(choices)}", f"Type {near}"
     elif option.is_switch:
         must, remedy = "must be true or false", "Type true or false"

@@ -84,9 +84,9 @@ class LoadConfig(PrecisionConfig):
     attn_implementation: str = option(
         "flash_attention_2",
         "Attention; without CUDA or the flash-attn package SDPA is used. "
-        "`--flash_attn` means flash_attention_2.",
+        "`--flash_attn` means flash_attention_2, `--flash_attn false` sdpa.",
         "attn_implementation",
-        Alias("flash_attn", {"true": "flash_attention_2"}),
+        Alias("flash_attn", {"true": "flash_attention_2", "false": "sdpa"}),
     )
     load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", "load_in_4bit")
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
@@ -134,7 +134,10 @@ class DeepSpeedConfig(LoadConfig):
         "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
     )
     config: str | None = option(
-        None, "A DeepSpeed JSON file; its `auto` values are filled in.", "deepspeed_config"
+        None,
+        "A DeepSpeed JSON file; its `auto` values are filled in.",
+        "deepspeed_config",
+        opens="file",
     )
 
 
@@ -184,17 +187,19 @@ class LoggerConfig(Base):
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = option(
         None,
-        "TensorBoard directory; `true`: `tensorboard` in the run folder.",
+        "TensorBoard directory, with a folder for each --wandb_run_name; `true`: `tensorboard` in "
+        "the run folder.",
         "use_tensorboard",
         Alias("report_to", {"tensorboard": "true", "all": "true"}),
         bare="true",
+        env="TENSORBOARD_LOGGING_DIR",
     )
 
 
 class EvalConfig(Base):
     """`eval.*`: held-out data."""
 
-    dataset: str | None = option(None, "Evaluation data.", "eval_dataset")
+    dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
     split: str = option("train", "Split of the evaluation data.", "eval_split")
     steps: int = option(
         -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps"

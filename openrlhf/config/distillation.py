@@ -30,7 +30,11 @@ class TeacherConfig(Base):
     """`teacher.*`: the model that is learnt from; it has the student's vocabulary."""
 
     model_name_or_path: str | None = option(
-        None, "Teacher model: hub id or path.", "teacher_model", "teacher_model_name_or_path"
+        None,
+        "Teacher model: hub id or path.",
+        "teacher_model",
+        "teacher_model_name_or_path",
+        opens="model",
     )
     offload: bool = switch("Keep its weights in CPU memory.", "teacher_offload")
 

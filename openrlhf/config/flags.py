@@ -100,7 +100,7 @@ def _translated(
 ) -> Iterator[tuple[str, Any]]:
     for word in words or ("true",):
         plain = word.lower()
-        plain = "true" if plain in TRUE_WORDS else "false" if plain == "0" else plain
+        plain = "true" if plain in TRUE_WORDS else "false" if plain in ("0", "no", "off") else plain
         meanings = [target.meanings or {} for target in targets]
         if plain not in FALSE_WORDS and not any(plain in meaning for meaning in meanings):
             known = [key for key in dict.fromkeys(k for m in meanings for k in m) if key != "false"]

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from openrlhf.config.base import is_given
-from openrlhf.config.checks import batch_problems, is_blank, schedule_problems
+from openrlhf.config.checks import (
+    batch_problems,
+    is_blank,
+    precision_problems,
+    schedule_problems,
+)
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.idle import idle_settings
 from openrlhf.config.notices import Caution
@@ -120,6 +125,12 @@ class PPOConfig(RunConfig):
         """Whether models and engines take turns on the same devices: not when both run at once."""
         return self.train.colocate_all and not self.train.async_enable
 
+    @property
+    def rewards_take_turns(self) -> bool:
+        """Whether reward models score beside training, on devices of what is trained."""
+        with_critic = self.train.colocate_critic_reward and self.has_critic
+        return self.train.async_enable and (self.train.colocate_all or with_critic)
+
     def colocated_pairs(self) -> Iterator[tuple[str, str]]:
         """Pairs of roles that share GPUs, the one that sets the shape first."""
         if self.train.colocate_all or self.train.colocate_actor_ref:
@@ -196,6 +207,7 @@ class PPOConfig(RunConfig):
     def check_micro_batches_fit(self) -> Iterator[str]:
         """A micro-batch is a part of a batch."""
         yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
+        yield from precision_problems(self.ds)
         micro, num_samples = self.rollout.micro_batch_size, self.num_rollout_samples
         if micro > num_samples:
             yield (
@@ -288,14 +300,6 @@ class PPOConfig(RunConfig):
         if not re.fullmatch(r"fail|drop_group|retry\(\d+\)", value):
             yield f"--reward_failure is unknown: {value}. Type fail, drop_group or retry(3)."
 
-    def check_normalised_reward_has_a_model(self) -> Iterator[str]:
-        """Mean and std are read from a reward model's config."""
-        if self.reward.normalize_enable and is_blank(self.reward.model_name_or_path):
-            yield (
-                "--normalize_reward is set without a local reward model to take mean and std from. "
-                "Leave it out or type --reward_pretrain."
-            )
-
     def check_learning_rate_schedules(self) -> Iterator[str]:
         """The schedules have names that exist."""
         for name in dict.fromkeys((self.actor.lr_scheduler, self.critic.lr_scheduler)):
@@ -335,6 +339,16 @@ class PPOConfig(RunConfig):
                 f"--async_train: samples up to {self.train.async_queue_size} update(s) old count "
                 "as if they were new. --enable_vllm_is_correction weighs them by how likely they "
                 "are now."
+            )
+
+    def note_most_that_is_generated_ahead(self) -> Iterator[str]:
+        """What could not be trained on in time is not started."""
+        size, num_behind = self.rollout.vllm_generate_batch_size, self.train.async_queue_size
+        most = (num_behind + 1) * self.rollout.batch_size
+        if self.train.async_enable and size is not None and size > most:
+            yield (
+                f"--vllm_generate_batch_size {size} counts as {most}: more prompts on their way "
+                f"could not all be trained on within --async_queue_size {num_behind} update(s)."
             )
 
     def note_settings_that_nothing_reads(self) -> Iterator[str]:

@@ -30,6 +30,11 @@ IDLE = (
         HAS_NO_CRITIC,
     ),
     Idle(
+        ("reward.normalize_enable",),
+        lambda config: is_blank(config.reward.model_name_or_path),
+        "without --reward_pretrain, whose config has the mean and std",
+    ),
+    Idle(
         ("algo.kl.target", "algo.kl.horizon"),
         lambda config: config.algo.kl.init_coef == 0,
         "with --init_kl_coef 0",

@@ -41,7 +41,11 @@ class ActorConfig(OptimizerConfig):
         ge=1,
     )
     model_name_or_path: str | None = option(
-        None, "Policy to start from: hub id or path.", "pretrain", "model_name_or_path"
+        None,
+        "Policy to start from: hub id or path.",
+        "pretrain",
+        "model_name_or_path",
+        opens="model",
     )
     adam: ActorAdamConfig = ActorAdamConfig()
     gradient_checkpointing_enable: bool = switch(
@@ -55,6 +59,7 @@ class ActorConfig(OptimizerConfig):
         "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
         "your own function as module:name or file.py:name.",
         "policy_loss_type",
+        opens="code",
     )
     sapo_tau: tuple[float, float] = option(
         (1.0, 1.05), "Steepness of SAPO's gate for good and for bad tokens.", "sapo_tau"
@@ -105,6 +110,7 @@ class CriticConfig(OptimizerConfig):
         None,
         "Value model to start from; unset: the first reward model, else the policy.",
         "critic_pretrain",
+        opens="model",
     )
     adam: CriticAdamConfig = CriticAdamConfig()
     gradient_checkpointing_enable: bool = switch(
@@ -135,7 +141,7 @@ class RewardConfig(Base):
     num_nodes: int = option(1, "Nodes of the reward model.", "reward_num_nodes", ge=1)
     num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "reward_num_gpus_per_node", ge=1)
     model_name_or_path: str | None = option(
-        None, "Reward models, with commas between.", "reward_pretrain"
+        None, "Reward models, with commas between.", "reward_pretrain", opens="models"
     )
     weights: tuple[float, ...] | None = option(
         None, "Weights of several reward models; unset: 1 each.", "reward_weights"
@@ -144,6 +150,7 @@ class RewardConfig(Base):
         None,
         "A .py file with reward_func, or URLs of reward servers with commas between.",
         "remote_rm_url",
+        opens="code",
     )
     failure: str = option(
         "fail", "When a reward cannot be had: fail, drop_group or retry(n).", "reward_failure"

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from openrlhf.config.base import Base, option, switch
+from openrlhf.config.checked_data import CheckedDataConfig
 from openrlhf.config.common import (
     CheckpointConfig,
     EvalConfig,
@@ -23,6 +24,15 @@ from openrlhf.config.common import (
 Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 DEFAULT_GROUP_SIZE = 8
+# What people type for an estimator, by the method's name: only said, as one may be wrong.
+KNOWN_AS = {
+    "ppo": "gae",
+    "grpo": "group_norm",
+    "reinforce++": "reinforce",
+    "reinforce++_baseline": "reinforce_baseline",
+    "reinforce++-baseline": "reinforce_baseline",
+    "drgrpo": "dr_grpo",
+}
 
 
 class RolloutConfig(Base):
@@ -85,7 +95,12 @@ class VLLMConfig(Base):
 class AdvantageConfig(Base):
     """`algo.advantage.*`: from rewards to advantages."""
 
-    estimator: Estimator = option("gae", "Advantage estimator.", "advantage_estimator")
+    estimator: Estimator = option(
+        "gae",
+        "Advantage estimator: gae is PPO, group_norm GRPO, reinforce REINFORCE++.",
+        "advantage_estimator",
+        known_as=KNOWN_AS,
+    )
     gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
     lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
@@ -129,7 +144,7 @@ class KLConfig(Base):
     """`algo.kl.*`: staying near the reference model."""
 
     init_coef: float = option(
-        0.01, "KL coefficient; 0: no reference model is started.", "init_kl_coef", "beta", ge=0
+        0.01, "KL coefficient; 0 or below: no reference model is started.", "init_kl_coef", "beta"
     )
     target: float | None = option(
         None, "KL that the coefficient adapts to; unset: fixed.", "kl_target", gt=0
@@ -137,6 +152,12 @@ class KLConfig(Base):
     horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
     use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
+
+    @field_validator("init_coef")
+    @classmethod
+    def read_negative_as_off(cls, value: float) -> float:
+        """Old commands switch KL off with any number that is not above 0."""
+        return max(value, 0.0)
 
 
 class AlgoConfig(Base):
@@ -197,14 +218,20 @@ class PPOTrainConfig(TrainConfig):
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
     )
-    agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", "agent_func_path")
+    agent_func_path: str | None = option(
+        None, "A .py file with AgentExecutor.", "agent_func_path", opens="file"
+    )
 
 
-class PPODataConfig(Base):
+class PPODataConfig(CheckedDataConfig):
     """`data.*`: where prompts come from."""
 
     prompt_dataset: str | None = option(
-        None, "Prompts: hub ids or paths, with commas between.", "prompt_data", "dataset_name"
+        None,
+        "Prompts: hub ids or paths, with commas between.",
+        "prompt_data",
+        "dataset_name",
+        opens="data",
     )
     prompt_probs: str | None = option(
         None, "Mixing probabilities, with commas; unset: one after the other.", "prompt_data_probs"
@@ -230,16 +257,18 @@ class PPODataConfig(Base):
     input_template: str | None = option(
         None, "Text around a plain prompt, with {} for it.", "input_template"
     )
-    apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
+    apply_chat_template: bool = switch(
+        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
+    )
     tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template"
+        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
     )
     disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
     dataloader_num_workers: int = option(
         0, "Processes that prepare prompts.", "dataloader_num_workers", ge=0
     )
     pretrain_dataset: str | None = option(
-        None, "Text whose language-modelling loss is mixed in.", "pretrain_data"
+        None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
     pretrain_probs: str | None = option(
         None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"

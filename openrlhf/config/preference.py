@@ -146,16 +146,16 @@ class RefConfig(Base):
     """`ref.*`: the frozen model that log-probabilities are compared with."""
 
     offload: bool = switch("Keep its weights in CPU memory.", "ref_offload")
+    precompute_log_probs: bool = switch(
+        "Compute its log-probabilities once, before training.", "precompute_ref_log_probs"
+    )
 
 
 class DPORefConfig(RefConfig):
     """`ref.*` of train_dpo."""
 
     model_name_or_path: str | None = option(
-        None, "Reference model; unset: the same as --pretrain.", "ref_pretrain"
-    )
-    precompute_log_probs: bool = switch(
-        "Compute its log-probabilities once, before training.", "precompute_ref_log_probs"
+        None, "Reference model; unset: the same as --pretrain.", "ref_pretrain", opens="model"
     )
 
 
@@ -278,6 +278,7 @@ class KTOModelConfig(ModelConfig):
         "Model to start from: hub id or path.",
         "pretrain",
         "model_name_or_path",
+        opens="model",
     )
     beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
     desirable_loss_weight: float = option(

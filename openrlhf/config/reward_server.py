@@ -26,6 +26,7 @@ class ServedRewardConfig(Base):
         "Reward model: hub id or path; with commas several, whose weighted scores are added.",
         "reward_pretrain",
         "model_name_or_path",
+        opens="models",
     )
     weights: tuple[float, ...] | None = option(
         None, "Weights of several reward models; unset: 1 each.", "reward_weights"
@@ -98,7 +99,9 @@ class ServeRewardConfig(CommandConfig):
         "--token_file, or OPENRLHF_REWARD_TOKEN in the environment.",
     )
     port: int = option(5000, "Port; 0: a free one, which is said.", ge=0, le=65535)
-    token_file: str | None = option(None, "File with the token that clients must send.")
+    token_file: str | None = option(
+        None, "File with the token that clients must send.", opens="file"
+    )
     batch_size: int | None = option(
         None,
         "Most texts in a forward pass; unset: as many as --limits.max_tokens_per_forward allows.",

@@ -86,7 +86,7 @@ class ServedModelConfig(Base):
     """`model.*`: the model that is used."""
 
     model_name_or_path: str | None = option(
-        None, "Model: hub id or path.", "pretrain", "model_name_or_path"
+        None, "Model: hub id or path.", "pretrain", "model_name_or_path", opens="model"
     )
 
 
@@ -263,8 +263,8 @@ class BatchInferenceConfig(CommandConfig):
 class LoraCombinerConfig(CommandConfig):
     """Merge an adapter into its base model (lora_combiner)."""
 
-    model_path: str | None = option(None, "Base model: hub id or path.")
-    lora_path: str | None = option(None, "Folder of the adapter.")
+    model_path: str | None = option(None, "Base model: hub id or path.", opens="model")
+    lora_path: str | None = option(None, "Folder of the adapter.", opens="folder")
     output_path: str | None = option(None, "Folder to write the merged model to.")
     is_rm: bool = switch("The model is a reward model.")
     ds: PrecisionConfig = PrecisionConfig()
@@ -294,11 +294,11 @@ class ChatDataConfig(Base):
     )
     apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
     tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template"
+        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
     )
     disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
     ta_prompt: str | None = option(
-        None, "File whose text stands before the conversation.", "ta_prompt"
+        None, "File whose text stands before the conversation.", "ta_prompt", opens="file"
     )
 
 

@@ -68,15 +68,20 @@ def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:
     for name, source, words in flags:
         if name != "config":
             reading.take(name, source, words)
+    read_environment(reading, is_after=True)
     return reading
 
 
-def read_environment(reading: Reading) -> None:
-    """Defaults from the variables that fields name."""
+def read_environment(reading: Reading, *, is_after: bool = False) -> None:
+    """Defaults from the variables that fields name; `is_after` flags, for those typed bare."""
     for option in walk(reading.config_class):
-        if option.info.env and os.environ.get(option.info.env):
-            given = Given(os.environ[option.info.env], option.info.env)
-            reading.values[option.path] = given
+        variable, bare = option.info.env, option.info.bare
+        if not variable or not os.environ.get(variable):
+            continue
+        given = reading.values.get(option.path)
+        is_bare = given is not None and bare is not None and str(given.raw).lower() == bare
+        if is_bare or not is_after:
+            reading.values[option.path] = Given(os.environ[variable], variable)
 
 
 def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, str, list[str]]]:

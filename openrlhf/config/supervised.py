@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, option, switch
-from openrlhf.config.checks import batch_problems, is_blank, muon_notes, schedule_problems
+from openrlhf.config.base import Base, is_given, option, switch
+from openrlhf.config.checked_data import CheckedDataConfig
+from openrlhf.config.checks import (
+    batch_problems,
+    is_blank,
+    muon_notes,
+    precision_problems,
+    schedule_problems,
+)
 from openrlhf.config.common import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -30,7 +37,11 @@ class ModelConfig(Base):
     """`model.*`: the model a supervised command trains."""
 
     model_name_or_path: str | None = option(
-        None, "Model to start from: hub id or path.", "pretrain", "model_name_or_path"
+        None,
+        "Model to start from: hub id or path.",
+        "pretrain",
+        "model_name_or_path",
+        opens="model",
     )
     gradient_checkpointing_enable: bool = switch(
         "Recompute activations in the backward pass.", "gradient_checkpointing"
@@ -51,11 +62,15 @@ class SFTModelConfig(ModelConfig):
     )
 
 
-class DatasetConfig(Base):
+class DatasetConfig(CheckedDataConfig):
     """`data.*`: where rows come from, and how their text becomes tokens."""
 
     dataset: str | None = option(
-        None, "Rows: hub ids or paths, with commas between.", "dataset", "dataset_name"
+        None,
+        "Rows: hub ids or paths, with commas between.",
+        "dataset",
+        "dataset_name",
+        opens="data",
     )
     dataset_probs: str | None = option(
         None,
@@ -70,9 +85,11 @@ class DatasetConfig(Base):
         "max_samples",
         gt=0,
     )
-    apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
+    apply_chat_template: bool = switch(
+        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
+    )
     tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template"
+        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
     )
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
@@ -85,7 +102,9 @@ class AnsweredDataConfig(DatasetConfig):
 
     input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
     output_key: str | None = option(
-        None, "Column of the answer; unset: the last message of a chat.", "output_key"
+        None,
+        "Column of the answer; unset: `completion`, or the last message of a chat.",
+        "output_key",
     )
     input_template: str | None = option(
         "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
@@ -221,6 +240,20 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         """A micro-batch is a part of a batch."""
         yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
 
+    def check_weights_can_be_trained(self) -> Iterator[str]:
+        """In this number of bits, split like this, summed like this."""
+        yield from precision_problems(self.ds)
+
+    def check_router_loss_has_a_gradient(self) -> Iterator[str]:
+        """The reentrant variant runs layers without a graph."""
+        model = self.model
+        is_reentrant = model.gradient_checkpointing_reentrant
+        if model.aux_loss_coef > 0 and model.gradient_checkpointing_enable and is_reentrant:
+            yield (
+                "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
+                "would have no gradient. Type --gradient_checkpointing alone."
+            )
+
     def check_learning_rate_schedule(self) -> Iterator[str]:
         """The schedule has a name that exists."""
         yield from schedule_problems(self.lr_scheduler)
@@ -250,9 +283,10 @@ class SFTConfig(SupervisedConfig):
     logger: SFTLoggerConfig = SFTLoggerConfig()
 
     def check_multiturn_has_a_template(self) -> Iterator[str]:
-        """Turns are found from the chat template."""
-        if self.data.multiturn and not self.data.apply_chat_template:
-            yield "--multiturn is set without --apply_chat_template. Add --apply_chat_template."
+        """Turns are found from the chat template, which message lists take unasked."""
+        is_refused = is_given(self, "data.apply_chat_template")
+        if self.data.multiturn and is_refused and not self.data.apply_chat_template:
+            yield "--multiturn is set with --apply_chat_template false. Leave one of them out."
 
     def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
         """Continued pre-training reads text, not conversations."""

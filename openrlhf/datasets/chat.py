@@ -33,7 +33,6 @@ _ROLE_NAMES = {
     "observation": "tool",
     "ipython": "tool",
 }
-STANDARD_PROMPT_COLUMNS = ("prompt", "messages", "conversations", "text")
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -49,20 +48,6 @@ class Rendered:
 
     text: str
     assistant_spans: tuple[Span, ...]
-
-
-def pick_column(
-    wanted: str, found: Sequence[str], standard: Sequence[str]
-) -> tuple[str | None, str | None]:
-    """The column to read and a notice when it is not the wanted one; (None, None) when there is
-    none.
-    """
-    if wanted in found:
-        return wanted, None
-    for name in standard:
-        if name in found:
-            return name, f"column '{wanted}' is not there; the standard column '{name}' is used"
-    return None, None
 
 
 def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
@@ -149,10 +134,10 @@ def plain_text(value: object, column: str) -> str:
     """The text of a column; raises RowError for anything else and for blank text."""
     if isinstance(value, (list, tuple, Mapping)):
         raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
+    if value is None:
+        raise RowError(f"'{column}' is missing, not text")
     if not isinstance(value, str):
-        raise RowError(
-            f"'{column}' is {'missing' if value is None else type(value).__name__}, not text"
-        )
+        raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
     if not value.strip():
         raise RowError(f"'{column}' is empty")
     return value
@@ -238,6 +223,29 @@ def render_answer(
         return Rendered(text, (_without_tail(encoder, text, len(prompt), len(text)),))
     spans = render_dialogue(encoder, messages, tools=tools).assistant_spans
     return Rendered(text, spans[-1:])
+
+
+def without_end(encoder: TextEncoder, rendered: Rendered, answer: Message) -> Rendered | None:
+    """The dialogue up to the last word of its last message, an answer that met its limit: what the
+    template writes behind it says that the answer ended, which it did not.
+
+    None where the template does not keep the answer as it is.
+    """
+    words, (start, end) = encoder.hide(_words(answer)), rendered.assistant_spans[-1]
+    for said in (words, words.strip()):
+        place = rendered.text.rfind(said, start, end)
+        if said and place >= 0:
+            stop = place + len(said)
+            return Rendered(rendered.text[:stop], (*rendered.assistant_spans[:-1], (start, stop)))
+    return None
+
+
+def _words(message: Message) -> str:
+    """The text a message ends with; nothing where it ends with a tool call or an image."""
+    content = message.get("content")
+    if isinstance(content, list) and content and isinstance(content[-1], Mapping):
+        content = content[-1].get("text")
+    return content if isinstance(content, str) and not message.get("tool_calls") else ""
 
 
 def has_generation_markers(encoder: TextEncoder) -> bool:

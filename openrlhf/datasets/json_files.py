@@ -29,7 +29,13 @@ Row = dict[str, object]
 
 
 class _BadRecord(ValueError):
-    """A record that parses as no JSON object we accept; the message says why."""
+    """A record that parses as no JSON object we accept; the message says why, `line` where it is in
+    the text, counted from 1.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 def read_json_table(path: Path) -> pa.Table:
@@ -106,7 +112,10 @@ def _array_records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
     try:
         with _open(path) as file:
             records = _loads(file.read().removeprefix(_BOM).decode("utf-8"))
-    except (_BadRecord, UnicodeDecodeError, *DAMAGED_GZIP) as error:
+    except _BadRecord as error:
+        problems.add(str(path) if error.line is None else f"{path}:{error.line}", str(error))
+        return
+    except (UnicodeDecodeError, *DAMAGED_GZIP) as error:
         problems.add(str(path), str(error))
         return
     assert isinstance(records, list), "an array was announced"
@@ -150,7 +159,8 @@ def _loads(text: str) -> object:
         )
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        raise _BadRecord(f"{'cut record' if is_cut else 'not JSON'}: {error.msg}") from error
+        told = f"{'cut record' if is_cut else 'not JSON'}: {error.msg}"
+        raise _BadRecord(told, error.lineno) from error
     except RecursionError as error:
         raise _BadRecord("nested too deeply") from error
     except _BadRecord:

@@ -1,27 +1,31 @@
 """From what a user types (files, folders, saved data sets, hub names, comma lists) to one table of
 rows.
 
-Everything that can be wrong with files is found here, before any model is loaded. Knows no columns:
-what a row must hold is the business of the data set classes.
+Everything that can be wrong with files is found here, before any model is loaded. Knows no column
+but `id`: what else a row must hold is the business of the data set classes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from openrlhf.datasets.json_files import DAMAGED_GZIP, join_tables, read_json_table
-from openrlhf.datasets.problems import files_of, remember_files
+from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
+from openrlhf.datasets.blending import blend, parse_probs
+from openrlhf.datasets.data_files import check_text, first_line, read_files, with_plain_text
+from openrlhf.datasets.expectations import UNCHECKED, Expectations, sha256_of
+from openrlhf.datasets.problems import Gathered, files_of, remember_files
+from openrlhf.datasets.repeated_ids import refuse_repeats
 from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.hub import looking_up
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 _SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -43,12 +47,13 @@ def load_rows(
     probs: str | Sequence[float] | None = None,
     max_samples: int | None = None,
     seed: int = 42,
+    expected: Expectations = UNCHECKED,
 ) -> Dataset:
     """The rows that a comma list of data sets names, blended by `probs` or else one after the
     other.
 
     `max_samples` caps each data set and the blend. Raises ConfigError or DataError with a one-line
-    remedy.
+    remedy for each data set that cannot be used.
     """
     names = (
         [spec] if _exists(Path(spec).expanduser()) else [name.strip() for name in spec.split(",")]
@@ -58,16 +63,45 @@ def load_rows(
         raise ConfigError(
             "no data set is named. Give files, folders or hub names, separated by commas."
         )
-    weights = _parse_probs(probs, names)
-    parts = [_capped(_load_one(name, split), max_samples) for name in names]
-    return _capped(_blend(parts, names, weights, seed), max_samples)
+    weights = parse_probs(probs, names)
+    gathered = Gathered()
+    found = [
+        gathered.attempt(partial(_load_one, name, split, facts))
+        for name, facts in zip(names, expected.of_each(names), strict=True)
+    ]
+    gathered.raise_if_any()
+    parts = [_capped(rows, max_samples) for rows in found if rows is not None]
+    return _capped(blend(parts, names, weights, seed), max_samples)
 
 
-def _load_one(name: str, split: str) -> Dataset:
-    rows = _load_local(name, split) if _is_local(name) else _load_from_hub(name, split)
+def _load_one(name: str, split: str, expected: Expectations) -> Dataset:
+    is_local = _is_local(name)
+    if expected.sha256:
+        _check_hash(name, expected.sha256)
+    rows = with_plain_text(_load_local(name, split) if is_local else _load_from_hub(name, split))
     if len(rows) == 0:
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
-    return rows if files_of(rows) else remember_files(rows, [(name, len(rows))])
+    if not files_of(rows):
+        check_text(rows.data.table, name)
+        remember_files(rows, [(name, len(rows))])
+    expected.check_count(name, len(rows))
+    if expected.duplicate_ids == "error":
+        refuse_repeats(rows)
+    return rows
+
+
+def _check_hash(name: str, expected: str) -> None:
+    path = _local_path(name)
+    if not path.is_file():
+        raise ConfigError(
+            f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
+            "file."
+        )
+    if (found := sha256_of(path)) != expected.lower():
+        raise DataError(
+            f"{path} has the SHA-256 {found}, not {expected.lower()}. Fetch the file again, or "
+            "correct --expect_sha256."
+        )
 
 
 def _is_local(name: str) -> bool:
@@ -89,12 +123,10 @@ def _is_local(name: str) -> bool:
             f"data set {name} is a link to {path.readlink()}, which does not exist. "
             "Give the file itself."
         )
-    repository = name.partition("@")[0]
-    looks_local = name.startswith(("/", ".", "~")) or name.endswith(SUFFIXES)
-    if looks_local or repository.count("/") > 1:
+    if looks_local(name):
         raise ConfigError(
-            f"data set {name} does not exist. Give a file ({', '.join(SUFFIXES)}), a folder of "
-            "them, or a hub name."
+            f"data set {name} does not exist. Give a file ({', '.join(DATA_SUFFIXES)}), a folder "
+            "of them, or a hub name."
         )
     return False
 
@@ -124,16 +156,16 @@ def _load_local(name: str, split: str) -> Dataset:
     if _is_saved_dataset(path):
         return _pick_saved(_read_saved(path), name, split)
     if path.is_file():
-        return _read_files([path])  # a file has no splits: it is what was asked for
+        return read_files([path])  # a file has no splits: it is what was asked for
     by_split = _files_by_split(path)
     if not by_split:
         raise ConfigError(
-            f"folder {name} has no data files. Put {', '.join(SUFFIXES)} files into it."
+            f"folder {name} has no data files. Put {', '.join(DATA_SUFFIXES)} files into it."
         )
     wanted = _SPLIT_WORDS.get(split, split)
     if wanted not in by_split:
         raise _missing_split(name, split, sorted(by_split))
-    return _read_files(by_split[wanted])
+    return read_files(by_split[wanted])
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -145,12 +177,14 @@ def _read_saved(path: Path) -> Dataset | DatasetDict:
         return datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{path} is a damaged saved data set: {_first_line(error)} Save it again."
+            f"{path} is a damaged saved data set: {first_line(error)} Save it again."
         ) from error
 
 
 def _pick_saved(saved: Dataset | DatasetDict, name: str, split: str) -> Dataset:
-    by_split = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
+    if not isinstance(saved, DatasetDict) and saved.split is None:
+        return saved  # it has no splits: it is what was asked for
+    by_split = saved if isinstance(saved, DatasetDict) else {str(saved.split): saved}
     if split not in by_split:
         raise _missing_split(name, split, sorted(by_split))
     return by_split[split]
@@ -170,7 +204,7 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
     files = sorted(
         path
         for path in folder.rglob("*")
-        if path.name.endswith(SUFFIXES)
+        if path.name.endswith(DATA_SUFFIXES)
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     by_split: dict[str, list[Path]] = {}
@@ -189,134 +223,26 @@ def _split_of(relative: Path) -> str | None:
     return None
 
 
-def _read_files(paths: list[Path]) -> Dataset:
-    place = str(paths[0] if len(paths) == 1 else paths[0].parent)
-    if all(path.suffix == ".arrow" for path in paths):
-        parts = [_read_arrow(path) for path in paths]
-        rows, counts = datasets.concatenate_datasets(parts), list(map(len, parts))
-    else:
-        tables = [_read_table(path) for path in paths]
-        table, counts = join_tables(tables, place), [table.num_rows for table in tables]
-        rows = Dataset(table) if table.num_columns else Dataset.from_dict({})
-    return remember_files(rows, list(zip(map(str, paths), counts, strict=True)))
-
-
-def _read_arrow(path: Path) -> Dataset:
-    try:
-        return Dataset.from_file(str(path))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is not a readable Arrow file: {_first_line(error)}") from error
-
-
-def _read_table(path: Path) -> pa.Table:
-    """All rows of a file that stays as it is meanwhile."""
-    try:
-        before = path.stat()
-        if before.st_size == 0:
-            raise DataError(f"{path} is empty: 0 rows. Give a file that has rows.")
-        table = _read_by_suffix(path)
-        after = path.stat()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise DataError(f"{path} changed while it was read. Start again once it is written.")
-    return table
-
-
-def _read_by_suffix(path: Path) -> pa.Table:
-    try:
-        if path.suffix == ".csv":
-            return _read_csv(path)
-        if path.suffix == ".parquet":
-            return pa.parquet.read_table(path)
-        if path.suffix == ".arrow":
-            return _read_arrow(path).data.table
-        return read_json_table(path)
-    except (pa.ArrowException, *DAMAGED_GZIP) as error:
-        raise DataError(f"{path} is damaged: {_first_line(error)}. Write it again.") from error
-
-
-def _read_csv(path: Path) -> pa.Table:
-    """A CSV file with quoted line breaks allowed; what looks like a date stays text."""
-    parse = pa.csv.ParseOptions(newlines_in_values=True)
-    table = pa.csv.read_csv(path, parse_options=parse)
-    dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
-    if not dates:
-        return table
-    convert = pa.csv.ConvertOptions(column_types=dates)
-    return pa.csv.read_csv(path, parse_options=parse, convert_options=convert)
-
-
 def _load_from_hub(name: str, split: str) -> Dataset:
     """A hub data set `name` or `name@subset`, the subset being a configuration or a folder of data
     files.
     """
     repository, _, subset = name.partition("@")
     try:
-        if subset and subset not in datasets.get_dataset_config_names(repository):
-            return datasets.load_dataset(repository, data_dir=subset, split=split)
-        return datasets.load_dataset(repository, subset or None, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
+        with looking_up("data set", name):
+            if subset and subset not in datasets.get_dataset_config_names(repository):
+                return datasets.load_dataset(repository, data_dir=subset, split=split)
+            return datasets.load_dataset(repository, subset or None, split=split)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         raise ConfigError(
             f"data set {name} cannot be loaded from the hub (split '{split}'): "
-            f"{_first_line(error)} "
+            f"{first_line(reason or error)} "
             "Check the name and the split, or give a local path."
         ) from error
-
-
-def _parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:
-    """Blending probabilities that sum to 1, or None for one data set after the other."""
-    if probs is None or probs == "":
-        return None
-    items = probs.split(",") if isinstance(probs, str) else list(probs)
-    try:
-        weights = [float(item) for item in items]
-    except ValueError as error:
-        raise ConfigError(f"probabilities {probs!r} are not numbers. Give e.g. 0.7,0.3.") from error
-    if len(weights) != len(names):
-        raise ConfigError(
-            f"{len(weights)} probabilities for {len(names)} data sets. Give one for each data set."
-        )
-    if min(weights) <= 0 or abs(sum(weights) - 1) > 1e-3:
-        raise ConfigError(
-            f"probabilities {weights} sum to {sum(weights):g}. Give positive numbers that sum to 1."
-        )
-    return [weight / sum(weights) for weight in weights]
-
-
-def _blend(
-    parts: list[Dataset], names: list[str], weights: list[float] | None, seed: int
-) -> Dataset:
-    if len(parts) == 1:
-        return parts[0]
-    try:
-        if weights is None:
-            files = [item for part in parts for item in _files_within(part)]
-            return remember_files(datasets.concatenate_datasets(parts), files)
-        rows = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
-        return remember_files(rows, [])  # a blended row has no simple place
-    except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(
-            f"data sets {', '.join(names)} do not fit together: {_first_line(error)} "
-            "Give their common columns the same types."
-        ) from error
-
-
-def _files_within(rows: Dataset) -> list[tuple[str, int]]:
-    """The files of rows that may have been capped, with the rows that are left of each."""
-    left = len(rows)
-    files = []
-    for name, count in files_of(rows):
-        files.append((name, min(count, left)))
-        left -= files[-1][1]
-    return files
 
 
 def _capped(rows: Dataset, max_samples: int | None) -> Dataset:
     if max_samples is None or len(rows) <= max_samples:
         return rows
     return rows.select(range(int(max_samples)))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

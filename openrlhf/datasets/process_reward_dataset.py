@@ -14,15 +14,17 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from openrlhf.datasets.chat import RowError, pick_column, plain_text
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.chat import RowError, plain_text
+from openrlhf.datasets.conventions import pick_column, recognised_line
+from openrlhf.datasets.segments import (
+    Segment,
+)
 from openrlhf.datasets.token_store import Json
 from openrlhf.datasets.tokenized import (
     Draft,
     Progress,
     Row,
     RowFormat,
-    Segment,
     TokenizedDataset,
     Tokens,
 )
@@ -36,8 +38,8 @@ STEPWISE_COLUMNS = ("prompt", "completions", "labels")
 class ProcessFormat(RowFormat):
     """How rows become judged steps."""
 
-    input_key: str = "input"
-    label_key: str = "label"
+    input_key: str | None = None  # None: `input`, `text`, or the columns of STEPWISE_COLUMNS
+    label_key: str | None = None  # None: `label` or `labels`
     placeholder_token: str = ""  # the marker
     reward_tokens: tuple[str, ...] = ()  # what a label may be, the positive one first; () for any
 
@@ -87,22 +89,28 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
 
     def _check_columns(self) -> None:
         form, columns = self._format, self._rows.column_names
-        self._is_stepwise = form.input_key not in columns and set(STEPWISE_COLUMNS) <= set(columns)
+        is_usual = form.input_key in (None, "input") and "input" not in columns
+        self._is_stepwise = is_usual and set(STEPWISE_COLUMNS) <= set(columns)
         if self._is_stepwise:
             self._label_key = "labels"
-            self.notices.append(
-                f"column '{form.input_key}' is not there; the standard columns "
-                f"{', '.join(STEPWISE_COLUMNS)} are used"
-            )
+            self.notices.append(recognised_line(STEPWISE_COLUMNS, "steps and their labels"))
             return
-        input_key, notice = pick_column(form.input_key, columns, ("text",))
-        if input_key is None:
-            raise missing_column(form.input_key, columns, flag="--input_key")
-        label_key, label_notice = pick_column(form.label_key, columns, ("labels",))
-        if label_key is None:
-            raise missing_column(form.label_key, columns, flag="--label_key")
-        self._input_key, self._label_key = input_key, label_key
-        self.notices += filter(None, (notice, label_notice))
+        self._input_key = pick_column(
+            form.input_key, columns, ("input", "text"), flag="--input_key"
+        )
+        self._label_key = pick_column(
+            form.label_key, columns, ("label", "labels"), flag="--label_key"
+        )
+        asked = (form.input_key or "input", form.label_key or "label")
+        if asked != (found := (self._input_key, self._label_key)):
+            self.notices.append(recognised_line(found, "text and its labels"))
+
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted; none says that steps stand in columns of their own."""
+        if self._is_stepwise:
+            return {}
+        return {"data.input_key": self._input_key, "data.label_key": self._label_key}
 
     def _draft(self, row: Row) -> Draft:
         text = self._stepwise_text(row) if self._is_stepwise else row[self._input_key]

@@ -9,25 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import (
-    STANDARD_PROMPT_COLUMNS,
     RowError,
     ends_with_answer,
     has_placeholder,
-    pick_column,
     render_prompt,
 )
+from openrlhf.datasets.conventions import (
+    PROMPT_COLUMNS,
+    image_notices,
+    pick_column,
+    recognised_line,
+    uses_chat_template,
+)
 from openrlhf.datasets.problems import Problems, missing_column, row_place
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.token_store import TokenizedRows, TokenStore
 from openrlhf.datasets.tokenized import CHUNK_ROWS, Progress, cached, map_chunks
 from openrlhf.errors import ConfigError, DataError
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 OVERLONG_POLICIES = ("filter", "truncate_left", "error")
 
@@ -36,25 +42,13 @@ OVERLONG_POLICIES = ("filter", "truncate_left", "error")
 class PromptFormat:
     """How rows become prompts."""
 
-    input_key: str = "input"
+    input_key: str | None = None  # None: the first of PROMPT_COLUMNS that is there
     label_key: str | None = None
     input_template: str | None = None
-    apply_chat_template: bool = False
+    apply_chat_template: bool | None = None  # None: where the column holds dialogues
     max_len: int | None = None  # tokens of a prompt; None for no limit
     overlong: str = "filter"  # filter | truncate_left | error
     allow_special_tokens: bool = False  # special tokens spelled in the data keep their meaning
-
-
-@dataclass(frozen=True)
-class PromptRecord:
-    """One prompt as the engines get it."""
-
-    row_id: int  # index of the row in the data set, before anything was dropped
-    prompt_text: str
-    prompt_token_ids: tuple[int, ...]
-    label: object = None
-    datasource: str = "default"
-    columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
 
 
 # What became of rows, beside the prompts that they are: keys of the counts that are kept.
@@ -81,10 +75,11 @@ class PromptDataset:
             tokenizer, allow_special_tokens=prompt_format.allow_special_tokens
         )
         self._input_key = self._check_columns()
+        self.notices += image_notices(rows.column_names)
         self._content = cached(
             rows,
             tokenizer,
-            f"{type(self).__qualname__} {prompt_format!r}",
+            f"{type(self).__qualname__} {self._format!r}",
             lambda: self._build(progress),
             progress=progress,
             notices=self.notices,
@@ -144,20 +139,35 @@ class PromptDataset:
                 f"--overlong_prompts {form.overlong} is unknown. "
                 f"Use {', '.join(OVERLONG_POLICIES)}."
             )
-        name, notice = pick_column(form.input_key, columns, STANDARD_PROMPT_COLUMNS)
-        if name is None:
-            raise missing_column(form.input_key, columns, flag="--input_key")
+        name = pick_column(form.input_key, columns, PROMPT_COLUMNS, flag="--input_key")
         if form.label_key and form.label_key not in columns:
             raise missing_column(form.label_key, columns, flag="--label_key")
-        if form.apply_chat_template:
-            chat_template_of(self._encoder.tokenizer)
-        elif form.input_template and not has_placeholder(form.input_template):
-            self.notices.append(
-                Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
-            )
-        if notice:
-            self.notices.append(notice)
+        tokenizer = self._encoder.tokenizer
+        is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
+        is_found = is_chat and not form.apply_chat_template
+        if is_found or name != (form.input_key or "input"):
+            how = "messages, with the chat template" if is_chat else "text"
+            self.notices.append(recognised_line([name], how))
+        if form.input_template and (is_found or not has_placeholder(form.input_template)):
+            why = "is not used for messages" if is_found else "has no {} and is not used"
+            self.notices.append(Caution(f"--input_template {form.input_template!r} {why}"))
+        self._format = replace(form, input_key=name, apply_chat_template=is_chat)
         return name
+
+    @property
+    def input_column(self) -> str:
+        """The column of the prompts."""
+        return self._input_key
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the chat template renders the prompts."""
+        return bool(self._format.apply_chat_template)
+
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+        return {"data.input_key": self._input_key, "data.apply_chat_template": self.is_chat}
 
     def _build(self, progress: Progress | None) -> TokenizedRows:
         prompts, problems, num_rows = TokenizedRows([TokenStore()]), Problems(), len(self._rows)
@@ -205,12 +215,12 @@ class PromptDataset:
             row,
             input_key=self._input_key,
             input_template=self._format.input_template,
-            apply_chat_template=self._format.apply_chat_template,
+            apply_chat_template=self.is_chat,
             encoder=self._encoder,
         )
 
     def _is_answered(self, row: dict[str, object]) -> bool:
-        return self._format.apply_chat_template and ends_with_answer(row[self._input_key])
+        return self.is_chat and ends_with_answer(row[self._input_key])
 
     def _check_label(self, row: dict[str, object]) -> None:
         key = self._format.label_key

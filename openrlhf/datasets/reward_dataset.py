@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from torch import Tensor
@@ -25,19 +25,26 @@ from openrlhf.datasets.chat import (
     render_dialogue,
     to_messages,
 )
+from openrlhf.datasets.conventions import if_given, recognised_line, uses_chat_template
+from openrlhf.datasets.csv_files import number_of
 from openrlhf.datasets.problems import missing_column
-from openrlhf.datasets.tokenized import (
-    Draft,
+from openrlhf.datasets.segments import (
     LeftOutError,
-    Row,
-    RowFormat,
     Segment,
-    TokenizedDataset,
-    Tokens,
     cut_at_spans,
+    cut_segments,
     text_to_learn,
 )
+from openrlhf.datasets.tokenized import (
+    Draft,
+    Row,
+    RowFormat,
+    TokenizedDataset,
+    Tokens,
+)
 from openrlhf.errors import DataError
+
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,12 @@ class PreferenceFormat(RowFormat):
     def of(cls, data: PairDataConfig, *, with_margin: bool = False) -> PreferenceFormat:
         """As a command's `data.*` says."""
         return cls(
-            prompt_key=data.prompt_key,
+            prompt_key=if_given(data, "prompt_key"),
             chosen_key=data.chosen_key,
             rejected_key=data.rejected_key,
             with_margin=with_margin,
             input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
+            apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
             overlong=data.overlong_rows,
         )
@@ -106,10 +113,23 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
                 f"{', '.join(columns)}. Add it, or leave --margin_loss out."
             )
         self._prompt_key = form.prompt_key or ("prompt" if "prompt" in columns else None)
-        if form.prompt_key is None and self._prompt_key is not None:
-            self.notices.append("no --prompt_key was given; the standard column 'prompt' is used")
-        if form.input_template and self._prompt_key is None and not form.apply_chat_template:
+        names = [name for name in (self._prompt_key, form.chosen_key, form.rejected_key) if name]
+        is_chat = uses_chat_template(
+            form.apply_chat_template, self._rows, names, self._encoder.tokenizer
+        )
+        self._format = replace(form, apply_chat_template=is_chat)
+        if (is_chat and not form.apply_chat_template) or self._prompt_key != form.prompt_key:
+            how = "messages, with the chat template" if is_chat else "text"
+            self.notices.append(recognised_line(names, how))
+        if form.input_template and is_chat and not form.apply_chat_template:
+            self.notices.append(Caution("--input_template is not used for messages"))
+        elif form.input_template and self._prompt_key is None and not is_chat:
             self.notices.append(Caution("--input_template is not used: there is no prompt column"))
+
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+        return {**super().recognised, "data.prompt_key": self._prompt_key}
 
     def _draft(self, row: Row) -> Draft:
         form = self._format
@@ -117,31 +137,38 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         sides = [form.chosen_key, form.rejected_key]
         if form.apply_chat_template:
             return Draft(self._chat_sides(row, sides), margin)
-        texts = [self._side_text(row[name]) for name in sides]
+        answers = [
+            Segment(self._side_text(row[name], name), is_target=True, is_cut=_is_cut(row, side))
+            for name, side in zip(sides, SIDES, strict=True)
+        ]
         if self._prompt_key is None:
-            return Draft([[Segment(text, is_target=True)] for text in texts], margin)
+            return Draft([[answer] for answer in answers], margin)
         prompt = self._encoder.hide(plain_text(row[self._prompt_key], self._prompt_key))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
-        return Draft([[start, Segment(text, is_target=True)] for text in texts], margin)
+        return Draft([[start, answer] for answer in answers], margin)
 
-    def _side_text(self, value: object) -> str:
-        return self._encoder.hide(text_to_learn(self._response_text(value)))
+    def _side_text(self, value: object, column: str) -> str:
+        return self._encoder.hide(text_to_learn(self._response_text(value), column))
 
     def _margin(self, row: Row) -> float:
         if not self._format.with_margin:
             return 0.0
         value = row[self._format.margin_key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = None if isinstance(value, bool) else number_of(value)
+        if number is None:
             raise RowError(f"'{self._format.margin_key}' is {value!r}, not a number")
-        if not math.isfinite(value):
+        if not math.isfinite(number):
             raise RowError(f"'{self._format.margin_key}' is {value}")
-        return float(value)
+        return number
 
     def _chat_sides(self, row: Row, names: Sequence[str]) -> list[list[Segment]]:
         prompt = None if self._prompt_key is None else to_messages(row[self._prompt_key])
         dialogues = [self._dialogue(prompt, row[name], name) for name in names]
         num_shared = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
-        return [self._side_segments(dialogue, num_shared, row) for dialogue in dialogues]
+        return [
+            self._side_segments(dialogue, num_shared, row, is_cut=_is_cut(row, side))
+            for dialogue, side in zip(dialogues, SIDES, strict=True)
+        ]
 
     def _dialogue(self, prompt: list[Message] | None, value: object, name: str) -> list[Message]:
         """All messages of a side; what begins with no answer holds its prompt itself."""
@@ -156,15 +183,20 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             raise RowError(f"'{name}' begins neither with an answer nor with the prompt's messages")
         return messages
 
-    def _side_segments(self, messages: list[Message], num_shared: int, row: Row) -> list[Segment]:
+    def _side_segments(
+        self, messages: list[Message], num_shared: int, row: Row, *, is_cut: bool
+    ) -> list[Segment]:
         """A side whose targets are the assistant's turns behind the messages both sides share."""
         tools = row.get("tools")
         if len(messages) == num_shared + 1:
             rendered = render_answer(self._encoder, messages, tools=tools)
-            return cut_at_spans(rendered.text, rendered.assistant_spans)
-        rendered = render_dialogue(self._encoder, messages, tools=tools)
-        num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
-        return cut_at_spans(rendered.text, rendered.assistant_spans[num_known:])
+        else:
+            rendered = render_dialogue(self._encoder, messages, tools=tools)
+            num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
+            rendered = replace(rendered, assistant_spans=rendered.assistant_spans[num_known:])
+        if is_cut:
+            return cut_segments(self._encoder, rendered, messages[-1])
+        return cut_at_spans(rendered.text, rendered.assistant_spans)
 
     def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
         """Sides without a prompt of their own part where their tokens do."""
@@ -181,6 +213,11 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if chosen.ids == rejected.ids:
             return "chosen and rejected are the same" if self._format.drop_identical else None
         return super()._reason_to_leave_out(sequences)
+
+
+def _is_cut(row: Row, side: str) -> bool:
+    """Whether `batch_inference` notes that this side's answer met its limit of tokens."""
+    return row.get(f"{side}_finish_reason") == "length"
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

@@ -8,58 +8,73 @@ token but the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from typing_extensions import Self
 
+from openrlhf.config.base import is_given
+from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import AnsweredDataConfig
 from openrlhf.datasets.chat import (
-    STANDARD_PROMPT_COLUMNS,
     Message,
     Rendered,
+    RowError,
     fill_template,
     is_blank,
-    pick_column,
     plain_text,
     render_answer,
     render_dialogue,
     to_messages,
 )
+from openrlhf.datasets.conventions import (
+    PROMPT_COLUMNS,
+    TEXT_COLUMNS,
+    holds_dialogues,
+    if_given,
+    pick_column,
+    recognised_line,
+    uses_chat_template,
+)
 from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.segments import (
+    LeftOutError,
+    Segment,
+    cut_at_spans,
+    cut_segments,
+    text_to_learn,
+)
 from openrlhf.datasets.tokenized import (
     Draft,
-    LeftOutError,
     Row,
     RowFormat,
-    Segment,
     TokenizedDataset,
     Tokens,
-    cut_at_spans,
-    text_to_learn,
 )
 from openrlhf.errors import ConfigError, DataError
 
-DIALOGUE_COLUMNS = ("messages", "conversations")  # standard columns that hold the answer too
+DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 
 
 @dataclass(frozen=True)
 class AnsweredFormat(RowFormat):
     """How rows become a prompt and its response."""
 
-    input_key: str = "input"
-    output_key: str | None = None  # None: the last message of the input column's dialogue
-    input_template: str | None = "User: {}\nAssistant: "
+    input_key: str | None = None  # None: the first of PROMPT_COLUMNS with an answer
+    output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last
+    usual_output: str | None = None  # looked for where nobody names a column
+    input_template: str | None = DEFAULT_TEMPLATE
 
     @classmethod
     def of(cls, data: AnsweredDataConfig, **more: Any) -> Self:
         """As a command's `data.*` says; `more` are the fields of the kind of row."""
         return cls(
-            input_key=data.input_key,
-            output_key=data.output_key,
+            input_key=if_given(data, "input_key"),
+            output_key=if_given(data, "output_key"),
+            usual_output=None if is_given(data, "output_key") else data.output_key,
             input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
+            apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
             overlong=data.overlong_rows,
             **more,
@@ -71,7 +86,7 @@ class SFTFormat(AnsweredFormat):
     """How rows become supervised examples."""
 
     multiturn: bool = False  # learn every assistant turn, not only the last
-    pretrain_mode: bool = False  # learn every token of the input column
+    pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,13 @@ class SFTExample:
 
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool, False on the first token (nothing predicts it)
+
+
+class Columns(NamedTuple):
+    """What is read of a row."""
+
+    prompt: str
+    answer: str | None  # None: the prompt's column holds the answer too
 
 
 AnsweredFormatT = TypeVar("AnsweredFormatT", bound=AnsweredFormat)
@@ -92,45 +114,102 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
     further_remedy: ClassVar[str] = ""  # for rows without a response column
 
     def _check_columns(self) -> None:
-        form, columns = self._format, self._rows.column_names
-        input_key, notice = pick_column(form.input_key, columns, STANDARD_PROMPT_COLUMNS)
-        if input_key is None:
-            raise missing_column(form.input_key, columns, flag="--input_key")
-        self.notices += [notice] if notice else []
-        self._input_key = input_key
-        self._output_key = self._pick_output(input_key)
+        asked, columns = self._format, self._find_columns()
+        names = [name for name in columns if name is not None]
+        is_chat = not self._is_whole_text(columns) and uses_chat_template(
+            asked.apply_chat_template, self._rows, names, self._encoder.tokenizer
+        )
+        self._columns = columns
+        self._format = replace(
+            asked, input_key=columns.prompt, output_key=columns.answer, apply_chat_template=is_chat
+        )
+        self._say_recognised(asked, columns)
+
+    @property
+    def input_column(self) -> str:
+        """The column of the prompt, or of the dialogue."""
+        return self._columns.prompt
 
     @property
     def output_column(self) -> str | None:
         """The response column; None when the dialogue holds the response itself."""
-        return self._output_key
+        return self._columns.answer
 
-    def _pick_output(self, input_key: str) -> str | None:
-        form, columns = self._format, self._rows.column_names
-        if form.output_key in columns:
-            return form.output_key
-        has_own_answer = form.apply_chat_template and input_key in DIALOGUE_COLUMNS
-        is_standard = has_own_answer or (input_key == "prompt" and "completion" in columns)
-        # "output" is the default of some commands: then it need not be meant.
-        if form.output_key is not None and not (form.output_key == "output" and is_standard):
-            raise missing_column(form.output_key, columns, flag="--output_key")
-        if input_key == "prompt" and "completion" in columns:
-            self.notices.append("the answers are taken from the standard column 'completion'")
-            return "completion"
-        if not form.apply_chat_template:
-            raise DataError(
-                f"no response column is given; columns found: {', '.join(columns)}. "
-                "Name it with --output_key, or use --apply_chat_template for message lists"
-                f"{self.further_remedy}."
-            )
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+        keys = {"data.input_key": self._columns.prompt, "data.output_key": self._columns.answer}
+        return {**super().recognised, **keys}
+
+    def _find_columns(self) -> Columns:
+        """The columns that flags name, or else the first of the usual ones with an answer."""
+        form, found = self._format, self._rows.column_names
+        if form.input_key is not None or form.output_key is not None:
+            prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+            candidates = [prompt]
+        else:
+            candidates = [name for name in PROMPT_COLUMNS if name in found]
+        for prompt in candidates:
+            if (columns := self._with_answer(prompt)) is not None:
+                return columns
+        prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+        self._check_template_finds_answers()
+        return Columns(prompt, None)
+
+    def _with_answer(self, prompt: str) -> Columns | None:
+        """A prompt column with where its answer is; None when there is none."""
+        form, found = self._format, self._rows.column_names
+        if form.output_key is not None:
+            return Columns(prompt, pick_column(form.output_key, found, (), flag="--output_key"))
+        if form.usual_output in found:
+            return Columns(prompt, form.usual_output)
+        if prompt == "prompt" and "completion" in found:
+            return Columns(prompt, "completion")
+        is_named = form.input_key is not None or prompt != "prompt"
+        has_own = is_named and holds_dialogues(self._rows, prompt)
+        if has_own or self._is_whole_text(Columns(prompt, None)):
+            return Columns(prompt, None)
         return None
+
+    def _check_template_finds_answers(self) -> None:
+        """No column holds an answer: raises DataError unless the chat template may find one."""
+        form, columns = self._format, self._rows.column_names
+        if form.apply_chat_template:
+            return
+        if form.usual_output is not None:
+            raise missing_column(form.usual_output, columns, flag="--output_key")
+        raise DataError(
+            f"no response column is given; columns found: {', '.join(columns)}. "
+            f"Name it with --output_key{self.further_remedy}."
+        )
+
+    def _is_whole_text(self, columns: Columns) -> bool:
+        """Whether every token of the prompt column is learnt, and nothing else."""
+        return False
+
+    def _say_recognised(self, asked: AnsweredFormatT, columns: Columns) -> None:
+        """One line when columns, template or text were not asked for as they are read."""
+        is_text, template = self._is_whole_text(columns), asked.input_template
+        is_found = is_text or (self._format.apply_chat_template and not asked.apply_chat_template)
+        how = "text, of which every token is learnt" if is_text else "text"
+        if self._format.apply_chat_template:
+            how = "messages, with the chat template"
+        elif template and not is_text:
+            how = f"text, with --input_template {template!r}"
+        named = {asked.input_key or "input", asked.output_key or asked.usual_output, None}
+        if is_found or not named.issuperset(columns):
+            self.notices.append(recognised_line(columns, how))
+        if is_found and template not in (None, DEFAULT_TEMPLATE):
+            self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
 
     def _draft(self, row: Row) -> Draft:
         if self._format.apply_chat_template:
             return Draft([self._chat_segments(row)])
-        assert self._output_key is not None, "_pick_output requires one without a chat template"
-        response = text_to_learn(self._response_text(row[self._output_key]))
-        prompt = self._encoder.hide(plain_text(row[self._input_key], self._input_key))
+        column, answer = self._columns
+        if answer is None:  # a dialogue that is not to be rendered
+            raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
+        response = text_to_learn(self._response_text(row[answer]), answer)
+        prompt = self._encoder.hide(plain_text(row[column], column))
         segments = [
             Segment(fill_template(self._format.input_template, prompt), is_target=False),
             Segment(self._encoder.hide(response), is_target=True, is_cut=_is_cut(row)),
@@ -138,14 +217,16 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         return Draft([segments])
 
     def _chat_segments(self, row: Row) -> list[Segment]:
-        messages = to_messages(row[self._input_key])
-        if self._output_key is not None:
-            response = self._response_text(row[self._output_key])
+        messages = to_messages(row[self._columns.prompt])
+        if self._columns.answer is not None:
+            response = self._response_text(row[self._columns.answer])
             messages += to_messages(response, text_role="assistant")
         answers = [m for m in messages if m["role"] == "assistant"]
         if not answers or is_blank(answers[-1]):
             raise LeftOutError("no assistant turn" if not answers else "empty response")
         rendered = self._render(messages, row.get("tools"))
+        if _is_cut(row) and messages[-1]["role"] == "assistant":
+            return cut_segments(self._encoder, rendered, messages[-1])
         return cut_at_spans(rendered.text, rendered.assistant_spans)
 
     def _render(self, messages: Sequence[Message], tools: object) -> Rendered:
@@ -173,13 +254,37 @@ class SFTDataset(AnsweredPrompts[SFTFormat]):
                 "--multiturn finds turns in a chat template. Add --apply_chat_template."
             )
 
-    def _pick_output(self, input_key: str) -> str | None:
-        return None if self._format.pretrain_mode else super()._pick_output(input_key)
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+        return {
+            **super().recognised,
+            "model.pretrain_mode_enable": self._format.pretrain_mode,
+        }
+
+    def _check_columns(self) -> None:
+        super()._check_columns()
+        is_text = self._is_whole_text(self._columns)
+        self._format = replace(self._format, pretrain_mode=is_text)
+
+    def _find_columns(self) -> Columns:
+        form = self._format
+        if not form.pretrain_mode:
+            return super()._find_columns()
+        found = self._rows.column_names
+        return Columns(pick_column(form.input_key, found, TEXT_COLUMNS, flag="--input_key"), None)
+
+    def _is_whole_text(self, columns: Columns) -> bool:
+        form = self._format
+        if form.pretrain_mode is not None:
+            return form.pretrain_mode
+        is_text = columns == ("text", None) and not holds_dialogues(self._rows, "text")
+        return is_text and not form.apply_chat_template
 
     def _draft(self, row: Row) -> Draft:
         if not self._format.pretrain_mode:
             return super()._draft(row)
-        text = self._encoder.hide(text_to_learn(row[self._input_key]))
+        text = self._encoder.hide(text_to_learn(row[self._columns.prompt], self._columns.prompt))
         return Draft([[Segment(text, is_target=True)]])
 
     def _render(self, messages: Sequence[Message], tools: object) -> Rendered:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -17,8 +17,10 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.notices import Caution
-from openrlhf.datasets.chat import RowError, Span, has_placeholder
+from openrlhf.datasets.chat import RowError, has_placeholder
+from openrlhf.datasets.conventions import image_notices
 from openrlhf.datasets.problems import Problems, row_place
+from openrlhf.datasets.segments import LeftOutError, Segment
 from openrlhf.datasets.token_cache import (
     MIN_ROWS,
     cache_key,
@@ -29,7 +31,7 @@ from openrlhf.datasets.token_cache import (
 from openrlhf.datasets.token_store import Json, TokenizedRows, TokenStore
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.forked import map_forked, num_cores
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 CHUNK_ROWS = 1000
 PARALLEL_ROWS = 10_000  # of fewer, two processes do no more than one that encodes on two cores
@@ -44,19 +46,10 @@ class RowFormat:
     """What every kind of row is read by."""
 
     input_template: str | None = None  # around a plain prompt
-    apply_chat_template: bool = False
+    apply_chat_template: bool | None = None  # None: where a column holds dialogues
     max_len: int = 2048  # tokens
     overlong: str = "filter"  # filter | truncate | error
     allow_special_tokens: bool = False  # special tokens spelled in the data keep their meaning
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of rendered text that is tokenised by itself."""
-
-    text: str
-    is_target: bool
-    is_cut: bool = False  # it did not come to its end: no EOS stands behind it
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,6 @@ class Tokens(NamedTuple):
 
     ids: list[int]
     mask: list[bool]
-
-
-class LeftOutError(ValueError):
-    """The row is well formed but cannot be learned from; the message is what it is counted as."""
 
 
 FormatT = TypeVar("FormatT", bound=RowFormat)
@@ -100,8 +89,9 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._rows = rows
         self._format = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
-        self._check_format()
         self._check_columns()
+        self._check_format()
+        self.notices += image_notices(rows.column_names)
         self._content = self._fill(progress)
         self._report()
 
@@ -141,7 +131,14 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     @abstractmethod
     def _check_columns(self) -> None:
-        """Find the columns; raises DataError when one is not there."""
+        """Find the columns, and say in the format how they are read; raises DataError when one is
+        not there.
+        """
+
+    @property
+    def recognised(self) -> dict[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+        return {"data.apply_chat_template": bool(self._format.apply_chat_template)}
 
     @abstractmethod
     def _draft(self, row: Row) -> Draft:
@@ -162,8 +159,8 @@ class TokenizedDataset(ABC, Generic[FormatT]):
                 f"--overlong_rows {form.overlong} is unknown. Use {', '.join(OVERLONG_POLICIES)}."
             )
         if form.apply_chat_template:
-            chat_template_of(self._encoder.tokenizer)
-        elif form.input_template and not has_placeholder(form.input_template):
+            return
+        if form.input_template and not has_placeholder(form.input_template):
             self.notices.append(
                 Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
             )
@@ -349,30 +346,3 @@ def map_chunks(build: Callable[[int], ChunkT], num_rows: int) -> Iterator[ChunkT
     """What is built of each chunk of rows, named by its first; in order."""
     num_processes = min(num_cores(), MAX_PROCESSES) if num_rows >= PARALLEL_ROWS else 1
     return map_forked(build, range(0, num_rows, CHUNK_ROWS), num_processes=num_processes)
-
-
-def text_to_learn(value: object) -> str:
-    """Text to learn from; a row without any has no target, another type is an error."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise LeftOutError("empty response")
-    if not isinstance(value, str):
-        raise RowError(
-            f"{type(value).__name__} instead of text. Message lists need --apply_chat_template"
-        )
-    return value
-
-
-def cut_at_spans(text: str, spans: Sequence[Span]) -> list[Segment]:
-    """The rendered text in order, cut at the spans that are learned; white space behind the last
-    one is left out.
-    """
-    segments: list[Segment] = []
-    position = 0
-    for start, end in spans:
-        segments.append(Segment(text[position:start], is_target=False))
-        segments.append(Segment(text[start:end], is_target=True))
-        position = end
-    tail = text[position:]
-    if tail.strip():
-        segments.append(Segment(tail, is_target=False))
-    return [segment for segment in segments if segment.text]

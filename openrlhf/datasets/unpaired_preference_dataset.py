@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
+from openrlhf.datasets.csv_files import number_of
 from openrlhf.datasets.problems import missing_column
 from openrlhf.datasets.sft_dataset import AnsweredFormat, AnsweredPrompts
 from openrlhf.datasets.tokenized import Draft, Row
@@ -69,6 +70,7 @@ class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
 
     def _draft(self, row: Row) -> Draft:
         label = row[self._format.label_key]
-        if not isinstance(label, (bool, int, float)) or label not in (0, 1):
+        number = number_of(label)
+        if number not in (0, 1):
             raise RowError(f"'{self._format.label_key}' is {label!r}; labels are 1 and 0")
-        return Draft(super()._draft(row).sequences, bool(label))
+        return Draft(super()._draft(row).sequences, bool(number))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from openrlhf.distributed import collectives
 from openrlhf.distributed.export_padding import scorable_padding
 from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
+from openrlhf.utils.progress import bars_for_tqdm, tracked
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -57,7 +58,7 @@ def export_hf(
     is_adapter = hasattr(hf_model, "peft_config")
     if tensors is None:
         tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
-    state = to_cpu(tensors, is_main=is_main)
+    state = to_cpu(tracked(tensors, "collecting weights"), is_main=is_main)
     try:
         if is_main:
             write_folder(hf_model, state, tokenizer, Path(path), command=command)
@@ -82,7 +83,7 @@ def write_folder(
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
         mend_generation_config(generation_config)
-    with no_progress_bars(), scorable_padding(hf_model, tokenizer) as own_tokenizer:
+    with our_bars(), scorable_padding(hf_model, tokenizer) as own_tokenizer:
         hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
         if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
             # Name of the value head and scale of its scores have no place in an adapter's files.
@@ -97,13 +98,20 @@ def write_folder(
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """A block in which transformers draws no bars of its own."""
+def our_bars() -> Iterator[None]:
+    """A block in which transformers draws a bar of ours over the files it writes, and none of its
+    own.
+    """
     was_enabled = transformers.logging.is_progress_bar_enabled()
+    hook = bars_for_tqdm({"Writing model shards": "writing the model's files"})
     transformers.logging.disable_progress_bar()
-    yield
-    if was_enabled:
-        transformers.logging.enable_progress_bar()
+    previous_hook = transformers.logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers.logging.set_tqdm_hook(previous_hook)
+        if was_enabled:
+            transformers.logging.enable_progress_bar()
 
 
 def mend_generation_config(config: GenerationConfig) -> None:

@@ -21,6 +21,7 @@ from openrlhf.distributed.checkpoint import STATE, CheckpointStore, Saved, Stage
 from openrlhf.distributed.manifest import write_json
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.progress import progress
 
 MAX_FAILED_SAVES = 3  # in a row
 KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
@@ -193,7 +194,8 @@ class CheckpointSaver:
         writers = [] if self.config.disable_ds else list(write)
         if self.config.save_hf:
             writers.append(lambda staged: export(staged.export))
-        problems = self._save(step, writers, state)
+        with progress("saving a checkpoint"):
+            problems = self._save(step, writers, state)
         if not problems:
             self.num_failed = 0
             return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType, get_scheduler
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
@@ -41,6 +40,9 @@ class LearningRate:
     """The schedule of one optimizer over `num_updates` updates."""
 
     def __init__(self, optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: int) -> None:
+        # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
+        from transformers import SchedulerType, get_scheduler  # noqa: PLC0415
+
         names = [kind.value for kind in SchedulerType]
         if optim.lr_scheduler not in names:
             raise ConfigError(

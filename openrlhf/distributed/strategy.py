@@ -32,6 +32,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import base_model_of, hf_model_of
 from openrlhf.errors import ConfigError
+from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,14 @@ class DeepSpeedStrategy:
         if optim.optim == "muon":
             groups, max_norm = muon_groups(model, groups, optim), math.inf
             optimizer = make_muon(groups, optim, is_cuda=facts.is_cuda)
-        engine, *_ = import_deepspeed().initialize(
-            model=model,
-            model_parameters=groups,
-            optimizer=optimizer,
-            config=config,
-            dist_init_required=False,
-        )
+        with progress("getting the optimizer ready"):
+            engine, *_ = import_deepspeed().initialize(
+                model=model,
+                model_parameters=groups,
+                optimizer=optimizer,
+                config=config,
+                dist_init_required=False,
+            )
         if self.ds.deepcompile:
             engine.compile()
         schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)

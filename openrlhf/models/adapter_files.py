@@ -1,6 +1,7 @@
 """An adapter's folder put on a model that is loaded, every weight of it in its place, and merged.
 
-PEFT takes a folder with weights missing and trains on with random ones; here that is an error.
+PEFT takes a folder with weights missing and trains on with random ones; here that is an error. It
+is imported where an adapter is at hand: with bitsandbytes it takes seconds in every process.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import peft
 import torch
-from peft import get_peft_model_state_dict, load_peft_weights
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
@@ -20,6 +19,7 @@ from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
 if TYPE_CHECKING:
     from collections.abc import Set
 
+    import peft
     from transformers import PreTrainedModel
 
 NUM_KEYS_SHOWN = 3
@@ -32,6 +32,8 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
     Raises ConfigError when the folder holds no adapter, one that does not fit the model, or one
     that lacks weights.
     """
+    import peft  # noqa: PLC0415 - see above
+
     folder = Path(path).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{path} holds no {ADAPTER_CONFIG}. Give the folder of an adapter.")
@@ -72,8 +74,10 @@ def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> 
 
 def check_adapter_keys(adapted: peft.PeftModel, folder: Path) -> None:
     """Raise ConfigError unless the folder holds every weight of the adapter, and no others."""
-    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    found = set(load_peft_weights(str(folder), device="cpu"))
+    import peft  # noqa: PLC0415 - see above
+
+    expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    found = set(peft.load_peft_weights(str(folder), device="cpu"))
     own = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
     problems = {"missing": expected - found, "unexpected": found - expected - own}
     texts = [f"{len(keys)} are {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]
@@ -85,6 +89,8 @@ def check_adapter_keys(adapted: peft.PeftModel, folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> peft.PeftConfig:
+    import peft  # noqa: PLC0415 - see above
+
     try:
         config = peft.PeftConfig.from_pretrained(folder)
     except (KeyError, TypeError, ValueError) as error:

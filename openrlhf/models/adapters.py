@@ -6,11 +6,11 @@ saved with it, and that a frozen base is the reference of an adapter trained on 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-import peft
 from torch import nn
 from typing_extensions import Unpack
 
@@ -21,6 +21,7 @@ from openrlhf.models.loading import LoadOptions, load_causal_lm, load_reward_bas
 from openrlhf.utils.adapter_folder import is_reward_adapter, read_adapter_config
 
 if TYPE_CHECKING:
+    import peft
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
@@ -35,6 +36,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """
     if not lora.rank:
         return model
+    import peft  # noqa: PLC0415 - takes seconds with bitsandbytes, and few runs need it
+
     names = list(lora.target_modules)
     targets: str | list[str] = ALL_LINEAR if names == [ALL_LINEAR] else names
     head = model.config.to_dict().get("value_head_prefix")
@@ -65,14 +68,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model carries an adapter."""
-    return isinstance(model, peft.PeftModel)
+    peft = sys.modules.get("peft")  # what put the adapter on has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """A block in which an adapted model answers as its base does."""
-    assert isinstance(model, peft.PeftModel), type(model)
-    with model.disable_adapter():
+    assert is_adapted(model), type(model)
+    with cast("peft.PeftModel", model).disable_adapter():
         yield
 
 

@@ -1,4 +1,4 @@
-"""What becomes of flash attention where there is no GPU for it."""
+"""What becomes of flash attention where its GPU or its package is not there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import torch
 
 from openrlhf.config.base import is_given
 from openrlhf.config.run import RunConfig
+from openrlhf.models.kernels import FLASH_2
+from openrlhf.models.loading import has_flash_attention
 from openrlhf.utils.logging import notice
 
 PATH = "ds.attn_implementation"
 
 
 def say_attention(config: RunConfig, requested: str) -> None:
-    """Say that a flash attention somebody typed is not the one that runs; the main rank calls."""
-    if is_given(config, PATH) and requested.startswith("flash") and not torch.cuda.is_available():
-        notice(f"{requested} needs a GPU: packed rows use torch's own attention here (SDPA)")
+    """Say that flash attention is not what runs; the main rank calls.
+
+    It is the default: without a GPU only who typed it is told.
+    """
+    if not torch.cuda.is_available():
+        if is_given(config, PATH) and requested.startswith("flash"):
+            notice(f"{requested} needs a GPU: packed rows use torch's own attention here (SDPA)")
+    elif requested == FLASH_2 and not has_flash_attention():
+        notice("flash-attn is not installed: packed rows use torch's own attention (SDPA)")

@@ -1,22 +1,37 @@
 """Kernels of other packages, put under a model on request: Liger, expert layers, 4-bit weights.
 
-Says in one line what a request lacks here, before another library raises its own error; which
-attention a model gets is decided in loading.py.
+Says in one line what a request lacks here, before data are read and before another library raises
+its own error; which attention a model gets is decided in loading.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
 
+from openrlhf.config.common import DeepSpeedConfig, LoadConfig
 from openrlhf.errors import ConfigError
+
+FLASH_2 = "flash_attention_2"
+# Attention that is never refused: where it is missing, torch's own takes its place.
+OWN_ATTENTION = ("auto", "sdpa", "eager", FLASH_2)
+# Attention of transformers, and the module and package it needs beside a GPU.
+GPU_ATTENTION = {
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
+    "flex_attention": ("torch", "torch"),
+}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package could be imported."""
-    return importlib.util.find_spec(package) is not None
+    """Whether a package, or a module of one, could be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # there is not even the package that the module is of
+        return False
 
 
 def require_cuda_package(flag: str, package: str, *, pip_name: str, is_cuda: bool) -> None:
@@ -27,6 +42,68 @@ def require_cuda_package(flag: str, package: str, *, pip_name: str, is_cuda: boo
     if lacks:
         remedy = f"Install {pip_name}" if is_cuda else "Run on a GPU"
         raise ConfigError(f"{flag}: {' and '.join(lacks)}. {remedy}, or leave {flag} out.")
+
+
+def check_here(ds: LoadConfig, *, is_cuda: bool | None = None) -> None:
+    """Raise ConfigError that lists what these settings need and this machine does not have."""
+    if is_cuda is None:
+        is_cuda = torch.cuda.is_available()
+    if problems := list(_missing(ds, is_cuda=is_cuda)):
+        raise ConfigError(problems)
+
+
+def _missing(ds: LoadConfig, *, is_cuda: bool) -> Iterator[str]:
+    checks = [lambda: check_attention(ds.attn_implementation, is_cuda=is_cuda)]
+    is_trained = isinstance(ds, DeepSpeedConfig)
+    if is_trained:
+        checks.append(lambda: check_fp16(ds.param_dtype, is_cuda=is_cuda))
+    if is_trained and ds.use_liger_kernel:
+        checks.append(lambda: check_liger(is_cuda=is_cuda))
+    if ds.load_in_4bit:
+        checks.append(check_4bit)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.problems
+    if is_trained and not is_cuda and ds.param_dtype == "auto":  # a checkpoint's own on a GPU
+        dtype = ds.grad_accum_dtype
+        if dtype in ("bf16", "fp16"):
+            yield (
+                f"--grad_accum_dtype {dtype} with fp32 parameters, as they are on a CPU: "
+                "add --bf16 or leave it out."
+            )
+
+
+def check_attention(name: str, *, is_cuda: bool) -> None:
+    """Refuse an attention that there is not, or not here; names with a slash are kernels of the
+    hub.
+    """
+    flag = f"--attn_implementation {name}"
+    if "/" in name:
+        require_cuda_package(flag, "kernels", pip_name="kernels", is_cuda=is_cuda)
+    elif name in GPU_ATTENTION:
+        module, pip_name = GPU_ATTENTION[name]
+        require_cuda_package(flag, module, pip_name=pip_name, is_cuda=is_cuda)
+    elif name not in OWN_ATTENTION:
+        known = ", ".join((*OWN_ATTENTION, *GPU_ATTENTION))
+        raise ConfigError(f"{flag} is not known. Type one of {known}, or a kernel's hub id.")
+
+
+def check_fp16(param_dtype: str, *, is_cuda: bool) -> None:
+    """DeepSpeed trains in fp16 on GPUs, and on CPUs whose matrix products know it."""
+    if param_dtype == "fp16" and not is_cuda and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise ConfigError(
+            "--ds.param_dtype fp16: this CPU does not train in fp16. Type --bf16 or "
+            "--ds.param_dtype fp32, or run on a GPU."
+        )
+
+
+def check_liger(*, is_cuda: bool) -> None:
+    """`--use_liger_kernel` needs its package, and Triton's GPU."""
+    require_cuda_package(
+        "--use_liger_kernel", "liger_kernel", pip_name="liger-kernel", is_cuda=is_cuda
+    )
 
 
 def check_4bit() -> None:
@@ -66,9 +143,7 @@ def apply_liger(model: PreTrainedModel, *, is_cuda: bool | None = None) -> None:
     """
     if is_cuda is None:
         is_cuda = torch.cuda.is_available()
-    require_cuda_package(
-        "--use_liger_kernel", "liger_kernel", pip_name="liger-kernel", is_cuda=is_cuda
-    )
+    check_liger(is_cuda=is_cuda)
     from liger_kernel.transformers import (  # noqa: PLC0415 - imports Triton
         _apply_liger_kernel_to_instance,
     )

@@ -23,33 +23,36 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
+from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError
 from openrlhf.models.adapter_files import SCALE_FIELDS, merge_adapter_into
 from openrlhf.models.kernels import (
+    FLASH_2,
+    OWN_ATTENTION,
     apply_liger,
     check_4bit,
     check_experts,
     keep_4bit_trainable,
 )
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.quiet_loading import quiet_transformers
+from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
+from openrlhf.utils.hub import looking_up
+from openrlhf.utils.progress import tracked
 
 logger = logging.getLogger(__name__)
 
 HEAD = "score"  # the module transformers gives the scalar head
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-FLASH_2 = "flash_attention_2"
 # Ways of asking for attention that packed attention answers itself.
-GENERIC_ATTENTION = ("auto", "sdpa", "eager", FLASH_2, PACKED_ATTENTION)
+GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's config; a path that is no model is a ConfigError."""
     folder = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
-    if looks_local and not folder.is_dir():
+    if looks_local(path) and not folder.is_dir():
         raise ConfigError(
             f"Model path {path!r} does not exist. "
             "Give a folder with a config.json, or a hub id such as org/name."
@@ -61,9 +64,16 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model path {path!r} holds no config.json. Give the folder that save_pretrained wrote."
         )
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with looking_up("model", path):
+            return transformers.AutoConfig.from_pretrained(
+                path, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if folder.is_dir():
+            raise ConfigError(
+                f"Model path {path!r} cannot be read: {reason} Copy or save the model again."
+            ) from error
         raise ConfigError(
             f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
             "Give a folder with a config.json, or the id of a model that can be reached."
@@ -181,6 +191,7 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
         "attn_implementation": choose_attention(options.get("attn_implementation"), dtype=dtype),
         "trust_remote_code": options.get("trust_remote_code", False),
         "output_loading_info": True,
+        "tqdm_class": download_bar_class(),
     }
     check_experts(options.get("experts_implementation"))
     if options.get("experts_implementation") is not None:
@@ -232,7 +243,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
         return merge_adapter_into(load_causal_lm(base, **options), path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     kwargs = from_pretrained_kwargs(config, options)
-    with quiet_transformers():
+    with quiet_transformers(path):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
     check_packable(model)
@@ -282,7 +293,7 @@ def load_sequence_model(
     kwargs = from_pretrained_kwargs(config, options)
     if name != HEAD:
         kwargs["key_mapping"] = {rf"^{re.escape(name)}\.": f"{HEAD}."}
-    with quiet_transformers():
+    with quiet_transformers(path):
         auto_class = transformers.AutoModelForSequenceClassification
         model, info = auto_class.from_pretrained(path, **kwargs)
     if has_stored_head:
@@ -347,7 +358,7 @@ def own_memory(model: PreTrainedModel) -> None:
     """
     if default_device_type() != "cpu":
         return
-    for parameter in model.parameters():
+    for parameter in tracked(list(model.parameters()), "copying weights into memory"):
         if parameter.device.type == "cpu" and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.clone()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.errors import ConfigError
 
@@ -42,15 +42,25 @@ def load_balancing_losses(
     return num_experts * (choices_BE / num_rows_B1 * (probs_sum_BE / num_rows_B1)).sum(-1)
 
 
+def check_has_experts(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError if the model at `path` sends no token to experts; reads no weights."""
+    if not _num_experts_per_token(config):
+        raise ConfigError(f"--aux_loss_coef is set, and {path} has no experts. Leave it out.")
+
+
+def _num_experts_per_token(config: PretrainedConfig) -> int:
+    return int(config.get_text_config().to_dict().get("num_experts_per_tok") or 0)
+
+
 def experts_per_token(model: PreTrainedModel) -> int:
     """How many experts a token is sent to; a model without experts is a ConfigError."""
     records = model.base_model._can_record_outputs or {}
-    top_k = model.config.get_text_config().to_dict().get("num_experts_per_tok")
+    top_k = _num_experts_per_token(model.config)
     if "router_logits" not in records or not top_k:
         raise ConfigError(
             f"--aux_loss_coef is set, and {type(model).__name__} has no experts. Leave it out."
         )
-    return int(top_k)
+    return top_k
 
 
 def refuse_reentrant(*, use_reentrant: bool) -> None:

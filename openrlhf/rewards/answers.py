@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.errors import RewardError
+from openrlhf.utils.numbers import as_float32
 
-FLOAT32_MAX = 3.4028234663852886e38
 MAX_NAMES_SHOWN = 3
 
 
@@ -123,9 +123,9 @@ def finite_numbers(values: object, *, name: str, batch: RewardBatch, source: str
             raise RewardError(
                 f"{source}: {name} of {batch.name_of(index)} is {value!r}, not a number"
             )
-    floats = [_to_float(value) for value in numbers]
+    floats = [as_float32(value) for value in numbers]  # type: ignore[arg-type]
     for index, number in enumerate(floats):
-        if not abs(number) <= FLOAT32_MAX:
+        if not math.isfinite(number):
             raise RewardError(
                 f"{source}: {name} of {batch.name_of(index)} is {numbers[index]!r}, not a finite "
                 "float32"
@@ -155,11 +155,3 @@ def _as_list(values: object, *, name: str, source: str) -> list[object]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float))
-
-
-def _to_float(value: object) -> float:
-    """The number as a float; an integer that no float can hold becomes infinite, and is then
-    refused.
-    """
-    assert isinstance(value, (bool, int, float))
-    return math.inf if isinstance(value, int) and abs(value) > 1e39 else float(value)

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark
+
 MIB = 1024**2
 MAX_SHOWN = 10_000  # characters of output that are kept
 RUNNER = """
@@ -93,6 +95,7 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
         _num_processes() + limits.num_processes,
         os.getpid(),
     )
+    mark = new_mark()
     with (
         files["stdin"].open("rb") as stdin,
         files["stdout"].open("wb") as stdout,
@@ -104,7 +107,12 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
             stdout=stdout,
             stderr=stderr,
             cwd=folder / "work",
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder / "work"), "LANG": "C.UTF-8"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(folder / "work"),
+                "LANG": "C.UTF-8",
+                MARK_VARIABLE: mark,
+            },
             start_new_session=True,
         )
         try:
@@ -114,6 +122,7 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            end_marked(mark, but=process.pid)
             process.wait()
 
 

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     socket, path, parent = arguments
     connection = Connection(int(socket))
     die_with_parent(int(parent))
+    own_pid = os.getpid()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     try:
         function = UserFunction(path)
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> None:
                 reply = function.answer(batch).as_dict()
             except RewardError as error:
                 reply = {"error": str(error)}
+            if os.getpid() != own_pid:  # a copy that the function forked: it has no say
+                os._exit(0)
             _reply(connection, reply)
 
 

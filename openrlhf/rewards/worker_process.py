@@ -19,8 +19,10 @@ from typing import Any
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.answers import RewardBatch
 from openrlhf.rewards.worker import DUMP_SIGNAL
+from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark
 
 LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
+TIMED_OUT = "did not end in"
 POLL_S = 0.05  # between two looks at a worker's clock and memory
 DUMP_S = 0.1  # for a hanging worker to write its stack
 EXIT_S = 1.0  # for a worker that hung up to end by itself, and say how
@@ -44,9 +46,10 @@ class WorkerProcess:
         self.path = path
         self.limits = limits
         self.log_path = log_path
+        self.mark = new_mark()
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = _start(path, theirs, log_path)
+            self.process = _start(path, theirs, log_path, self.mark)
         self.connection = Connection(ours.detach())
         reply = self._receive(LOAD_TIMEOUT_S, self._load_problem)
         if "problems" in reply:
@@ -69,8 +72,9 @@ class WorkerProcess:
         """
 
         def problem(what: str) -> RewardError:
+            limit = " (--reward_timeout_s)" if what.startswith(TIMED_OUT) else ""
             return RewardError(
-                f"{self.path}: the reward function {what} while it scored {batch.names()}. "
+                f"{self.path}: the reward function {what}{limit} while it scored {batch.names()}. "
                 f"Its worker was replaced.{self._log_hint}"
             )
 
@@ -82,6 +86,7 @@ class WorkerProcess:
         """End it and what it started, from any thread; a call in progress fails."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        end_marked(self.mark, but=self.process.pid)
 
     def kill(self) -> int:
         """End it and free what is held for it; answers its exit code."""
@@ -92,21 +97,30 @@ class WorkerProcess:
     def _receive(
         self, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
     ) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
         with suppress(EOFError, ConnectionError):
-            while not self.connection.poll(POLL_S):
-                if time.monotonic() > deadline:
-                    self._dump_stack()
-                    self.kill()
-                    raise problem(f"did not end in {timeout_s:g} s (--reward_timeout_s)")
-                if self.is_too_large:
-                    self.kill()
-                    raise problem(
-                        f"took more than {self.limits.memory_gib:g} GiB (--reward_memory_gib)"
-                    )
-            return json.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
+            if self._has_answered(timeout_s, problem):
+                return json.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
         self._wait(EXIT_S)
         raise problem(f"ended its process ({_exit_in_words(self.kill())})")
+
+    def _has_answered(
+        self, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
+    ) -> bool:
+        """Wait for an answer; False when the worker has ended without one."""
+        deadline = time.monotonic() + timeout_s
+        while not self.connection.poll(POLL_S):
+            if not self.is_alive:  # what it started may still hold the connection
+                return self.connection.poll()
+            if time.monotonic() > deadline:
+                self._dump_stack()
+                self.kill()
+                raise problem(f"{TIMED_OUT} {timeout_s:g} s")
+            if self.is_too_large:
+                self.kill()
+                raise problem(
+                    f"took more than {self.limits.memory_gib:g} GiB (--reward_memory_gib)"
+                )
+        return True
 
     def _load_problem(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: the file {what} while it was imported.{self._log_hint}")
@@ -133,9 +147,12 @@ def resident_gib(pid: int) -> float:
     return pages * PAGE_BYTES / GIB
 
 
-def _start(path: str, theirs: socket.socket, log_path: Path | None) -> subprocess.Popen[bytes]:
+def _start(
+    path: str, theirs: socket.socket, log_path: Path | None, mark: str
+) -> subprocess.Popen[bytes]:
     """The process, in a session of its own so that what it starts can be ended with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment[MARK_VARIABLE] = mark
     environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
     arguments = [str(theirs.fileno()), path, str(os.getpid())]
     with ExitStack() as stack:

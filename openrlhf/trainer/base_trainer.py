@@ -28,8 +28,9 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
-from openrlhf.utils.logging import eval_line, notice, progress, step_line, warn
+from openrlhf.utils.logging import eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import Tracker
 
 MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
@@ -211,17 +212,23 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Train from where the run stands to its end; `after_step` is called when all of a step is
         done, its log line and evaluation too.
         """
-        for epoch in range(self.position.epoch, self.settings.max_epochs):
-            for rows in self.batches(epoch, start=self.position.num_samples):
-                self.pending.merge(self.train_step(rows))
-                self.position = self.position.after(len(rows), of=len(self.samples))
-                if self.is_due(self.settings.logging_steps):
-                    self._log()
-                if self._is_evaluation_due():
-                    self._evaluate_and_log()
-                if after_step is not None:
-                    after_step()
+        for rows in self.batches_left():
+            self.pending.merge(self.train_step(rows))
+            self.position = self.position.after(len(rows), of=len(self.samples))
+            if self.is_due(self.settings.logging_steps):
+                self._log()
+            if self._is_evaluation_due():
+                self._evaluate_and_log()
+            if after_step is not None:
+                after_step()
         self.tracker.close()
+
+    def batches_left(self) -> Iterator[list[int]]:
+        """Rows of every global batch from where the run stands to its end."""
+        start = self.position.num_samples
+        for epoch in range(self.position.epoch, self.settings.max_epochs):
+            yield from self.batches(epoch, start=start)
+            start = 0
 
     def batches(self, epoch: int, *, start: int = 0) -> Iterator[list[int]]:
         """Rows of every global batch of an epoch, from its `start`th sample on; the same on every
@@ -231,6 +238,10 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         order = sampler.order(epoch).tolist()[start:]
         for batch in fixed_batches(len(order), self.settings.batch_size):
             yield [order[place] for place in batch]
+
+    def eval_batches(self, num_samples: int) -> list[list[int]]:
+        """Rows of every batch of an evaluation: batches of a step's size, in file order."""
+        return fixed_batches(num_samples, self.settings.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands, as JSON; the same on every rank."""
@@ -251,11 +262,13 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         micro_batches = [[self.samples[row] for row in part] for part in share.micro_batches]
         denominators = self._denominators(micro_batches) | self.prepare(rows, self.samples)
         metrics = Metrics()
-        for index in range(share.num_micro_batches):
-            own = micro_batches[index] if index < len(micro_batches) else []
-            loss = self._micro_loss(own, denominators, metrics)
-            is_last = index == share.num_micro_batches - 1
-            self.engine.backward(loss, is_last_micro_batch=is_last)
+        count = share.num_micro_batches
+        with progress(f"step {self.global_step + 1}", count, is_shown=count > 1) as advance:
+            for index in range(count):
+                own = micro_batches[index] if index < len(micro_batches) else []
+                loss = self._micro_loss(own, denominators, metrics)
+                self.engine.backward(loss, is_last_micro_batch=index == count - 1)
+                advance()
         if not self._step(rows, metrics):
             return Metrics()
         seconds = time.monotonic() - start
@@ -270,7 +283,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.engine.eval()
         lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
-            for rows in fixed_batches(len(lengths), self.settings.batch_size):
+            for rows in self.eval_batches(len(lengths)):
                 share = self.share_of(rows, lengths)
                 numbers = self.prepare(rows, self.eval_samples)
                 for index in range(share.num_micro_batches):

@@ -16,6 +16,7 @@ import torch
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.chat import asked_part
+from openrlhf.datasets.conventions import PROMPT_COLUMNS, if_given, pick_column
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -29,7 +30,7 @@ from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
 from openrlhf.trainer.post_processors import wish_template, with_tools, wrap_input
 from openrlhf.utils.adapter_folder import refuse_adapter
-from openrlhf.utils.logging import counter, progress
+from openrlhf.utils.progress import counter, progress
 from openrlhf.utils.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
@@ -47,15 +48,18 @@ class PromptTask(BatchTask):
         super().__init__(config, goes_first=goes_first)
         data = config.data
         prompt_format = PromptFormat(
-            input_key=data.input_key,
+            input_key=if_given(data, "input_key"),
             input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
+            apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.prompt_max_len,
             overlong=data.overlong_prompts,
         )
         rows = self.rows
         if config.csft.enable:
-            rows = asked_for_reward(rows, self.input_column, config.csft.prompt)
+            column = pick_column(
+                prompt_format.input_key, rows.column_names, PROMPT_COLUMNS, flag="--input_key"
+            )
+            rows = asked_for_reward(rows, column, config.csft.prompt)
         with (
             giving_way(gives_way=not goes_first),
             counter("tokenising prompts", is_shown=goes_first) as show,
@@ -132,10 +136,9 @@ class PromptTask(BatchTask):
     def _row(self, index: int, completion: Completion) -> dict[str, Any]:
         row = self.rows[self.prompts[index].row_id]
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        value = row[self.input_column]
-        is_dialogue = self.config.data.apply_chat_template
+        value = row[self.prompts.input_column]
         answered = {
-            "input": asked_part(value) if is_dialogue else value,
+            "input": asked_part(value) if self.prompts.is_chat else value,
             "output": text,
             "finish_reason": completion.finish_reason,
         }
@@ -224,4 +227,4 @@ def asked_for_reward(rows: Dataset, column: str, csft_prompt: str) -> Dataset:
         value = row[column]
         return {column: wrap_input(value, template) if isinstance(value, (str, list)) else value}
 
-    return rows.map(ask) if column in rows.column_names else rows  # refused by the prompts
+    return rows.map(ask)

@@ -16,12 +16,14 @@ from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
+from openrlhf.models.kernels import check_here
 from openrlhf.trainer.answer_parts import AnswerParts, check_writable, write_lines
 from openrlhf.trainer.batch_generation import PromptTask, check_vllm
 from openrlhf.trainer.batch_scoring import ScoreTask
 from openrlhf.trainer.batch_task import BatchTask
 from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
+from openrlhf.utils.progress import show_bars_on
 
 Row = Any
 TASKS: dict[str, type[BatchTask]] = {
@@ -40,9 +42,13 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     assert config.output_path is not None, "check_what_is_needed_is_named"
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path).expanduser()
+    if config.eval_task != "generate_vllm":
+        check_here(config.ds)
     check_vllm(config)
     check_writable(output)
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
+    if not topology.is_main:
+        show_bars_on(None)  # one rank draws for all
     task = TASKS[config.eval_task](config, goes_first=topology.local_rank == 0)
     strategy = DeepSpeedStrategy(
         config.ds.as_deepspeed(),

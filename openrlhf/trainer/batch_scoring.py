@@ -22,8 +22,8 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
 from openrlhf.trainer.post_processors import with_tools
-from openrlhf.utils.logging import counter, progress
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import counter, progress
 
 BATCHES_BETWEEN_WRITES = 16
 
@@ -106,11 +106,11 @@ class ScoreTask(BatchTask):
             raise RewardError(f"the reward model scored row {row_id} with {reward}")
         row, column = self.rows[row_id], self.examples.output_column
         if column is None:  # the dialogue ends with the answer
-            *asked, answer = row[self.input_column]
+            *asked, answer = row[self.examples.input_column]
             text = answer.get("content") if answer.get("content") is not None else answer["value"]
             scored = {"input": asked, "output": text}
         else:
-            scored = {"input": row[self.input_column], "output": row[column]}
+            scored = {"input": row[self.examples.input_column], "output": row[column]}
         if row.get("finish_reason") is not None:
             scored["finish_reason"] = row["finish_reason"]
         return with_tools({**scored, "reward": reward}, row)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.datasets.chat import STANDARD_PROMPT_COLUMNS, pick_column
+from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.loading import LoadOptions, load_config
@@ -54,13 +54,8 @@ class BatchTask(ABC):
             probs=config.data.dataset_probs,
             max_samples=config.data.max_samples,
             seed=config.seed,
+            expected=Expectations.of(config.data),
         )
-
-    @property
-    def input_column(self) -> str:
-        """The column prompts are read from, which may be a standard one."""
-        columns, wanted = self.rows.column_names, self.config.data.input_key
-        return pick_column(wanted, columns, STANDARD_PROMPT_COLUMNS)[0] or wanted
 
     @property
     @abstractmethod

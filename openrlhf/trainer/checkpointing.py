@@ -17,6 +17,7 @@ from openrlhf.distributed.run_checkpoints import CheckpointSaver, DataFacts, Ope
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.progress import progress
 
 MODEL = "model"  # the engine's folder in a checkpoint
 
@@ -65,7 +66,8 @@ class Checkpointer:
         """Put model, optimizer, position and random numbers where they were; all ranks call."""
         if self.saved is None:
             return
-        self.trainer.engine.load_states(self.saved.path / MODEL)
+        with progress("loading the checkpoint"):
+            self.trainer.engine.load_states(self.saved.path / MODEL)
         self.trainer.load_state_dict(self.saved.state["loop"])
         if collectives.is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")

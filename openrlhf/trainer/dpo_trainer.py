@@ -6,7 +6,7 @@ over pairs; `nll_loss` is a mean over the tokens of better answers, with a weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -25,9 +25,9 @@ from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor, TokenStats
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
-from openrlhf.trainer.pair_batch import PairBatch, ReferencedPairs, ask_all, by_side, empty_pair
-from openrlhf.trainer.reference import Reference, make_reference
+from openrlhf.trainer.base_trainer import LoopParts
+from openrlhf.trainer.pair_batch import PairBatch, ReferencedPairs, by_side, empty_pair
+from openrlhf.trainer.reference import Reference, ReferencedTrainer, make_reference
 from openrlhf.trainer.same_tokens import check_same_tokens
 from openrlhf.trainer.supervised_run import (
     Progress,
@@ -36,7 +36,6 @@ from openrlhf.trainer.supervised_run import (
     load_actor,
     run_supervised,
 )
-from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer
@@ -53,7 +52,7 @@ class AddedLosses:
     aux_coef: float = 0.0  # router loss of a mixture of experts
 
 
-class DPOTrainer(BaseTrainer[PreferencePair, PairBatch]):
+class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
     """A preference loss; `reference` is None for losses that look at the policy alone."""
 
     def __init__(
@@ -88,24 +87,13 @@ class DPOTrainer(BaseTrainer[PreferencePair, PairBatch]):
         is_referenced = self.loss.needs_reference and self.reference is None
         return empty_pair(is_referenced=is_referenced)
 
-    def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
-        """Ask the reference about all pairs first, where that is wanted; then train."""
-        if self.precompute and self.reference is not None and not self.is_finished:
-            self.precompute_reference()
-        super().fit(after_step=after_step)
-
-    def precompute_reference(self) -> None:
-        """Keep the reference's log-probs of both sets and let go of the model."""
-        ask = self.reference
-        assert ask is not None, "there is no reference to ask"
-        if self.strategy.is_main:
-            notice("computing the reference log-probs of every pair")
-        self.samples = ReferencedPairs(self.samples, ask_all(self, self.samples, ask))
+    def keep_answers(self, ask: Reference) -> None:
+        """Keep the reference's log-probs of both sides of every pair."""
+        self.samples = ReferencedPairs(self.samples, self.ask_all(self.samples, ask))
         if self.eval_samples is not None:
             self.eval_samples = ReferencedPairs(
-                self.eval_samples, ask_all(self, self.eval_samples, ask)
+                self.eval_samples, self.ask_all(self.eval_samples, ask)
             )
-        self.reference = None
 
     def compute_loss(
         self, batch: PairBatch, denominators: Mapping[str, float]

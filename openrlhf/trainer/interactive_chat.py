@@ -6,8 +6,12 @@ to another, so that it can be driven without a terminal.
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -16,6 +20,7 @@ import torch
 from openrlhf.config.serving import ChatConfig
 from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render
 from openrlhf.errors import ConfigError
+from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import (
     LoadOptions,
     default_device_type,
@@ -32,6 +37,8 @@ from openrlhf.utils.tokenizer import (
 )
 
 HELP = "Type /reset to start anew, /exit to leave; Ctrl-C stops an answer, then the chat."
+PROMPT = "> "
+COMMAND = re.compile(r"/[a-z]+")
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the answer
 UNFINISHED = "\ufffd"  # what a part of a character decodes to
 
@@ -119,6 +126,11 @@ class TokenStream:
         self._ids: list[int] = []
         self._is_prompt = True  # transformers hands the prompt over first
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._ids)
+
     def put(self, value: torch.Tensor) -> None:
         """Take the next ids."""
         if self._is_prompt:
@@ -144,6 +156,7 @@ class Chat:
     def __init__(self, config: ChatConfig, output: TextIO) -> None:
         path = config.model.model_name_or_path
         assert path is not None, "ChatConfig.check_model_is_named"
+        check_here(config.ds)
         data, trust = config.data, config.trust_remote_code
         limit = load_config(path, trust_remote_code=trust).get_text_config().to_dict()
         self.tokenizer = load_tokenizer(
@@ -168,17 +181,28 @@ class Chat:
             self._say("\nGoodbye.\n")
 
     def _take_turns(self, lines: TextIO) -> None:
-        while True:
-            self._say("> ")
-            line = lines.readline()
-            words = line.strip()
-            if not line or words == "/exit":
-                return
+        while (line := self._read(lines)) and (words := line.strip()) != "/exit":
             if words == "/reset":
                 self.conversation.reset()
                 self._say("The conversation starts anew.\n")
+            elif words == "/help":
+                self._say(f"{HELP}\n")
+            elif COMMAND.fullmatch(words):
+                self._say(f"There is no command {words}. {HELP}\n")
             elif words:
                 self._answer(words)
+        if not line:  # the end of input stands behind the prompt
+            self._say("\n")
+
+    def _read(self, lines: TextIO) -> str:
+        """The next line; "" at the end of input. A terminal's can be edited and called back."""
+        if not lines.isatty():
+            self._say(PROMPT)
+            return lines.readline()
+        try:
+            return input(PROMPT) + "\n"
+        except EOFError:
+            return ""
 
     def _answer(self, line: str) -> None:
         try:
@@ -187,10 +211,13 @@ class Chat:
             self._say(f"{error}\n")
             return
         if num_dropped:
-            self._say(f"[the oldest {num_dropped} turns no longer fit and were dropped]\n")
-        stream = TokenStream(self.tokenizer, self._say)
+            turns = "turn no longer fits" if num_dropped == 1 else "turns no longer fit"
+            self._say(f"[{num_dropped} old {turns} and left the conversation]\n")
+        stream = TokenStream(self.tokenizer, lambda text: self._say(printable(text)))
         try:
             self._generate(ids, stream)
+            if len(ids) + stream.num_tokens >= self.conversation.max_len:
+                self._say(f" [cut: --max_len {self.conversation.max_len} is reached]")
         except KeyboardInterrupt:  # stops the answer; what was said stays in the conversation
             self._say(" [stopped]")
         self._say("\n")
@@ -222,7 +249,17 @@ class Chat:
 
 def run_interactive_chat(config: ChatConfig) -> None:
     """Talk in this terminal."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may know fewer characters
+    if sys.stdin.isatty() and importlib.util.find_spec("readline"):
+        importlib.import_module("readline")  # gives `input` its editing and its history
     Chat(config, sys.stdout).talk(sys.stdin)
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which would move the cursor or colour a terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def load_model(config: ChatConfig, path: str) -> Any:

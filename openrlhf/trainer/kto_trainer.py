@@ -7,8 +7,7 @@ micro-batches change it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,8 +30,15 @@ from openrlhf.datasets.unpaired_preference_dataset import (
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SampleSet
-from openrlhf.trainer.reference import Reference, evaluating, make_reference
+from openrlhf.trainer.base_trainer import LoopParts, SampleSet
+from openrlhf.trainer.labelled_batch import (
+    LabelledBatch,
+    MismatchedPairs,
+    ReferencedAnswers,
+    empty_answer,
+    mismatched_pairs,
+)
+from openrlhf.trainer.reference import Reference, ReferencedTrainer, evaluating, make_reference
 from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
@@ -41,41 +47,13 @@ from openrlhf.trainer.supervised_run import (
     run_supervised,
 )
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True)
-class LabelledBatch:
-    """B packed answers, and which of them are wanted."""
-
-    packed: PackedBatch
-    is_desirable: Tensor  # (B,) bool
-
-    @classmethod
-    def of(cls, samples: Sequence[UnpairedExample]) -> LabelledBatch:
-        """Pack prompts with their responses, the responses as targets."""
-        packed = PackedBatch.from_sequences(
-            [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
-        )
-        return cls(packed, torch.tensor([sample.is_desirable for sample in samples]))
-
-    @property
-    def token_ids(self) -> Tensor:
-        """Every token of the batch, (T,) int64."""
-        return self.packed.token_ids
-
-    def to(self, device: torch.device | str) -> LabelledBatch:
-        """The same batch on another device."""
-        return replace(
-            self, packed=self.packed.to(device), is_desirable=self.is_desirable.to(device)
-        )
-
-
-class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
+class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
     """The loss on single answers."""
 
     def __init__(
@@ -85,11 +63,13 @@ class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
         *,
         reference: Reference,
         options: KTOOptions,
+        precompute: bool = False,  # ask the reference once, before the first step
         aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
     ) -> None:
         super().__init__(strategy, engine, **loop)
-        self.reference = reference
+        self.reference: Reference | None = reference
+        self.precompute = precompute
         self.options = options
         self.aux_loss_coef = aux_loss_coef
 
@@ -103,13 +83,30 @@ class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
 
     def empty_sample(self) -> UnpairedExample:
         """A prompt and a response of one token each."""
-        ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
-        return UnpairedExample(ids, mask, is_desirable=True)
+        return empty_answer(is_referenced=self.reference is None)
+
+    def keep_answers(self, ask: Reference) -> None:
+        """Keep the reference's log-probs of every answer, and of the mismatched pairs of every
+        batch that is left.
+        """
+        self.samples = self._referenced(self.samples, ask, self.batches_left())
+        if self.eval_samples is not None:
+            batches = self.eval_batches(len(self.eval_samples))
+            self.eval_samples = self._referenced(self.eval_samples, ask, batches)
+
+    def _referenced(
+        self, samples: SampleSet[UnpairedExample], ask: Reference, batches: Iterable[list[int]]
+    ) -> ReferencedAnswers:
+        # Asked batch by batch: how sequences are packed decides their last bits, and a run that
+        # goes on starts at another batch.
+        pairs = MismatchedPairs(samples, batches)
+        sums = self.ask_all(pairs, ask, pairs.spans.values()).flatten().tolist()
+        pair_sums = {rows: [sums[i] for i in span] for rows, span in pairs.spans.items()}
+        return ReferencedAnswers(samples, self.ask_all(samples, ask), pair_sums)
 
     def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
         """The reference point of the batch."""
-        pairs = mismatched_pairs([samples[row] for row in rows])
-        return {"reference_point": self.reference_point(pairs)}
+        return {"reference_point": self.reference_point(mismatched_pairs(rows, samples))}
 
     @torch.no_grad()
     def reference_point(self, pairs: Sequence[UnpairedExample]) -> float:
@@ -159,7 +156,10 @@ class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
     def _logprobs(self, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs of whole responses, (B,), of policy and reference, and the router loss."""
         num_targets_B = batch.packed.num_targets
-        ref_B = self.reference(batch.packed)
+        ref_B = batch.ref_sums
+        if ref_B is None:
+            assert self.reference is not None, "nothing was computed before training"
+            ref_B = self.reference(batch.packed)
         stats = self.engine(batch.packed)
         return segment_sum(stats.logprobs, num_targets_B), ref_B, stats.aux_loss
 
@@ -172,25 +172,6 @@ class KTOTrainer(BaseTrainer[UnpairedExample, LabelledBatch]):
             if mask_B.any():
                 metrics.add(name, rewards_B[mask_B].mean().item(), weight=int(mask_B.sum()))
         return metrics
-
-
-def mismatched_pairs(samples: Sequence[UnpairedExample]) -> list[UnpairedExample]:
-    """Each prompt with the response of the next sample, the last with that of the first.
-
-    None for a single sample. A pair is cut at the longest of the samples: no model sees more tokens
-    than it does in training.
-    """
-    if len(samples) < 2:
-        return []
-    longest = max(len(sample.token_ids) for sample in samples)
-    following = [*samples[1:], samples[0]]
-    pairs = []
-    for sample, other in zip(samples, following, strict=True):
-        token_ids = torch.cat([sample.prompt_ids, other.response_ids])[:longest]
-        own_mask = sample.loss_mask[: sample.prompt_length]  # no target in it
-        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:longest]
-        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
-    return pairs
 
 
 class KTORecipe(Recipe[KTOConfig]):
@@ -225,6 +206,7 @@ class KTORecipe(Recipe[KTOConfig]):
                 desirable_weight=model.desirable_loss_weight,
                 undesirable_weight=model.undesirable_loss_weight,
             ),
+            precompute=run.config.ref.precompute_log_probs,
             aux_loss_coef=model.aux_loss_coef,
             **run.loop,
         )

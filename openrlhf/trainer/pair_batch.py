@@ -1,21 +1,18 @@
 """Preference pairs as one packed row: the better and the worse answer of a sample stand together.
 
-Sequence 2i of the row is the chosen side of pair i, 2i + 1 the rejected one. Knows no loss; also
-asks a model about every pair of a set once, spread over the ranks.
+Sequence 2i of the row is the chosen side of pair i, 2i + 1 the rejected one. Knows no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from openrlhf.datasets.reward_dataset import PreferencePair
-from openrlhf.distributed.collectives import all_gather_object
-from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet
+from openrlhf.trainer.base_trainer import SampleSet
 from openrlhf.utils.packing import PackedBatch
 
 
@@ -100,29 +97,3 @@ def empty_pair(*, is_referenced: bool = False) -> PreferencePair:
     if is_referenced:
         return ReferencedPair(ids, mask, ids, mask, 0.0, ref_chosen=0.0, ref_rejected=0.0)
     return PreferencePair(ids, mask, ids, mask, 0.0)
-
-
-@torch.no_grad()
-def ask_all(
-    trainer: BaseTrainer[PreferencePair, Any],
-    samples: SampleSet[PreferencePair],
-    forward: Callable[[PackedBatch], Tensor],
-) -> Tensor:
-    """What `forward` answers, (2B,) per batch, for both sides of every pair -> (len, 2) fp32.
-
-    The same on every rank; all must call. The model is asked in evaluation mode.
-    """
-    lengths, size = samples.lengths.tolist(), trainer.settings.batch_size
-    own: dict[int, list[float]] = {}
-    for start in range(0, len(lengths), size):
-        rows = list(range(start, min(start + size, len(lengths))))
-        share = trainer.share_of(rows, lengths)
-        for index in range(share.num_micro_batches):
-            part = share.micro_batches[index] if index < len(share.micro_batches) else []
-            batch = PairBatch.of([samples[row] for row in part] or [empty_pair()])
-            answers = forward(batch.packed.to(trainer.engine.device)).float().view(-1, 2).tolist()
-            own.update(zip(part, answers, strict=False))  # an empty part has a stand-in
-    found: dict[int, list[float]] = {}
-    for answered in all_gather_object(own, group=trainer.strategy.dp_group):
-        found.update(answered)
-    return torch.tensor([found[row] for row in range(len(lengths))], dtype=torch.float32)

@@ -26,7 +26,8 @@ def best_answers(rows: Sequence[Row]) -> list[Row]:
 def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
     """Best and worst answer of each prompt, and how many prompts had none to prefer.
 
-    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward}.
+    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward}; a side that met its limit of
+    tokens has its finish reason beside it.
     """
     pairs: list[Row] = []
     num_equal = 0
@@ -42,6 +43,9 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
             "rejected": worst["output"],
             "rejected_reward": _reward(worst),
         }
+        for side, row in (("chosen", best), ("rejected", worst)):
+            if row.get("finish_reason") == "length":
+                pair[f"{side}_finish_reason"] = "length"
         pairs.append(with_tools(pair, best))
     return pairs, num_equal
 

@@ -1,8 +1,9 @@
 """Checkpoints of an RL run: policy, critic and the controller's own state in one commit, and the
 model of the best evaluation beside them.
 
-A folder `global_step<N>` holds `actor`, `critic`, a file of each rank and `state.json`. The
-controller stages and commits; the ranks write, so on several nodes the folder has to be shared.
+A folder `global_step<N>` holds `actor`, `critic`, a file of each rank, `state.json` and what was
+generated ahead. The controller stages and commits; the ranks write, so on several nodes the folder
+has to be shared.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.progress import progress
 
 RUN = "run"  # the controller's own state, in state.json
 
@@ -160,12 +162,14 @@ class PPOCheckpoints:
         saved = self.opened.saved
         if saved is None:
             return
-        has_same_ranks = [
-            answer
-            for group in self.groups.values()
-            for answer in group.call(TrainedWorker.load_states, str(saved.path))
-        ]
+        with progress("loading the checkpoint"):
+            has_same_ranks = [
+                answer
+                for group in self.groups.values()
+                for answer in group.call(TrainedWorker.load_states, str(saved.path))
+            ]
         state.load_state_dict(saved.state[RUN])
+        state.load_groups(saved.path)
         self.kept = state.state_dict()
         if not all(has_same_ranks) and collectives.is_main():
             warn("another number of ranks goes on: the same prompts, other random numbers.")
@@ -182,10 +186,11 @@ class PPOCheckpoints:
         """Save now, between two steps; raises CheckpointError when it failed several times in a
         row.
         """
+        groups = state.finished_groups()
         content = state.state_dict()
         is_saved = self.saver.save(
             state.global_step,
-            write=(self._write,),
+            write=(self._write, lambda staged: groups.write(staged.states)),
             export=lambda path: self._call("actor", PolicyModelActor.export, path),
             state=lambda: {RUN: content, **self.opened.notes},
         )

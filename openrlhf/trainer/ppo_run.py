@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.conventions import as_recognised
 from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
@@ -82,6 +85,7 @@ from openrlhf.utils.logging import (
     redirect_framework_logs,
     say_notices,
 )
+from openrlhf.utils.progress import progress, show_bars_on
 from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
 
 MISMATCH_KL_FP32 = 1e-3
@@ -94,6 +98,7 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
     say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
+    config = as_recognised(config, inputs.prompts.recognised)
     redirect_framework_logs(inputs.run_dir, "driver")
     with inputs:
         opened = open_run(config, inputs)
@@ -117,7 +122,10 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         say_notices(notices)
+    else:
+        show_bars_on(None)  # one controller draws for all
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
+    config = as_recognised(config, inputs.prompts.recognised)
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
     with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
         opened = open_run(config, inputs)
@@ -137,7 +145,6 @@ def _run(
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
     if is_main:
-        save_resolved(config, inputs.run_dir / "config.yaml")
         say_attention(config, config.ds.attn_implementation)
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
@@ -157,10 +164,22 @@ def _run(
             is_own_process=isinstance(cluster, LocalCluster),
         )
     )
-    samples = _samples_generator(config, inputs, groups, cluster, generator)
-    parts = _assemble(config, inputs, opened, groups, samples=samples, is_main=is_main)
+    # One at a time where reward models and what is trained share devices and run side by side.
+    turn = threading.Lock() if config.rewards_take_turns else nullcontext()
+    samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
+    phases = DevicePhases(
+        engines,
+        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
+        training_sleeps=config.ds.enable_sleep,
+        turn=turn,
+    )
+    metric = best_metric(config, inputs.eval_prompts)
+    checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
+    parts = _assemble(config, inputs, checkpoints, groups, samples=samples, is_main=is_main)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
+    if is_main:  # what is refused leaves the folder as it was
+        save_resolved(config, inputs.run_dir / "config.yaml")
     parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
     trainer.fit()
     _export(config, groups)
@@ -194,13 +213,18 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
     for role, group in groups.items():
         worker_class, args = classes[role]
         pending[role] = group.start(worker_class.init_model, [args] * group.num_ranks)  # type: ignore[attr-defined]
-    return {role: wait()[0] for role, wait in pending.items()}
+    sizes = {}
+    with progress("getting models ready", len(pending)) as advance:
+        for role, wait in pending.items():
+            sizes[role] = wait()[0]
+            advance()
+    return sizes
 
 
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
-    opened: Opened,
+    checkpoints: PPOCheckpoints,
     groups: Groups,
     *,
     samples: SampleSource,
@@ -209,27 +233,22 @@ def _assemble(
     pool = samples.generator
     engines = pool.engines if isinstance(pool, EnginePool) else []
     schedule = make_schedule(config, len(inputs.prompts))
-    phases = DevicePhases(
-        engines,
-        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
-        training_sleeps=config.ds.enable_sleep,
-    )
-    metric = best_metric(config, inputs.eval_prompts)
+    resume_step = checkpoints.opened.resume_step
     return PPOParts(
         actor=groups["actor"],
         critic=groups.get("critic"),
         engines=engines,
         samples_generator=samples,
         experience_maker=_experience_maker(config, groups, schedule),
-        phases=phases,
+        phases=checkpoints.phases,
         prompts=inputs.prompts,
         eval_prompts=inputs.eval_prompts,
         group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
-        tracker=_tracker(config, inputs.run_dir, opened.resume_step) if is_main else NullTracker(),
+        tracker=_tracker(config, inputs.run_dir, resume_step) if is_main else NullTracker(),
         rollout_writer=RolloutWriter(inputs.run_dir) if is_main else None,
-        checkpoints=PPOCheckpoints(config, opened, groups, phases, best_metric=metric),
+        checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
         is_main=is_main,
         max_mismatch_kl=_max_mismatch_kl(config),
@@ -242,6 +261,7 @@ def _samples_generator(
     groups: Groups,
     cluster: RayCluster | LocalCluster,
     generator: Generator,
+    turn: AbstractContextManager[object],
 ) -> SampleSource:
     """What makes scored samples: engines and rewards, or agents that act through the engines."""
     if config.train.agent_func_path:
@@ -249,11 +269,16 @@ def _samples_generator(
         return agent_samples_generator(
             config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
         )
-    scorer = cluster.shared(_scorer(config, inputs.reward_source, groups))
+    scorer = cluster.shared(_scorer(config, inputs.reward_source, groups, turn))
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
 
 
-def _scorer(config: PPOConfig, source: StreamingSource | None, groups: Groups) -> GroupScorer:
+def _scorer(
+    config: PPOConfig,
+    source: StreamingSource | None,
+    groups: Groups,
+    turn: AbstractContextManager[object],
+) -> GroupScorer:
     reward = config.reward
     if source is not None:
         scorer: Scorer = SourceScorer(source, config.rollout.micro_batch_size)
@@ -264,7 +289,8 @@ def _scorer(config: PPOConfig, source: StreamingSource | None, groups: Groups) -
                 model_names(reward.model_paths), reward_roles(config), strict=True
             )
         }
-        scorer = ModelScorer(forwards, reward.weights, is_sequential=config.train.colocate_all)
+        is_sequential = config.train.colocate_all
+        scorer = ModelScorer(forwards, reward.weights, is_sequential=is_sequential, turn=turn)
     policy = FailurePolicy.parse(
         reward.failure, reward.max_dropped, step_size=config.rollout.batch_size
     )

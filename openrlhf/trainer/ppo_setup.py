@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf.algorithms.advantages import ESTIMATORS
+from openrlhf.config.base import is_given
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.chat import STANDARD_PROMPT_COLUMNS, pick_column
+from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, news, pick_column
+from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
@@ -27,7 +29,8 @@ from openrlhf.rewards.worker_process import WorkerLimits
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.utils.adapter_folder import refuse_adapter
-from openrlhf.utils.logging import counter, say_notices
+from openrlhf.utils.logging import say_notices
+from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 
@@ -82,16 +85,15 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
         trust_remote_code=config.trust_remote_code,
     )
     stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
+    prompts, eval_prompts, texts = _data(config, tokenizer)
     rollout = config.rollout
     run_dir = Path(config.ckpt.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     return RunInputs(
         run_dir=run_dir,
         tokenizer=tokenizer,
-        prompts=_prompts(config, tokenizer, config.data.prompt_dataset, config.data.prompt_split),
-        eval_prompts=_prompts(config, tokenizer, config.eval.dataset, config.eval.split)
-        if config.eval.dataset
-        else None,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
         reward_source=_reward_source(config, run_dir),
         sampling=SamplingSettings(
             num_samples=rollout.n_samples_per_prompt,
@@ -108,7 +110,7 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
             stop_token_ids=stop,
         ),
         vocab_size=vocab_size,
-        texts=_texts(config, tokenizer),
+        texts=texts,
     )
 
 
@@ -211,30 +213,56 @@ def _check_positions(config: PPOConfig, name: str) -> None:
         )
 
 
+def _data(
+    config: PPOConfig, tokenizer: Tokenizer
+) -> tuple[PromptDataset, PromptDataset | None, SFTDataset | None]:
+    """Prompts, prompts of the evaluation and pre-training text; raises the problems of all."""
+    gathered, held_out = Gathered(), config.eval
+    data = config.data
+    prompts = gathered.attempt(
+        lambda: _prompts(config, tokenizer, data.prompt_dataset, data.prompt_split)
+    )
+    eval_prompts = gathered.attempt(
+        lambda: (
+            _prompts(config, tokenizer, held_out.dataset, held_out.split)
+            if held_out.dataset
+            else None
+        ),
+        about="evaluation: ",
+    )
+    texts = gathered.attempt(lambda: _texts(config, tokenizer), about="--pretrain_data: ")
+    gathered.raise_if_any()
+    assert prompts is not None, "or else problems were raised"
+    say_notices(prompts.notices)
+    if eval_prompts is not None:
+        say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
+    return prompts, eval_prompts, texts
+
+
 def _prompts(
     config: PPOConfig, tokenizer: Tokenizer, spec: str | None, split: str
 ) -> PromptDataset:
     data = config.data
     is_training = spec == data.prompt_dataset and split == data.prompt_split
+    expected = Expectations.of(data)
     rows = load_rows(
         _name(spec),
         split=split,
         probs=data.prompt_probs if is_training else None,
         max_samples=data.max_samples,
         seed=config.train.seed,
+        expected=expected if is_training else Expectations(duplicate_ids=data.duplicate_ids),
     )
     prompt_format = PromptFormat(
-        input_key=data.input_key,
+        input_key=if_given(data, "input_key"),
         label_key=data.label_key,
         input_template=data.input_template,
-        apply_chat_template=data.apply_chat_template,
+        apply_chat_template=if_given(data, "apply_chat_template"),
         max_len=data.prompt_max_len,
         overlong=data.overlong_prompts,
     )
     with counter("tokenising prompts") as show:
-        prompts = PromptDataset(rows, tokenizer, prompt_format, progress=show)
-    say_notices(prompts.notices)
-    return prompts
+        return PromptDataset(rows, tokenizer, prompt_format, progress=show)
 
 
 def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
@@ -249,10 +277,9 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
         max_samples=data.max_samples,
         seed=config.train.seed,
     )
-    if pick_column(data.pretrain_key, rows.column_names, STANDARD_PROMPT_COLUMNS)[0] is None:
-        raise missing_column(data.pretrain_key, rows.column_names, flag="--pretrain_key")
+    wanted = data.pretrain_key if is_given(data, "pretrain_key") else None
     text_format = SFTFormat(
-        input_key=data.pretrain_key,
+        input_key=pick_column(wanted, rows.column_names, TEXT_COLUMNS, flag="--pretrain_key"),
         pretrain_mode=True,
         max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         overlong="truncate",

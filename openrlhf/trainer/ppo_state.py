@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from openrlhf.trainer.ppo_utils.kept_groups import KeptGroups
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
@@ -42,6 +44,21 @@ class RunState:
             "texts": None if self.texts is None else self.texts.state_dict(),
             "history": [dict(values) for values in self.history],
         }
+
+    def finished_groups(self) -> KeptGroups:
+        """Samples that wait for steps to come, where generation runs ahead; what `state_dict` says
+        afterwards is of a state that still has all of them.
+        """
+        return (
+            self.sampler.finished_groups()
+            if isinstance(self.sampler, RolloutQueue)
+            else KeptGroups()
+        )
+
+    def load_groups(self, folder: Path) -> None:
+        """Take up the samples that a folder keeps, after `load_state_dict`."""
+        if isinstance(self.sampler, RolloutQueue):
+            self.sampler.load_groups(folder)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""

@@ -63,6 +63,8 @@ class PPOParts:
 class PPOTrainer:
     """Synchronous RL: PPO, REINFORCE++ and the group estimators."""
 
+    mismatch_metric = "vllm_kl"  # of samples that the policy itself has made
+
     def __init__(self, config: PPOConfig, parts: PPOParts) -> None:
         self.config = config
         self.parts = parts
@@ -248,12 +250,12 @@ class PPOTrainer:
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree before anything could have drifted."""
-        limit = self.parts.max_mismatch_kl
+        limit, name = self.parts.max_mismatch_kl, self.mismatch_metric
         is_first = global_step == self.state.start_step + 1
-        if is_first and "vllm_kl" in metrics and metrics["vllm_kl"] > limit:
+        if is_first and name in metrics and metrics[name] > limit:
             raise EngineError(
                 "engine and trainer disagree about the sampled tokens at the first step: "
-                f"mismatch KL {metrics['vllm_kl']:.2e}, limit {limit:.0e}. "
+                f"mismatch KL {metrics[name]:.2e}, limit {limit:.0e}. "
                 "Check temperature, dtype and attention on both sides."
             )
 

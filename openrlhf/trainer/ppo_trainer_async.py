@@ -23,14 +23,19 @@ class PPOTrainerAsync(PPOTrainer):
     engines with the samples that are generated meanwhile.
     """
 
+    # The first step of a run that goes on may have older samples.
+    mismatch_metric = "vllm_kl/stale_0"
+
     def __init__(self, config: PPOConfig, parts: PPOParts, *, wait_s: float = WAIT_S) -> None:
         super().__init__(config, parts)
         self.limits = async_limits(config)
         self.queue = RolloutQueue(
             self.sampler,
-            lambda: parts.samples_generator.open_stream(parts.sampling),
+            parts.samples_generator.open_stream,
+            parts.sampling,
             self.limits,
             wait_s=wait_s,
+            say=self.say,
         )
         self.state.sampler = self.queue
         cursor = self.sampler.cursor

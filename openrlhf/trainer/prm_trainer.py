@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from openrlhf.config.process import PRMConfig
+from openrlhf.datasets.conventions import if_given
 from openrlhf.datasets.process_reward_dataset import (
     ProcessExample,
     ProcessFormat,
@@ -158,8 +159,8 @@ def format_of(config: PRMConfig) -> ProcessFormat:
     """How rows become judged steps."""
     data, model = config.data, config.model
     return ProcessFormat(
-        input_key=data.input_key,
-        label_key=data.label_key,
+        input_key=if_given(data, "input_key"),
+        label_key=if_given(data, "label_key"),
         placeholder_token=model.placeholder_token or "",
         reward_tokens=model.reward_tokens or (),
         max_len=data.max_len,

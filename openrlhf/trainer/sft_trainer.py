@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.datasets.conventions import if_given
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample, SFTFormat
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
@@ -99,7 +100,7 @@ class SFTRecipe(Recipe[SFTConfig]):
         form = SFTFormat.of(
             config.data,
             multiturn=config.data.multiturn,
-            pretrain_mode=config.model.pretrain_mode_enable,
+            pretrain_mode=if_given(config.model, "pretrain_mode_enable"),
         )
         return SFTDataset(rows, tokenizer, form, progress=progress)
 

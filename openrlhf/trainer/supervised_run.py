@@ -19,7 +19,10 @@ from torch import nn
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.datasets.conventions import as_recognised, news
+from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened
@@ -30,18 +33,20 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
+from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
+from openrlhf.models.router_loss import check_has_experts
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
-    counter,
     format_count,
     notice,
     print_banner,
     redirect_framework_logs,
     say_notices,
 )
+from openrlhf.utils.progress import counter, show_bars_on
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
 
@@ -57,6 +62,10 @@ class RowSamples(SampleSet[Any], Protocol):
     """Samples made from the rows of a data set."""
 
     notices: list[str]  # what a person should be told about left-out rows, one line each
+
+    @property
+    def recognised(self) -> Mapping[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
 
     @property
     def fingerprint(self) -> str:
@@ -131,9 +140,13 @@ class Recipe(ABC, Generic[ConfigT]):
 def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
+    check_here(config.ds)
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
+    if not topology.is_main:
+        show_bars_on(None)  # one rank draws for all
     inputs = prepare_inputs(recipe, config, goes_first=topology.local_rank == 0)
+    config = as_recognised(config, inputs.samples.recognised)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.train.seed,
@@ -141,13 +154,13 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         local_rank=config.local_rank,
     )
     if strategy.is_main:
-        save_resolved(config, run_dir / "config.yaml")
         say_attention(config, config.ds.attn_implementation)
         say_notices(inputs.samples.notices)
         if base_of_adapter(inputs.model_path) is not None:
             notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
         if inputs.eval_samples:
-            say_notices(inputs.eval_samples.notices, about="evaluation: ")
+            new = news(inputs.eval_samples.notices, inputs.samples.notices)
+            say_notices(new, about="evaluation: ")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts, config)
@@ -161,7 +174,8 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         trainer, opened, config.ckpt, export=lambda path: recipe.export(run, path)
     )
     checkpointer.resume()
-    if strategy.is_main:
+    if strategy.is_main:  # what is refused leaves the folder as it was
+        save_resolved(config, run_dir / "config.yaml")
         say_start(recipe, run, trainer)
     trainer.fit(after_step=checkpointer.save_if_due)
     recipe.export(run, run_dir)
@@ -179,7 +193,9 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     """
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
-    load_config(model_path, trust_remote_code=config.trust_remote_code)
+    model_config = load_config(model_path, trust_remote_code=config.trust_remote_code)
+    if config.model.aux_loss_coef > 0:
+        check_has_experts(model_config, model_path)
     data = config.data
     tokenizer = load_tokenizer(
         model_path,
@@ -188,24 +204,57 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
         trust_remote_code=config.trust_remote_code,
     )
     recipe.check(config, tokenizer)
-    rows = load_rows(
+    gathered = Gathered()
+    with giving_way(gives_way=not goes_first):
+        samples = gathered.attempt(
+            lambda: _samples(recipe, config, tokenizer, _rows(config), is_shown=goes_first)
+        )
+        eval_samples = gathered.attempt(
+            lambda: _eval_samples(recipe, config, tokenizer, is_shown=goes_first),
+            about="evaluation: ",
+        )
+    gathered.raise_if_any()
+    assert samples is not None, "or else problems were raised"
+    return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+
+
+def _rows(config: SupervisedConfig) -> Dataset:
+    data = config.data
+    return load_rows(
         data.dataset or "",
         split=data.dataset_split,
         probs=data.dataset_probs,
         max_samples=data.max_samples,
         seed=config.train.seed,
+        expected=Expectations.of(data),
     )
-    eval_samples = None
-    with giving_way(gives_way=not goes_first):
-        with counter("tokenising rows", is_shown=goes_first) as show:
-            samples = recipe.make_samples(config, rows, tokenizer, show)
-        if config.eval.dataset:
-            eval_rows = load_rows(
-                config.eval.dataset, split=config.eval.split, max_samples=data.max_samples
-            )
-            with counter("tokenising evaluation rows", is_shown=goes_first) as show:
-                eval_samples = recipe.make_samples(config, eval_rows, tokenizer, show)
-    return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+
+
+def _samples(
+    recipe: Recipe[ConfigT],
+    config: ConfigT,
+    tokenizer: Tokenizer,
+    rows: Dataset,
+    *,
+    is_shown: bool,
+    what: str = "rows",
+) -> RowSamples:
+    with counter(f"tokenising {what}", is_shown=is_shown) as show:
+        return recipe.make_samples(config, rows, tokenizer, show)
+
+
+def _eval_samples(
+    recipe: Recipe[ConfigT], config: ConfigT, tokenizer: Tokenizer, *, is_shown: bool
+) -> RowSamples | None:
+    if not config.eval.dataset:
+        return None
+    rows = load_rows(
+        config.eval.dataset,
+        split=config.eval.split,
+        max_samples=config.data.max_samples,
+        expected=Expectations(duplicate_ids=config.data.duplicate_ids),
+    )
+    return _samples(recipe, config, tokenizer, rows, is_shown=is_shown, what="evaluation rows")
 
 
 def prepare_run(
@@ -309,7 +358,7 @@ def say_start(
             },
             "training": {
                 "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_size}",
-                "updates": f"{trainer.num_updates} in {train.max_epochs} epochs",
+                "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
                 **recipe.banner(run.config),
                 "run folder": inputs.run_dir,
             },

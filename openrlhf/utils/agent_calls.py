@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.errors import RewardError
+from openrlhf.utils.numbers import as_float32
 
 
 class AgentError(RewardError):
@@ -103,29 +105,26 @@ def _settle(setter: Callable[[Any], None], future: asyncio.Future[Any], value: A
 
 def as_number(value: Any, name: str) -> float:
     """A finite float of a number, or of a tensor or array that holds one; else BadAnswerError."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and _num_elements(shape) == 1:
-        value = value.reshape(-1)[0].item()
+    value = _only_element(value)
     if not isinstance(value, (bool, int, float)):
         raise BadAnswerError(f"{name} is {value!r}, not a number. Return one finite number.")
-    number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
-        raise BadAnswerError(f"{name} is {value!r}. Return one finite number.")
+    number = as_float32(value)
+    if not math.isfinite(number):
+        shown = str(value) if isinstance(value, float) else "too large"
+        raise BadAnswerError(f"{name} is {shown}. Return one finite float32.")
     return number
 
 
-def _num_elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _only_element(value: Any) -> Any:
+    """What a tensor or array of one element holds; anything else as it is."""
+    shape = getattr(value, "shape", None)
+    has_one = shape is not None and math.prod(shape) == 1
+    return value.reshape(-1)[0].item() if has_one else value
 
 
 def flag_of(answer: Mapping[str, Any], name: str) -> bool:
     """A bool of an answer, also from a tensor or array of one element; else BadAnswerError."""
-    value: Any = answer.get(name)
-    if hasattr(value, "item"):
-        value = value.item()
+    value = _only_element(answer.get(name))
     if not isinstance(value, (bool, int)):
         raise BadAnswerError(f"{name} is {value!r}. Return True or False.")
     return bool(value)

@@ -1,7 +1,7 @@
 """Everything the package says on the console, and where the frameworks' own chatter goes.
 
-Plain lines when the output is not a terminal; progress bars only when it is. The text of the step
-line and of the hints is made by pure functions of metrics; the names are the logged names.
+Plain lines, on a terminal and elsewhere; bars are in progress.py. The text of the step line and of
+the hints is made by pure functions of metrics; the names are the logged names.
 vLLM, Ray and DeepSpeed are known here only by the names of their loggers and switches.
 """
 
@@ -13,15 +13,12 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import rich.console
-import rich.progress
 
 from openrlhf.config.notices import Caution
 
@@ -35,6 +32,7 @@ LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FRAMEWORK_LOGGERS = ("vllm", "ray", "DeepSpeed", "transformers", "datasets", "py.warnings")
 FRAMEWORK_SWITCHES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -57,25 +55,25 @@ FALSE_WARNINGS = (
 Values = Mapping[str, float]
 
 
-def _console(*, is_error: bool = False) -> rich.console.Console:
+def make_console(*, is_error: bool = False) -> rich.console.Console:
     """A console on the current stdout (or stderr) that colours only what the caller marks."""
     return rich.console.Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
 
 
 def is_terminal() -> bool:
     """Whether a person watches: progress bars are drawn only then."""
-    return _console().is_terminal
+    return make_console().is_terminal
 
 
 def notice(message: str) -> None:
     """Say one line on the console and in the role's log file."""
-    _console().print(message)
+    make_console().print(message)
     _LOGGER.info(message)
 
 
 def warn(message: str) -> None:
     """Say one line that deserves attention on stderr and in the role's log file."""
-    _console(is_error=True).print(f"warning: {message}", style="yellow")
+    make_console(is_error=True).print(f"warning: {message}", style="yellow")
     _LOGGER.warning(message)
 
 
@@ -95,7 +93,7 @@ def say_notices(lines: Iterable[str], *, about: str = "") -> None:
         if isinstance(line, Caution):
             warn(about + line)
         else:
-            _console(is_error=True).print(f"note: {about}{line}")
+            make_console(is_error=True).print(f"note: {about}{line}")
             _LOGGER.info("%s%s", about, line)
 
 
@@ -243,51 +241,6 @@ def hints(metrics: Values, history: Sequence[Values]) -> list[str]:
 def needed_history(history: Sequence[Values]) -> list[Values]:
     """What `hints` looks at of earlier steps' metrics: the first ones and the last."""
     return [*history[:NUM_START_STEPS], *history[NUM_START_STEPS:][-1:]]
-
-
-class Advance(Protocol):
-    """Moves a progress bar."""
-
-    def __call__(self, num_done: int = 1, total: int | None = None) -> None:
-        """Count `num_done` more items as done; `total` corrects how many there are."""
-
-
-def _no_advance(num_done: int = 1, total: int | None = None) -> None:
-    """Nobody watches."""
-
-
-@contextmanager
-def progress(
-    description: str, total: int | None = None, *, is_shown: bool = True
-) -> Iterator[Advance]:
-    """A bar over `total` items, drawn on a terminal only; yields the function that moves it."""
-    if not is_shown or not is_terminal():
-        yield _no_advance
-        return
-    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
-    with rich.progress.Progress(*columns, console=_console(), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-
-        def advance(num_done: int = 1, total: int | None = None) -> None:
-            if total is not None:
-                bar.update(task, total=total)
-            bar.advance(task, num_done)
-
-        yield advance
-
-
-@contextmanager
-def counter(description: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar moved by totals: yields a function of (items done, items in all)."""
-    with progress(description, is_shown=is_shown) as advance:
-        last = 0
-
-        def show(num_done: int, total: int) -> None:
-            nonlocal last
-            advance(num_done - last, total)
-            last = num_done
-
-        yield show
 
 
 class _FileOnlyLogger(logging.Logger):

@@ -16,8 +16,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from openrlhf.config.local_paths import is_template_text, looks_local
 from openrlhf.errors import ConfigError
 from openrlhf.utils.adapter_folder import base_of_adapter
+from openrlhf.utils.hub import looking_up
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -49,11 +51,17 @@ def load_tokenizer(
     name_or_path = _folder_with_tokenizer(name_or_path)
     _refuse_missing_folder(name_or_path)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
-        )
+        with looking_up("tokenizer", name_or_path):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_load_problem(name_or_path, error)) from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # made of no file at all
+        raise ConfigError(
+            f"{name_or_path} holds no tokenizer. Copy the files of the model's tokenizer into it "
+            "(tokenizer.json, tokenizer_config.json), or give a folder that has them."
+        )
     if chat_template:
         tokenizer.chat_template = _template_text(chat_template)
     if tokenizer.pad_token_id is None:
@@ -286,8 +294,7 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
 
 def _refuse_missing_folder(name_or_path: str) -> None:
     path = Path(name_or_path).expanduser()
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if not path.exists() and looks_local:
+    if not path.exists() and looks_local(name_or_path):
         raise ConfigError(
             f"model path {name_or_path} does not exist. "
             "Give a folder written by save_pretrained, or a hub name such as Qwen/Qwen3-0.6B."
@@ -309,8 +316,7 @@ def _load_problem(name_or_path: str, error: Exception) -> str:
 
 
 def _template_text(chat_template: str) -> str:
-    is_short = len(chat_template) < 1024 and "\n" not in chat_template and "{" not in chat_template
-    if not is_short:
+    if is_template_text(chat_template):
         return chat_template
     path = Path(chat_template).expanduser()
     if not path.is_file():

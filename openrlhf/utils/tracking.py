@@ -270,7 +270,8 @@ def make_tracker(
     trackers: list[Tracker] = [JsonlTracker(run_dir, resume_step=resume_step)]
     if logger.tensorboard_dir:
         is_bare = logger.tensorboard_dir == "true"
-        log_dir = Path(run_dir) / "tensorboard" if is_bare else Path(logger.tensorboard_dir)
+        folder = Path(run_dir) / "tensorboard" if is_bare else Path(logger.tensorboard_dir)
+        log_dir = folder / logger.wandb.run_name.lstrip("/")  # one folder a run, for comparisons
         trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(log_dir)))
     key = logger.wandb.key or ""
     if key and key.lower() != "false":

@@ -12,6 +12,9 @@ from types import ModuleType, TracebackType
 
 from openrlhf.errors import ConfigError, OpenRLHFError
 
+MAX_MESSAGE = 500  # characters of what an exception says
+_files: dict[str, str] = {}  # paths as they were given -> where they led when they were loaded
+
 
 class blaming:
     """A block that runs user code: any exception of it becomes one of ours, with the user's
@@ -34,7 +37,7 @@ class blaming:
         """Raise `error_type` from an Exception; let KeyboardInterrupt and SystemExit pass."""
         if isinstance(error, Exception):
             where = user_line(self.path, error) or str(self.path)
-            raise self.error_type(f"{where}: {type(error).__name__}: {error}") from error
+            raise self.error_type(f"{where}: {in_words(error)}") from error
 
 
 def load_module(path: str | Path) -> ModuleType:
@@ -45,6 +48,7 @@ def load_module(path: str | Path) -> ModuleType:
     run.
     """
     file = Path(path).expanduser().resolve()
+    _files[str(path)] = str(file)
     if file.suffix != ".py" or not file.is_file():
         raise ConfigError(f"{path} is not a Python file that exists. Give the path of a .py file.")
     name = f"openrlhf_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -96,11 +100,25 @@ def public_names(module: ModuleType) -> list[str]:
     ]
 
 
+def file_of(path: str | Path) -> str:
+    """Where a path led when it was loaded: user code may have changed the folder since."""
+    return _files.get(str(path)) or str(Path(path).expanduser().resolve())
+
+
+def in_words(error: BaseException) -> str:
+    """What an exception is and says, in one line that is not too long."""
+    message = " ".join(str(error).split())
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]} ..."
+    name = type(error).__name__
+    return f"{name}: {message}" if message else name
+
+
 def user_line(path: str | Path, error: BaseException) -> str | None:
     """`file:line` of the deepest place in the user's file that an error went through, if any."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}:{error.lineno}"
-    file = str(Path(path).expanduser().resolve())
+    file = file_of(path)
     traceback, line = error.__traceback__, None
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == file:

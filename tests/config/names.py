@@ -249,6 +249,7 @@ KTO_NAMES = (
     *PROMPT_AND_ANSWER,
     ("label_key", "data.label_key", "some/name"),
     ("ref_offload", "ref.offload", ""),
+    ("precompute_ref_log_probs", "ref.precompute_log_probs", ""),
     ("beta", "model.beta", "0.25"),
     ("desirable_loss_weight", "model.desirable_loss_weight", "0.25"),
     ("undesirable_loss_weight", "model.undesirable_loss_weight", "0.25"),

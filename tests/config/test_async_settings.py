@@ -53,6 +53,8 @@ def test_contradictions_are_one_line(line, expected):
 def test_a_queue_size_of_the_environment_is_checked_alike(monkeypatch):
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "3")
     assert async_limits(parse("--train_batch_size 64 --async_train").config).max_staleness == 3
+    typed = parse("--train_batch_size 64 --async_train --async_queue_size 2").config
+    assert async_limits(typed).max_staleness == 2  # the flag wins
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "0")
     with pytest.raises(ConfigError, match="OPENRLHF_ASYNC_QUEUE_SIZE must be above 0: 0"):
         parse("--train_batch_size 64 --async_train")
@@ -78,6 +80,17 @@ def test_stale_samples_without_correction_are_said():
     assert not parse("--train_batch_size 64 --async_train --enable_vllm_is_correction").notices
 
 
+def test_more_prompts_at_once_than_can_be_trained_on_in_time_is_said():
+    line = "--train_batch_size 64 --async_train --async_queue_size 2 --enable_vllm_is_correction "
+    parsed = parse(line + "--vllm_generate_batch_size 193")
+    assert parsed.notices == (
+        "--vllm_generate_batch_size 193 counts as 192: more prompts on their way could not all be "
+        "trained on within --async_queue_size 2 update(s).",
+    )
+    assert async_limits(parsed.config).max_outstanding == 192
+    assert not parse(line + "--vllm_generate_batch_size 192").notices
+
+
 def test_engines_do_not_sleep_when_they_run_beside_training():
     line = "--train_batch_size 64 --colocate_all_models --vllm_enable_sleep "
     assert not parse(line).notices
@@ -95,6 +108,21 @@ def test_colocation_is_of_the_trained_models_alone():
     pools = {demand.role: demand.pool for demand in counts.demands}
     assert pools["vllm"] not in (pools["actor"], pools["critic"], pools["ref"])
     assert pools["actor"] == pools["critic"] == pools["ref"]
+
+
+@pytest.mark.parametrize(
+    ("line", "take_turns"),
+    [
+        ("--colocate_all_models --async_train", True),
+        ("--colocate_all_models", False),  # one thing after the other as it is
+        ("--colocate_critic_reward --advantage_estimator gae --async_train", True),
+        ("--colocate_critic_reward --advantage_estimator rloo --async_train", False),
+        ("--colocate_actor_ref --async_train", False),
+        ("--async_train", False),
+    ],
+)
+def test_reward_models_on_devices_of_what_is_trained_take_turns_with_it(line, take_turns):
+    assert parse(f"--train_batch_size 64 {line}").config.rewards_take_turns == take_turns
 
 
 def test_steps_run_over_the_ends_of_episodes():

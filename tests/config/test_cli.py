@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import main as console
+from openrlhf.cli import runner
 from openrlhf.cli.runner import Command, hide_from_process_list, run_command
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
@@ -176,3 +177,11 @@ def test_the_wrong_use_of_a_key_flag_does_not_print_the_key():
     done = run("-m", "openrlhf.cli.train_sft", *NEEDS, "--use_wandb", "canary-5", "stray")
     assert done.returncode == 2
     assert "canary" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "note: a\nnote: b\n"), ("1", "")])
+def test_one_rank_of_several_says_the_notices(rank, said, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    runner.print_notices(["a", "b"])
+    assert capsys.readouterr().err == said

@@ -216,6 +216,25 @@ def test_the_one_threshold_of_old_commands_is_the_upper_bound():
     assert config.algo.advantage.is_correction_threshold == (0.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--flash_attn"], "flash_attention_2"),
+        (["--flash_attn", "true"], "flash_attention_2"),
+        (["--flash_attn", "false"], "sdpa"),
+        (["--flash_attn=0"], "sdpa"),
+        ([], "flash_attention_2"),
+    ],
+)
+def test_flash_attention_is_switched_off_by_its_flag(words, meant):
+    assert tree(SFTConfig, words).ds.attn_implementation == meant
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("-1", 0.0), ("0", 0.0), ("0.5", 0.5)])
+def test_a_kl_coefficient_that_is_not_above_0_means_none(typed, meant):
+    assert tree(PPOConfig, ["--init_kl_coef", typed]).algo.kl.init_coef == meant
+
+
 def test_environment_variables_give_defaults_and_flags_win(monkeypatch):
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
     monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "7")

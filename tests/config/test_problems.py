@@ -93,11 +93,6 @@ def notices(line):
             "each model.",
         ),
         (
-            "--normalize_reward",
-            "--normalize_reward is set without a local reward model to take mean and std from. "
-            "Leave it out or type --reward_pretrain.",
-        ),
-        (
             "--reward_pretrain a",
             "--reward_pretrain a and --remote_rm_url r.py both give rewards. Leave one out "
             "(--critic_pretrain names the model that a critic starts from).",
@@ -124,7 +119,7 @@ def notices(line):
         (
             "--advantage_estimator grpo",
             "--advantage_estimator must be one of gae, reinforce, rloo, reinforce_baseline, "
-            "group_norm, dr_grpo: grpo. Type dr_grpo.",
+            "group_norm, dr_grpo: grpo. Type group_norm.",
         ),
         ("--train_batch_size many", "--train_batch_size must be a whole number: many. Type a "
          "whole number."),
@@ -200,8 +195,8 @@ def test_a_flag_of_another_command_is_unknown():
     ("line", "expected"),
     [
         (
-            "--multiturn",
-            "--multiturn is set without --apply_chat_template. Add --apply_chat_template.",
+            "--multiturn --apply_chat_template false",
+            "--multiturn is set with --apply_chat_template false. Leave one of them out.",
         ),
         (
             "--pretrain_mode --apply_chat_template",
@@ -249,6 +244,10 @@ def test_notices():
         "--vllm_enable_sleep has no effect without --colocate_all_models."
     ]
     assert notices("--vllm_enable_sleep --colocate_all_models") == []
+    assert notices("--normalize_reward") == [
+        "--normalize_reward has no effect without --reward_pretrain, whose config has the mean and "
+        "std."
+    ]
     assert notices("--advantage_estimator group_norm") == [
         "--advantage_estimator group_norm: 8 samples of each prompt."
     ]

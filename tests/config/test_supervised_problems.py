@@ -282,3 +282,27 @@ def test_a_checkpoint_with_nothing_in_it_is_refused():
     [problem] = problems(SFTConfig, line)
     assert "--save_steps 10 with --disable_ds_ckpt saves nothing" in problem
     assert parse_config(SFTConfig, f"{line} --save_hf_ckpt".split()).config.ckpt.save_hf
+
+
+def test_weights_of_four_bits_need_an_adapter_and_stay_whole():
+    line = "--pretrain m --dataset d --load_in_4bit"
+    assert [problem.split(":")[0] for problem in problems(SFTConfig, f"{line} --zero_stage 3")] == [
+        "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+        "--load_in_4bit out.",
+        "--load_in_4bit with --zero_stage 3",
+    ]
+    assert parse_config(SFTConfig, f"{line} --lora_rank 8".split()).config.ds.load_in_4bit
+
+
+def test_fp32_gradients_are_not_summed_in_16_bits():
+    line = "--pretrain m --dataset d --grad_accum_dtype bf16"
+    [problem] = problems(SFTConfig, f"{line} --ds.param_dtype fp32")
+    assert problem == "--grad_accum_dtype bf16 with fp32 parameters: add --bf16 or leave it out."
+    assert parse_config(SFTConfig, f"{line} --bf16".split()).config.ds.grad_accum_dtype == "bf16"
+
+
+def test_the_router_loss_needs_a_graph_through_the_layers():
+    line = "--pretrain m --dataset d --aux_loss_coef 0.1 --gradient_checkpointing_use_reentrant"
+    [problem] = problems(SFTConfig, f"{line} --gradient_checkpointing")
+    assert problem.endswith("Type --gradient_checkpointing alone.")
+    assert parse_config(SFTConfig, line.split()).config.model.aux_loss_coef == 0.1

@@ -5,9 +5,13 @@ from __future__ import annotations
 import gzip
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
+from openrlhf.datasets import csv_files
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import row_place
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import write_jsonl
 
@@ -27,7 +31,10 @@ def test_every_file_type_gives_the_same_rows(tmp_path, suffix):
     else:
         text = b'{"input": "a", "label": 1}\n{"input": "b", "label": 2}\n'
         path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
-    assert load_rows(str(path)).to_list() == ROWS
+    found = load_rows(str(path)).to_list()
+    if suffix == ".csv":  # where all is text
+        found = [row | {"label": int(row["label"])} for row in found]
+    assert found == ROWS
 
 
 def test_a_saved_data_set_is_read_by_split(tmp_path):
@@ -35,7 +42,8 @@ def test_a_saved_data_set_is_read_by_split(tmp_path):
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "both")
     rows.save_to_disk(tmp_path / "one")
     assert load_rows(str(tmp_path / "both"), split="test").to_list() == ROWS[1:]
-    assert load_rows(str(tmp_path / "one")).to_list() == ROWS
+    for split in ("train", "test"):  # it has no splits, like a file
+        assert load_rows(str(tmp_path / "one"), split=split).to_list() == ROWS
     with pytest.raises(ConfigError, match=r"no split 'dev'; splits found: test, train"):
         load_rows(str(tmp_path / "both"), split="dev")
 
@@ -86,6 +94,18 @@ def test_data_sets_follow_one_another_without_probabilities(tmp_path):
     rows = load_rows(f"{one}, {two}")
     assert rows["input"] == ["a", "b", "c"]
     assert rows["extra"] == [None, None, "x"]
+
+
+def test_text_of_pandas_and_polars_goes_with_that_of_others(tmp_path):
+    messages = [{"role": "user", "content": "a"}]
+    one = write_jsonl(tmp_path / "one.jsonl", [{"x": "a", "m": messages}] * 2)
+    item = pa.struct({"role": pa.large_string(), "content": pa.large_string()})
+    kinds = pa.schema({"x": pa.large_string(), "m": pa.large_list(item)})
+    table = pa.Table.from_pylist([{"x": "b", "m": messages}], schema=kinds)
+    pa.parquet.write_table(table, tmp_path / "two.parquet")
+    rows = load_rows(f"{one},{tmp_path / 'two.parquet'}")
+    assert rows["x"] == ["a", "a", "b"] and rows["m"] == [messages] * 3
+    assert row_place(rows, 2) == f"{tmp_path / 'two.parquet'}: row 0"
 
 
 def test_many_data_sets_are_more_than_a_file_name_holds(tmp_path):
@@ -219,10 +239,51 @@ def test_damaged_binary_files_are_named(tmp_path):
         load_rows(str(packed))
 
 
-def test_dates_and_quoted_line_breaks_of_a_csv_stay_text(tmp_path):
+def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text('day,text\n2020-01-02,"two\nlines"\n')
-    assert load_rows(str(path)).to_list() == [{"day": "2020-01-02", "text": "two\nlines"}]
+    path.write_text('day,text,n\n2020-01-02,"two\nlines",1\nNA,"",2.50\n007,true,\n')
+    assert load_rows(str(path)).to_list() == [
+        {"day": "2020-01-02", "text": "two\nlines", "n": "1"},
+        {"day": "NA", "text": "", "n": "2.50"},
+        {"day": "007", "text": "true", "n": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n3\n4,5,6\n", r"csv: 2 bad rows.*\n.*csv: record 3: 1 cells in 2 columns: 3"),
+        (b"a,b\n1,\xff\n", r"csv:2: not UTF-8: byte 0xff at byte 6"),
+        (b"a\n1\n\0\0\0\0", r"csv:3: holds zero bytes"),
+        (b"a,a\n1,2\n", r"csv: duplicate column 'a'. Name each"),
+        (b'a,b\n1,2\n3,"cut here\n4,5\n', r"csv:3: cut record: a quote that is not closed"),
+        (b"a,b\n", r"has 0 rows"),
+        (b"\n\n", r"has 0 rows"),
+    ],
+)
+def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(path))
+
+
+def test_a_quote_inside_a_cell_is_a_character(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'\xef\xbb\xbfa,b\r\n5" pipe,"say ""hi"""\r\n')
+    assert load_rows(str(path)).to_list() == [{"a": '5" pipe', "b": 'say "hi"'}]
+
+
+def test_long_records_of_a_csv_are_read_and_longer_ones_named(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1," + "x" * 1_500_000 + '\n2,"' + "y\n" * 700_000 + '"\n')
+    assert list(map(len, load_rows(str(path))["b"])) == [1_500_000, 1_400_000]
+    monkeypatch.setattr(csv_files, "MAX_LINE_MIB", 1)
+    with pytest.raises(DataError, match=r"csv:2: a line of over 1 MiB"):
+        load_rows(str(path))
+    path.write_text("a,b\n1,2\n" + '2,"' + "y\n" * 1_200_000 + '"\n')
+    with pytest.raises(DataError, match=r"csv: a record of over 1 MiB"):
+        load_rows(str(path))
 
 
 def test_many_chunks_keep_order_and_columns(tmp_path):

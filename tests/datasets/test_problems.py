@@ -6,6 +6,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
+from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import row_place
 from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
@@ -105,14 +106,53 @@ def test_the_place_behind_a_capped_part_is_right(tmp_path):
     ]  # fmt: skip
 
 
-def test_rows_without_files_and_blended_rows_are_numbered(tmp_path):
+def test_rows_without_files_are_numbered():
     assert row_place(Dataset.from_list([{"a": 1}]), 0) == "row 0"
     rows = Dataset.from_list([{"a": 1}])
     rows.info.description = "Questions about ducks."
     assert row_place(rows, 0) == "row 0"
-    path = write_jsonl(tmp_path / "one.jsonl", [{"a": i} for i in range(9)])
-    blend = load_rows(f"{path},{path}", probs="0.5,0.5")
-    assert row_place(blend, 3) == "row 3"
+
+
+@pytest.mark.parametrize("max_samples", [None, 7])
+def test_blended_rows_are_named_by_their_own_file(tmp_path, max_samples):
+    one = write_jsonl(tmp_path / "one.jsonl", [{"a": i} for i in range(9)])
+    (tmp_path / "folder").mkdir()
+    two = write_jsonl(tmp_path / "folder" / "a.jsonl", [{"a": i} for i in range(3)])
+    three = write_jsonl(tmp_path / "folder" / "b.jsonl", [{"a": i} for i in range(6)])
+    blend = load_rows(f"{one},{tmp_path / 'folder'}", probs="0.6,0.4", max_samples=max_samples)
+    places = [row_place(blend, i) for i in range(len(blend))]
+    assert [int(place.rpartition(" ")[2]) for place in places] == list(blend["a"])
+    assert {place.rpartition(":")[0] for place in places} >= {str(one), str(two)}
+    if max_samples is None:
+        assert any(place.startswith(f"{three}: row ") for place in places)
+
+
+def test_the_problems_of_all_files_and_data_sets_are_one_message(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text("{\n")
+    with pytest.raises(DataError) as caught:
+        load_rows(f"{folder},{tmp_path}/none.jsonl")
+    problems = "\n".join(caught.value.problems)
+    for place in ("a.jsonl:1: cut record", "b.jsonl:1: cut record", "none.jsonl does not exist"):
+        assert place in problems
+
+
+def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
+    rows = [{"id": "a", "x": 1}, {"id": None, "x": 2}, {"id": None, "x": 3}, {"id": "a", "x": 4}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        load_rows(str(path))
+    assert caught.value.problems == [
+        "repeated ids: 1 bad rows. Give each row its own, or type --duplicate_ids keep if that is "
+        "meant.",
+        f"{path}: row 3: id 'a' is that of {path}: row 0, too",
+    ]
+    assert len(load_rows(str(path), expected=Expectations(duplicate_ids="keep"))) == 4
+    for ids in ([1, 2], [None, None], [["a"], ["a"]]):  # lists are no ids
+        path = write_jsonl(path, [{"id": value} for value in ids])
+        assert len(load_rows(f"{path},{path}")) == 4  # a data set twice is meant
 
 
 def test_a_saved_data_set_is_named_as_it_was_typed(tmp_path):

@@ -74,7 +74,8 @@ def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
     dataset = steps(tokenizer, [row])
     assert tokenizer.decode(dataset[0].token_ids) == "q\na#\nb#"
     assert dataset[0].labels.tolist() == list(dataset.reward_token_ids)
-    assert "standard columns prompt, completions, labels are used" in dataset.notices[0]
+    said = "'prompt' and 'completions' and 'labels' read as steps and their labels"
+    assert dataset.notices == [said]
     with pytest.raises(DataError, match=r"row 0: 'completions' holds the step marker '#' itself"):
         steps(tokenizer, [{"prompt": "q", "completions": ["a#"], "labels": [True]}])
 

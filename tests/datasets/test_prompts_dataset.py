@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import make_tokenizer
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
@@ -134,10 +136,64 @@ def test_a_missing_column_lists_those_found(tokenizer):
         prompts(tokenizer, [{"input": "a"}], label_key="label")
 
 
-def test_a_standard_column_is_used_and_that_is_said(tokenizer):
+def test_a_usual_column_is_used_and_that_is_said(tokenizer):
     dataset = prompts(tokenizer, [{"prompt": "a"}])
     assert dataset[0].prompt_text == "a"
-    assert "standard column 'prompt' is used" in dataset.notices[0]
+    assert dataset.notices == ["'prompt' read as text"]
+    assert prompts(tokenizer, [{"input": "a"}]).notices == []
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
+def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, column):
+    rows = [{column: None}, {column: [{"role": "user", "content": "hi"}]}]
+    dataset = prompts(tokenizer, rows[1:])
+    assert dataset[0].prompt_text == "<|user|>hi<|end|><|assistant|>"
+    assert dataset.notices == [f"'{column}' read as messages, with the chat template"]
+    assert dataset.recognised == {"data.input_key": column, "data.apply_chat_template": True}
+    with pytest.raises(DataError, match="row 0: NoneType instead of text or a message list"):
+        prompts(tokenizer, rows)
+
+
+def test_a_template_for_text_is_said_to_be_of_no_use_to_messages(tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
+    dataset = prompts(tokenizer, rows, input_template="Q: {}")
+    assert dataset.notices[1] == "--input_template 'Q: {}' is not used for messages"
+
+
+def test_images_that_are_not_seen_are_said(tokenizer):
+    dataset = prompts(tokenizer, [{"input": "a", "images": ["cat.png"]}])
+    assert dataset.notices == [
+        "column 'images' is not read: models that see images cannot be trained yet"
+    ]
+
+
+def test_a_column_that_is_named_is_the_one_that_is_read(tokenizer):
+    with pytest.raises(DataError, match=r"'question' is not.*found: prompt.*--input_key"):
+        prompts(tokenizer, [{"prompt": "a"}], input_key="question")
+    rows = [{"prompt": "a", "question": "b"}]
+    assert prompts(tokenizer, rows, input_key="question")[0].prompt_text == "b"
+
+
+def test_dialogues_without_a_template_to_render_them_are_one_line(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(
+        ConfigError, match=r"'messages' holds message lists, but the tokenizer .*"
+    ) as e:
+        prompts(tokenizer, [{"messages": [{"role": "user", "content": "hi"}]}])
+    assert "has no chat template. Give one with --tokenizer_chat_template" in str(e.value)
+
+
+def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):
+    (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,2.50\n2+2=,4\n")
+    rows = load_rows(str(tmp_path / "sums.csv"))
+    dataset = PromptDataset(rows, tokenizer, PromptFormat(label_key="answer"))
+    assert [dataset[i].label for i in range(3)] == ["1", "2.50", "4"]
+    form = SFTFormat(output_key="answer", input_template=None)
+    learnt = SFTDataset(rows, tokenizer, form)
+    assert tokenizer.decode(learnt[1].token_ids) == "5/2=2.50<|end|>"
+    (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,\n")
+    with pytest.raises(DataError, match="csv: row 1: 'answer' is missing"):
+        PromptDataset(load_rows(str(tmp_path / "sums.csv")), tokenizer, dataset._format)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +214,8 @@ def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
 
 def test_message_lists_need_the_chat_template(tokenizer):
     with pytest.raises(DataError, match=r"Add --apply_chat_template"):
-        prompts(tokenizer, [{"input": [{"role": "user", "content": "x"}]}])
+        rows = [{"input": [{"role": "user", "content": "x"}]}]
+        prompts(tokenizer, rows, apply_chat_template=False)
 
 
 def test_a_tokenizer_without_chat_template_is_refused(tokenizer):

@@ -85,8 +85,13 @@ def test_every_usual_form_of_a_chat_pair_gives_the_same_sides(tokenizer, row, te
     tokenizer.chat_template = template
     dataset = pairs(tokenizer, [row], apply_chat_template=True)
     assert shown(tokenizer, dataset) == CHAT_SIDES
-    said = "no --prompt_key was given; the standard column 'prompt' is used"
+    said = "'prompt' and 'chosen' and 'rejected' read as messages, with the chat template"
     assert dataset.notices == ([said] if "prompt" in row else [])
+    if any(isinstance(value, list) for value in row.values()):
+        unasked = pairs(tokenizer, [row])
+        assert shown(tokenizer, unasked) == CHAT_SIDES
+        assert unasked.notices[0].endswith("read as messages, with the chat template")
+        assert unasked.recognised["data.apply_chat_template"] is True
 
 
 def test_turns_that_both_dialogues_share_are_the_prompt(tokenizer):
@@ -209,7 +214,24 @@ def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, options, message
 def test_message_lists_need_the_chat_template(tokenizer):
     rows = [{"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}]
     with pytest.raises(DataError, match=r"row 0: .*--apply_chat_template"):
-        pairs(tokenizer, rows)
+        pairs(tokenizer, rows, apply_chat_template=False)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
+    tokenizer.chat_template = template
+    row = {"prompt": "q", "chosen": "ab", "rejected": "ac", "rejected_finish_reason": "length"}
+    dataset = pairs(tokenizer, [row], apply_chat_template=is_chat)
+    assert [targets for _, targets in shown(tokenizer, dataset)] == ["ab<|end|>", "ac"]
+    assert not shown(tokenizer, dataset)[1][0].endswith("<|end|>")
+
+
+def test_margins_of_a_csv_file_are_numbers(tokenizer):
+    rows = [{"chosen": "a", "rejected": "b", "margin": "0.50"}]
+    assert pairs(tokenizer, rows, with_margin=True)[0].margin == 0.5
+    with pytest.raises(DataError, match="row 0: 'margin' is 'much', not a number"):
+        pairs(tokenizer, [rows[0] | {"margin": "much"}], with_margin=True)
 
 
 def test_an_unknown_policy_is_refused(tokenizer):

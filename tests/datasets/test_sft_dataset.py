@@ -99,7 +99,9 @@ def test_multiturn_learns_every_assistant_turn(tokenizer, template):
     whole = "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>"
     assert shown(tokenizer, dataset) == (whole, "b<|end|>d<|end|>")
     assert dataset[0].token_ids.tolist() == tokenizer(whole).input_ids
-    assert "standard column 'conversations' is used" in dataset.notices[0]
+    unasked = examples(tokenizer, rows, multiturn=True)
+    assert shown(tokenizer, unasked) == (whole, "b<|end|>d<|end|>")
+    assert unasked.notices == ["'conversations' read as messages, with the chat template"]
 
 
 def test_a_line_break_behind_the_end_marker_is_never_learned(tokenizer):
@@ -161,9 +163,9 @@ def test_pretrain_mode_learns_every_token_but_the_first(tokenizer):
 
 def test_hugging_face_prompt_and_completion_columns_are_understood(tokenizer):
     rows = [{"prompt": [message("user", "a")], "completion": [message("assistant", "b")]}]
-    dataset = examples(tokenizer, rows, apply_chat_template=True)
+    dataset = examples(tokenizer, rows)
     assert shown(tokenizer, dataset) == ("<|user|>a<|end|><|assistant|>b<|end|>", "b<|end|>")
-    assert len(dataset.notices) == 2
+    assert dataset.notices == ["'prompt' and 'completion' read as messages, with the chat template"]
 
 
 def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
@@ -246,15 +248,99 @@ def test_dialogues_of_the_wrong_shape_are_named(tokenizer, value, message_part):
 
 
 def test_standard_columns_need_no_flag_where_output_is_the_default(tokenizer):
-    dataset = examples(tokenizer, [{"prompt": "a", "completion": "b"}], output_key="output")
+    rows = [{"prompt": "a", "completion": "b"}]
+    dataset = examples(tokenizer, rows, usual_output="output")
     assert shown(tokenizer, dataset)[1].startswith("b")
-    assert dataset.notices[-1].endswith("the standard column 'completion'")
+    said = "'prompt' and 'completion' read as text, with --input_template "
+    assert dataset.notices == [said + repr("User: {}\nAssistant: ")]
     dialogue = [message("user", "a"), message("assistant", "c")]
-    rows = [{"messages": dialogue}]
-    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
+    dataset = examples(tokenizer, [{"messages": dialogue}], usual_output="output")
     assert shown(tokenizer, dataset)[1].startswith("c")
+    dataset = examples(tokenizer, [{"input": "a", "output": "d"}], usual_output="output")
+    assert shown(tokenizer, dataset)[1].startswith("d") and dataset.notices == []
     with pytest.raises(DataError, match="'answer' is not"):
         examples(tokenizer, [{"prompt": "a", "completion": "b"}], output_key="answer")
+
+
+def test_a_text_column_is_learnt_as_a_whole_where_nothing_says_otherwise(tokenizer):
+    rows = [{"text": "abc", "id": 7}]
+    dataset = examples(tokenizer, rows, pretrain_mode=None, input_template="Q: {}")
+    assert shown(tokenizer, dataset) == ("abc<|end|>", "bc<|end|>")
+    assert dataset.notices == [
+        "'text' read as text, of which every token is learnt",
+        "--input_template 'Q: {}' is not used for text, of which every token is learnt",
+    ]
+    assert dataset.recognised == {
+        "data.input_key": "text",
+        "data.output_key": None,
+        "data.apply_chat_template": False,
+        "model.pretrain_mode_enable": True,
+    }
+    with pytest.raises(DataError, match="no response column is given; columns found: text, id"):
+        examples(tokenizer, rows, pretrain_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        # Of several conventions the one with an answer of its own; the flag before all of them.
+        ({"prompt": "p", "messages": "M", "text": "t"}, {}, "m<|end|>"),
+        ({"prompt": "p", "completion": "c", "messages": "M"}, {}, "c<|end|>"),
+        ({"instruction": "i", "input": "x", "output": "o", "text": "tt"}, {}, "t<|end|>"),
+        ({"messages": "M", "text": "tt"}, {"input_key": "text"}, "t<|end|>"),
+        ({"messages": "M", "answer": "a"}, {"output_key": "answer"}, "<no prompt>"),
+        ({"prompt": "p", "completion": "c", "answer": "a"}, {"output_key": "answer"}, "a<|end|>"),
+        ({"text": "t", "answer": "a"}, {"output_key": "answer"}, "a<|end|>"),
+        ({"prompt": "p", "text": "tt"}, {"pretrain_mode": True}, "t<|end|>"),
+        ({"messages": "M"}, {"apply_chat_template": False}, "<refused>"),
+        ({"input": "x", "answer": "a"}, {}, "<no answer>"),
+    ],
+)
+def test_which_columns_are_read(tokenizer, columns, options, expected):
+    dialogue = [message("user", "u"), message("assistant", "m")]
+    row = {name: dialogue if value == "M" else value for name, value in columns.items()}
+    options = {"pretrain_mode": None, **options}
+    errors = {
+        "<no prompt>": "the assistant's, after the assistant's",
+        "<refused>": "'messages' is a message list. Add --apply_chat_template",
+        "<no answer>": "no response column is given; columns found: input, answer",
+    }
+    if expected in errors:
+        with pytest.raises(DataError, match=errors[expected]):
+            examples(tokenizer, [row], **options)
+    else:
+        assert shown(tokenizer, examples(tokenizer, [row], **options))[1] == expected
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_a_cut_answer_teaches_no_end_under_a_template_either(tokenizer, template, multiturn):
+    tokenizer.chat_template = template
+    turns = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    rows = [
+        {"prompt": turns, "completion": "d<|end|> d d", "finish_reason": reason}
+        for reason in ("length", "stop")
+    ]
+    dataset = examples(tokenizer, rows, multiturn=multiturn)
+    learnt = "b<|end|>" if multiturn else ""
+    (cut, cut_targets), (whole, targets) = (shown(tokenizer, dataset, k) for k in (0, 1))
+    assert cut_targets == f"{learnt}d<|end|> d d"
+    assert targets == f"{learnt}d<|end|> d d<|end|>"
+    assert whole == cut + "<|end|>"
+
+
+def test_what_a_template_writes_behind_a_cut_answer_is_left_out(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}[over]\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    row = {"prompt": "q", "completion": "an answ ", "finish_reason": "length"}
+    dataset = examples(tokenizer, [row], apply_chat_template=True)
+    assert shown(tokenizer, dataset) == ("user: q[over]\nassistant: an answ", "an answ")
+    tokenizer.chat_template = tokenizer.chat_template.replace("| trim", "| upper")
+    rows = [row, row | {"finish_reason": "stop"}]
+    dataset = examples(tokenizer, rows, apply_chat_template=True)
+    assert dict(dataset.dropped) == {"cut answer that the chat template rewrites": 1}
 
 
 def test_rows_of_log_normal_lengths_go_through_the_model_without_padding(tokenizer):

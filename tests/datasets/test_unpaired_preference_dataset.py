@@ -23,7 +23,9 @@ def answers(tokenizer, rows: list[dict], **options) -> UnpairedPreferenceDataset
     return UnpairedPreferenceDataset(Dataset.from_list(rows), tokenizer, rows_format)
 
 
-@pytest.mark.parametrize("labels", [(1, 0), (True, False), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "labels", [(1, 0), (True, False), (1.0, 0.0), ("1", "0"), ("True", "false"), ("1.0", "0.0")]
+)
 def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
     rows = [{"input": "q", "output": "ab", "label": label} for label in labels]
     dataset = answers(tokenizer, rows, output_key="output", input_template="Q: {} A: ")
@@ -39,7 +41,7 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
 def test_hugging_face_columns_need_no_flags(tokenizer):
     row = {"prompt": [{"role": "user", "content": "q"}],
            "completion": [{"role": "assistant", "content": "a"}], "label": True}  # fmt: skip
-    example = answers(tokenizer, [row], apply_chat_template=True)[0]
+    example = answers(tokenizer, [row])[0]
     assert tokenizer.decode(example.prompt_ids) == "<|user|>q<|end|><|assistant|>"
     assert tokenizer.decode(example.response_ids) == "a<|end|>"
 

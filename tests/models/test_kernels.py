@@ -7,10 +7,14 @@ import sys
 import pytest
 import torch
 
+from openrlhf.config.cli import parse_config
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.kernels import apply_liger, is_installed
+from openrlhf.models.kernels import apply_liger, check_here, is_installed
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.trainer.sft_trainer import run_sft
 from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
 
 NO_GPU = pytest.mark.skipif(
@@ -102,3 +106,45 @@ def test_kernels_of_expert_layers_equal_the_plain_loop(implementation, mixtral_d
 def test_the_expert_kernel_without_gradients_is_refused(mixtral_dir):
     with pytest.raises(ConfigError, match=r"computes no gradients\. Use grouped_mm"):
         load_causal_lm(mixtral_dir, experts_implementation="deepgemm")
+
+
+def missing(**settings: object) -> list[str]:
+    """What a machine without a GPU lacks for these settings."""
+    try:
+        check_here(DeepSpeedConfig(**settings), is_cuda=False)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_settings_of_every_machine_lack_nothing():
+    for name in ("auto", "sdpa", "eager", "flash_attention_2"):
+        assert missing(attn_implementation=name, param_dtype="bf16", grad_accum_dtype="bf16") == []
+
+
+def test_everything_a_machine_lacks_is_said_at_once():
+    assert missing(
+        use_liger_kernel=True, attn_implementation="flash_attention_3", grad_accum_dtype="bf16"
+    ) == [
+        "--attn_implementation flash_attention_3: the flash-attn-3 package is not installed and "
+        "torch sees no CUDA device. Run on a GPU, or leave --attn_implementation flash_attention_3 "
+        "out.",
+        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
+        "device. Run on a GPU, or leave --use_liger_kernel out.",
+        "--grad_accum_dtype bf16 with fp32 parameters, as they are on a CPU: add --bf16 or leave "
+        "it out.",
+    ]
+
+
+def test_an_attention_that_does_not_exist_is_refused_with_those_that_do():
+    [line] = missing(attn_implementation="flash_atention_2")
+    assert line.startswith("--attn_implementation flash_atention_2 is not known. Type one of auto,")
+    [line] = missing(attn_implementation="kernels-community/flash-attn2")
+    assert "the kernels package is not installed and torch sees no CUDA device" in line
+
+
+@NO_GPU
+def test_a_command_says_what_is_missing_before_it_reads_anything():
+    words = ["--pretrain", "no-model", "--dataset", "no-data", "--use_liger_kernel"]
+    with pytest.raises(ConfigError, match=r"^--use_liger_kernel: "):
+        run_sft(parse_config(SFTConfig, words).config)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -25,6 +27,24 @@ def test_a_missing_folder_is_one_line_with_a_remedy():
 def test_a_folder_without_a_model_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b'{"a":', r"cannot be read: .* Copy or save the model again\."),
+        ("model.safetensors", None, "cannot be read: .*no file named model.safetensors"),
+        ("model.safetensors", b"x" * 100, "weights of .* cannot be read: .* Copy or save them"),
+    ],
+)
+def test_a_folder_with_a_torn_file_is_one_line(causal_dir, tmp_path, file, content, words):
+    shutil.copytree(causal_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_causal_lm(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_reward_model_is_no_policy(causal_dir, tmp_path):

@@ -8,8 +8,8 @@ import transformers
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.router_loss import load_balancing_losses
+from openrlhf.models.loading import load_causal_lm, load_config, load_sequence_model
+from openrlhf.models.router_loss import check_has_experts, load_balancing_losses
 from openrlhf.models.value_head import RewardLearner, RewardModel
 from tests.models.helpers import eager_model, full_batch, random_sequences, tiny_model
 
@@ -113,6 +113,13 @@ def test_a_dense_model_is_refused(tmp_path):
     assert str(caught.value) == (
         "--aux_loss_coef is set, and Qwen2ForCausalLM has no experts. Leave it out."
     )
+
+
+def test_a_dense_model_is_refused_by_its_config_too(tmp_path, mixtral_dir):
+    dense = str(tiny_model(tmp_path, "qwen2"))
+    with pytest.raises(ConfigError, match=r"has no experts\. Leave it out"):
+        check_has_experts(load_config(dense), dense)
+    check_has_experts(load_config(str(mixtral_dir)), "mixtral")
 
 
 def test_without_the_option_there_is_no_router_loss(mixtral_dir):

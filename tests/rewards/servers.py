@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, bytes]
+Answer = tuple[int, bytes | Iterable[bytes]]  # pieces are sent one by one
 Behaviour = Callable[["RewardServer", dict[str, Any]], Answer | None]
 
 
@@ -62,9 +62,13 @@ class RewardServer:
                     return
                 status, content = answer
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
+                if isinstance(content, bytes):
+                    self.send_header("Content-Length", str(len(content)))
+                else:
+                    self.close_connection = True
                 self.end_headers()
-                self.wfile.write(content)
+                for piece in [content] if isinstance(content, bytes) else content:
+                    self.wfile.write(piece)
 
             def log_message(self, *args: object) -> None: ...
 

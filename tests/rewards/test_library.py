@@ -136,11 +136,13 @@ def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None)
         assert result.is_ok == (program == "print('\ud800')")
 
 
-def test_what_a_program_leaves_running_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leave", ["", "os.setsid()"])
+def test_what_a_program_leaves_running_is_ended(tmp_path: Path, leave: str) -> None:
     note = tmp_path / "pid"
     program = f"""
 import os, time
 if os.fork() == 0:
+    {leave}
     open({str(note)!r}, "w").write(str(os.getpid()))
     time.sleep(1000)
 while not os.path.exists({str(note)!r}): time.sleep(0.01)

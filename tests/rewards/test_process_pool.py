@@ -9,12 +9,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards import worker_process
 from openrlhf.rewards.base import RewardBatch
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
 from openrlhf.rewards.worker_process import WorkerLimits
@@ -58,6 +59,18 @@ UNRULY = """
             raise ValueError("no such answer")
         if word == "nan":
             return [float("nan")] * len(labels)
+        if word == "daemon":
+            subprocess.Popen("sleep 1000 & echo $!", shell=True, start_new_session=True).wait()
+            os._exit(1)
+        if word == "copy and exit":
+            os.fork() and os._exit(1)
+            time.sleep(1e6)
+        if word == "two answers":
+            if os.fork() == 0: return [0.0] * len(labels)
+            time.sleep(0.1)
+        if word == "elsewhere":
+            os.chdir("/")
+            raise ValueError("first line\\nsecond line " + "x" * 10**6)
         print("scored", len(labels), "x" * 1000)
         print("and said so", file=sys.stderr)
         return {"rewards": [float(len(q)) for q in queries], "extra_logs": {"pid": os.getpid()}}
@@ -217,6 +230,44 @@ def test_what_a_worker_started_ends_with_it(make_pool: MakePool) -> None:
     assert wait_until(lambda: not is_running(child))
 
 
+def test_what_a_worker_started_in_a_session_of_its_own_ends_too(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    with pytest.raises(RewardError, match=r"ended its process \(exit code 1\)"):
+        make_pool().score(batch_of("daemon"))
+    daemon = int((tmp_path / "logs" / "reward-0.log").read_text())
+    assert wait_until(lambda: not is_running(daemon))
+
+
+def test_a_worker_that_ends_is_noticed_though_a_copy_of_it_lives(make_pool: MakePool) -> None:
+    pool = make_pool(timeout_s=20)
+    [first] = pool.worker_pids
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"ended its process \(exit code 1\)"):
+        pool.score(batch_of("copy and exit"))
+    assert time.monotonic() - start < 5
+    assert wait_until(lambda: not processes_of(first))
+
+
+def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    assert pool.score(batch_of("two answers", 2)).rewards.tolist() == [1.0, 2.0]
+    assert pool.score(batch_of(1, 2, 3)).rewards.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_an_error_is_one_line_with_its_place_wherever_the_function_went(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pool()
+    monkeypatch.chdir(tmp_path)
+    with closing(FunctionPool("my_reward.py", PoolSettings(num_workers=1))) as pool:
+        with pytest.raises(RewardError) as caught:
+            pool.score(batch_of("elsewhere"))
+        assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+    assert "my_reward.py:50: ValueError: first line second line xxx" in str(caught.value)
+    assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
 def test_a_worker_that_leaked_is_replaced_after_its_answer(make_pool: MakePool) -> None:
     pool = make_pool(num_workers=1)
     code = "leak"
@@ -281,6 +332,17 @@ def test_a_file_without_a_function_is_refused_at_start(
     with pytest.raises(ConfigError) as caught:
         make_pool(code)
     assert message in str(caught.value)
+
+
+def test_a_file_that_hangs_while_it_is_imported_is_refused_and_ended(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "LOAD_TIMEOUT_S", 1.0)
+    with pytest.raises(ConfigError) as caught:
+        make_pool("import os, time; print(os.getpid()); time.sleep(1e6)")
+    assert "my_reward.py: the file did not end in 1 s while it was imported." in str(caught.value)
+    pid = int((tmp_path / "logs" / "reward-0.log").read_text().splitlines()[0])
+    assert wait_until(lambda: not is_running(pid))
 
 
 def test_closing_ends_all_workers_and_what_they_do(make_pool: MakePool) -> None:

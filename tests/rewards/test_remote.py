@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
@@ -179,6 +180,31 @@ def test_a_slow_server_ends_at_the_limit_of_all_tries() -> None:
         score(server.url, settings=settings)
     assert time.monotonic() - start < 2
     assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
+
+
+def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> None:
+    def drip(server: RewardServer, body: dict[str, object]) -> Answer:
+        return 200, iter(lambda: time.sleep(0.05) or b" ", None)  # type: ignore[func-returns-value]
+
+    settings = RemoteSettings(batch_size=1, timeout_s=0.7, try_timeout_s=0.3, backoff_s=0.01)
+    start = time.monotonic()
+    with RewardServer(drip) as server, pytest.raises(RewardError, match=r"no answer in 0\."):
+        score(server.url, settings=settings)
+    assert time.monotonic() - start < 2
+    assert 2 <= len(server.requests) <= 3
+
+
+def test_an_answer_without_end_is_given_up_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 10**6)
+    sent = []
+
+    def flood(server: RewardServer, body: dict[str, object]) -> Answer:
+        return 200, iter(lambda: sent.append(1) or b"[" * 10**5, None)  # type: ignore[func-returns-value]
+
+    with RewardServer(flood) as server, pytest.raises(RewardError) as caught:
+        score(server.url)
+    assert str(caught.value) == f"{server.url}: the answer is larger than 1000000 bytes"
+    assert len(server.requests) == 1  # never asked again
 
 
 def test_a_slow_server_is_replaced_by_another() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
 from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -110,6 +113,44 @@ def says(tokenizer, text: str, *, end: bool = True) -> Say:
     """An engine's `say` that always writes the same text."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return lambda request: [*ids, tokenizer.eos_token_id] if end else ids
+
+
+# "two" begins anew in its second turn, which makes a second segment.
+TWO_TURNS = """
+    from openrlhf.utils.agent import AgentExecutorBase
+
+    TRIES = {}
+
+    class AgentExecutor(AgentExecutorBase):
+        async def execute(self, prompt, label, sampling_params, llm_engine):
+            TRIES[prompt] = TRIES.get(prompt, 0) + 1
+            if prompt == "bad" or prompt == "shy" and TRIES[prompt] == 1:
+                raise ValueError(f"{prompt} at try {TRIES[prompt]}")
+            first = await llm_engine.generate(prompt, sampling_params)
+            begin = [] if prompt == "two" else first.prompt_token_ids
+            ids = [*begin, *first.outputs[0].token_ids, *llm_engine.encode_feedback("??")]
+            await llm_engine.generate(ids, sampling_params)
+            return {"reward": len(prompt) / 2, "scores": 1.0, "extra_logs": {"num": 3}}
+"""
+
+
+@contextmanager
+def agents_over(
+    engines: Sequence[FakeEngine],
+    folder: Path,
+    tokenizer,
+    *,
+    policy: FailurePolicy | None = None,
+    code: str = TWO_TURNS,
+) -> Iterator[AgentSamplesGenerator]:
+    """Agents beside these engines; they are ended with the block."""
+    file = write_agent(folder, code)
+    hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
+    try:
+        yield AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy())
+    finally:
+        for host in hosts:
+            host.close()
 
 
 def settings(tokenizer, **changes) -> SamplingSettings:

@@ -100,6 +100,9 @@ class FakeStream:
         versions = [started_under, started_under, self.world.version, self.world.version]
         return FinishedGroup(key, samples(key, self.world.scores_of(key), versions))
 
+    def describe(self) -> str:
+        return f"{len(self.world.running)} with the fake engine"
+
     def take_metrics(self) -> Metrics:
         metrics, self.metrics = self.metrics, Metrics()
         return metrics
@@ -190,6 +193,7 @@ def make_trainer(
     queue_size: int = 1,
     num_at_once: int | None = None,
     with_filter: bool = False,
+    max_empty: int = 3,
     wait_s: float = 10.0,
     num_warm_up: int = 0,
     **train: object,
@@ -218,7 +222,10 @@ def make_trainer(
             "reward": {"remote_url": "r.py"},
         }
     )
-    prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
+    prompts = [
+        SimpleNamespace(row_id=row, label=f"label {row}", datasource="d", columns={"row": row})
+        for row in range(num_prompts)
+    ]
     sampling = SamplingSettings(num_samples=2)
     parts = PPOParts(
         actor=FakeActor(world),  # type: ignore[arg-type]
@@ -231,7 +238,7 @@ def make_trainer(
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
         prompts=prompts,  # type: ignore[arg-type]
         eval_prompts=prompts[:1],  # type: ignore[arg-type]
-        group_filter=GroupFilter(max_empty=3) if with_filter else None,
+        group_filter=GroupFilter(max_empty=max_empty) if with_filter else None,
         sampling=sampling,
         eval_sampling=sampling,
         tracker=Records(),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream

@@ -7,7 +7,15 @@ import time
 import pytest
 
 from openrlhf.trainer.ppo_utils.openai_stream import settled_text
-from tests.trainer.agent_fakes import GrowingEngine, act_one, says, write_agent
+from tests.trainer.agent_fakes import (
+    GrowingEngine,
+    act,
+    act_one,
+    make_runner,
+    request,
+    says,
+    write_agent,
+)
 from tests.trainer.test_agent_openai import agent_of
 
 WORDS = "one two three four five six seven"
@@ -57,6 +65,35 @@ def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
     time.sleep(5 * DELAY_S)
     assert engine.num_sampled == sampled < len(WORDS * 9) / 2  # it has stopped
     assert engine.num_aborted == 1
+
+
+BLOCKING = """
+import asyncio, time
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, llm_engine):
+        if prompt == "stuck":
+            await asyncio.sleep(0.1)
+            time.sleep(1.5)
+        await llm_engine.generate(prompt, sampling_params)
+        return {"reward": 1.0}
+"""
+
+
+def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenizer):
+    engine = GrowingEngine(says(tiny_tokenizer, WORDS), delay_s=DELAY_S)
+    runner = make_runner(
+        write_agent(tmp_path, BLOCKING), engine, tiny_tokenizer, step_timeout_s=0.2
+    )
+    try:
+        found = act(runner, [request(tiny_tokenizer, text, text) for text in ("slow", "stuck")])
+    finally:
+        runner.close()
+    assert found["slow"].reward == 1.0 and found["stuck"].failure.kind == "blocked"
+    assert (len(engine.requests), engine.num_aborted) == (2, 1)  # the first was begun again
+    num_tokens = len(tiny_tokenizer.encode(WORDS)) + 1
+    assert num_tokens < engine.num_sampled < 2 * num_tokens
 
 
 def test_a_client_that_leaves_is_not_sampled_for(tmp_path, tiny_tokenizer):

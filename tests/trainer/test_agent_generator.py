@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from openrlhf.algorithms.advantages import estimator
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
@@ -22,48 +20,34 @@ from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
 from tests.trainer.agent_fakes import (
+    TWO_TURNS,
     StreamingEngine,
-    make_runner,
+    agents_over,
     prompts,
     says,
     settings,
-    write_agent,
 )
 
-# Two turns; "two" begins anew in its second, which makes a second segment.
-AGENT = """
-    from openrlhf.utils.agent import AgentExecutorBase
 
-    TRIES = {}
-
-    class AgentExecutor(AgentExecutorBase):
-        async def execute(self, prompt, label, sampling_params, llm_engine):
-            TRIES[prompt] = TRIES.get(prompt, 0) + 1
-            if prompt == "bad" or prompt == "shy" and TRIES[prompt] == 1:
-                raise ValueError(f"{prompt} at try {TRIES[prompt]}")
-            first = await llm_engine.generate(prompt, sampling_params)
-            begin = [] if prompt == "two" else first.prompt_token_ids
-            ids = [*begin, *first.outputs[0].token_ids, *llm_engine.encode_feedback("??")]
-            await llm_engine.generate(ids, sampling_params)
-            return {"reward": len(prompt) / 2, "scores": 1.0, "extra_logs": {"num": 3}}
-"""
-
-
-def generate(tmp_path, tokenizer, texts, *, num_hosts=1, policy=None, say=None, **sampling):
+def generate(
+    tmp_path,
+    tokenizer,
+    texts,
+    *,
+    num_hosts=1,
+    policy=None,
+    say=None,
+    code=TWO_TURNS,
+    **sampling,
+):
     """The samples of some prompts, and the engines they came from."""
-    file = write_agent(tmp_path, AGENT)
     engines = [
         StreamingEngine(say or says(tokenizer, "yo"), delay_s=0.01) for _ in range(num_hosts)
     ]
-    hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
-    generator = AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy())
-    try:
+    with agents_over(engines, tmp_path, tokenizer, policy=policy, code=code) as generator:
         batch = generator.generate_samples(
             prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
         )
-    finally:
-        for host in hosts:
-            host.close()
     return batch, engines
 
 
@@ -142,11 +126,10 @@ def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_to
         )
 
 
-def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer, monkeypatch):
-    agent = AGENT.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
-    monkeypatch.setattr(sys.modules[__name__], "AGENT", agent)
+def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer):
+    code = TWO_TURNS.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
     with pytest.raises(RewardError, match="sample step1/1/0 has no score and others"):
-        generate(tmp_path, tiny_tokenizer, ["a", "b"])
+        generate(tmp_path, tiny_tokenizer, ["a", "b"], code=code)
 
 
 def two_part_batch(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -20,8 +21,11 @@ from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost, episode_hosts
 from tests.trainer.agent_fakes import (
     StreamingEngine,
+    act,
     act_one,
+    make_runner,
     prompts,
+    request,
     says,
     settings,
     write_agent,
@@ -50,6 +54,36 @@ AGENT = """
 
         async def execute(self, prompt, label, sampling_params, **more):
             sampling_params.max_tokens = 8  # or a turn could fill the context
+            return await super().execute(prompt, label, sampling_params, **more)
+"""
+
+
+NUM_AT_ONCE = 2000
+# No episode takes its second turn before all of them have taken their first.
+ALL_AT_ONCE = f"""
+    import asyncio
+    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+    THERE, ALL = [], asyncio.Event()
+
+    class AgentInstance(AgentInstanceBase):
+        def __init__(self):
+            self.num_steps = 0
+
+        async def step(self, states):
+            self.num_steps += 1
+            THERE.append(1)
+            if len(THERE) == {NUM_AT_ONCE}:
+                ALL.set()
+            await ALL.wait()
+            return {{"rewards": 0.5, "environment_feedback": "?", "done": self.num_steps == 2}}
+
+    class AgentExecutor(MultiTurnAgentExecutor):
+        def __init__(self):
+            super().__init__(AgentInstance)
+
+        async def execute(self, prompt, label, sampling_params, **more):
+            sampling_params.max_tokens = 4
             return await super().execute(prompt, label, sampling_params, **more)
 """
 
@@ -145,6 +179,23 @@ return {"reward": float(len(pieces)), "extra_logs": {"tokens": len(tokens), "sai
     while vllm_engine._stepper.has_work() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not vllm_engine._stepper.has_work()
+
+
+@pytest.mark.slow
+def test_two_thousand_episodes_are_under_way_at_once_on_one_engine(
+    tmp_path, vllm_engine, tiny_tokenizer
+):
+    file = write_agent(tmp_path, ALL_AT_ONCE)
+    limits = {"num_tasks": NUM_AT_ONCE, "step_timeout_s": 60.0}
+    runner = make_runner(file, vllm_engine, tiny_tokenizer, **limits)
+    began_s = time.monotonic()
+    names = [f"e{k}" for k in range(NUM_AT_ONCE)]
+    results = act(runner, [request(tiny_tokenizer, name=name) for name in names])
+    print(f"{time.monotonic() - began_s:.1f} s, {threading.active_count()} threads")
+    assert {result.failure for result in results.values()} == {None}
+    assert sum(result.num_turns for result in results.values()) == 2 * NUM_AT_ONCE
+    assert threading.active_count() < 60
+    runner.close()
 
 
 class FakeActor(AgentHost, StreamingEngine):

@@ -170,6 +170,7 @@ cases = [
     {"tool_choice": "required"}, {"stop": "two words"}, {"messages": []},
     {"messages": [{"role": "king", "content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"top_logprobs": 3}, {"extra_body": {"guided_json": {"type": "object"}}},
 ]
 for case in cases:
     try:
@@ -178,6 +179,7 @@ for case in cases:
         refused[next(iter(case)) + str(len(refused))] = error.body["message"]
 assert "the run samples with 1.0" in refused["temperature0"]
 assert "unknown role 'king'" in refused["messages6"]
+assert refused["extra_body9"].startswith("guided_json is not supported")
 await chat.create(model="m", messages=talk)
 return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
 """
@@ -192,6 +194,8 @@ return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
         "messages5",
         "messages6",
         "messages7",
+        "top_logprobs8",
+        "extra_body9",
     ]
 
 

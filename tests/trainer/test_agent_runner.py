@@ -20,7 +20,7 @@ from tests.trainer.agent_fakes import (
 )
 
 HEAD = """
-import asyncio, sys, time
+import asyncio, sys, time, torch
 from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
 DONE = {"rewards": 1.0, "environment_feedback": "", "done": True}
 """
@@ -157,6 +157,10 @@ class AgentExecutor(AgentExecutorBase):
         ("None", "bad_answer", "execute answered a NoneType"),
         ("{'scores': 1.0}", "bad_answer", "reward is None"),
         ("{'reward': 1.0, 'rewards': 2.0}", "bad_answer", "has both reward and rewards"),
+        ("{'reward': 10**400}", "bad_answer", "reward is too large"),
+        ("{'reward': 1e39}", "bad_answer", "reward is 1e+39. Return one finite float32"),
+        ("{'reward': 1, 'extra_logs': torch.ones(2)}", "bad_answer", "extra_logs is a Tensor"),
+        ("{'reward': 1, 'truncated': torch.ones(2)}", "bad_answer", "truncated is tensor"),
     ],
 )
 def test_an_execute_must_sample_and_answer(answer, kind, message, tmp_path, tiny_tokenizer):

@@ -16,46 +16,23 @@ from openrlhf.utils.agent import AgentError
 from tests.trainer.agent_fakes import (
     GrowingEngine,
     StreamingEngine,
-    make_runner,
+    agents_over,
     prompts,
     says,
     settings,
-    write_agent,
 )
 from tests.trainer.stream_fakes import fetch, stream_threads, until
-
-# Two turns; "two" begins anew in its second, which makes a second segment.
-AGENT = """
-    from openrlhf.utils.agent import AgentExecutorBase
-
-    TRIES = {}
-
-    class AgentExecutor(AgentExecutorBase):
-        async def execute(self, prompt, label, sampling_params, llm_engine):
-            TRIES[prompt] = TRIES.get(prompt, 0) + 1
-            if prompt == "bad" or prompt == "shy" and TRIES[prompt] == 1:
-                raise ValueError(f"{prompt} at try {TRIES[prompt]}")
-            first = await llm_engine.generate(prompt, sampling_params)
-            begin = [] if prompt == "two" else first.prompt_token_ids
-            ids = [*begin, *first.outputs[0].token_ids, *llm_engine.encode_feedback("??")]
-            await llm_engine.generate(ids, sampling_params)
-            return {"reward": len(prompt) / 2, "extra_logs": {"num": 3}}
-"""
 
 
 @contextmanager
 def streaming(tmp_path, tokenizer, engines, *, policy=None, **sampling):
     """A stream over agents beside these engines."""
-    file = write_agent(tmp_path, AGENT)
-    hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
-    source = AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy())
-    stream = source.open_stream(settings(tokenizer, **sampling))
-    try:
-        yield stream
-    finally:
-        stream.close()
-        for host in hosts:
-            host.close()
+    with agents_over(engines, tmp_path, tokenizer, policy=policy) as source:
+        stream = source.open_stream(settings(tokenizer, **sampling))
+        try:
+            yield stream
+        finally:
+            stream.close()
 
 
 def submit(stream, tokenizer, texts, tag="t"):

@@ -54,6 +54,44 @@ def test_a_rewritten_history_begins_a_segment_of_its_own():
     assert (second.token_ids, second.action_mask) == ([7, 8, 2, 5, 4], [False] * 4 + [True])
 
 
+def test_what_was_there_in_an_earlier_turn_is_known():
+    trace = make_trace()
+    assert trace.known_ids([7, 8]) == []
+    trace.record([7, 8], completion([9, 2]))
+    assert trace.known_ids([7, 8, 9, 2, 5]) == [7, 8, 9, 2]
+    assert trace.known_ids([7, 8, 9]) == trace.known_ids([7, 1]) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "a prompt without a token"),
+        (["a"], "a list of other things than token ids"),
+        ([7, 8.0], "a list of other things than token ids"),
+        ([7, -1], r"ids outside 0\.\.99"),
+        ([7, 100], r"ids outside 0\.\.99"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_prompt_that_is_none_is_refused_in_any_turn(ids, message, is_first, tiny_tokenizer):
+    sampler = TurnSampler(StreamingEngine(says(tiny_tokenizer, "")))
+    taker = TurnTaker(sampler, AgentLimits(max_length=64), vocab_size=100)
+    episode = Episode(request(tiny_tokenizer), vocab_size=100)
+    codec = TextCodec(tiny_tokenizer)
+
+    async def talk():
+        told = []
+        if not is_first:
+            await taker.take(episode, [7, 8], None, codec)
+            (segment,) = episode.trace._segments
+            told = segment.token_ids.copy()
+        prompt = [*told, *ids] if ids else []
+        with pytest.raises(BadAnswerError, match=message):
+            await taker.take(episode, prompt, None, codec)
+
+    asyncio.run(talk())
+
+
 def test_branches_are_segments_and_each_goes_on_from_its_own():
     trace = make_trace()
     for answer in ([1], [2]):

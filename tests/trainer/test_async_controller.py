@@ -135,6 +135,35 @@ def test_what_was_pending_is_started_again_after_a_restart():
     assert again.ledger.num_drawn == 5 and again.ledger.outcomes == {"trained": 2}
 
 
+def test_finished_groups_of_a_checkpoint_keep_their_deadlines():
+    limits = replace(PARTIAL, max_staleness=2)
+    core, rows = AsyncController(limits), list(range(20))
+    admit_all(core, rows)  # rows 0 to 5, as a step has two
+    for row in (1, 5, 4):
+        core.finish((0, row))
+    assert train(core) == [1, 5]
+    admit_all(core, rows)
+    core.finish((0, 6))
+    ages = {key: core.age(key) for key in core.ready}
+    assert ages == {(0, 4): 1, (0, 6): 0}
+    again = AsyncController(limits, restored(core.ledger))
+    assert again.restore(ages) == [(0, 4), (0, 6)]
+    again.check()
+    assert again.ready == {(0, 4): 1, (0, 6): 2}  # in steps from now on
+    assert list(again.again) == [(0, 0), (0, 2), (0, 3), (0, 7)]
+    assert again.is_ready and train(again) == [4, 6]
+
+
+def test_what_a_smaller_limit_has_no_place_for_is_generated_again():
+    ages = {(0, row): age for row, age in enumerate((0, 2, 0, 1, 1, 1, 0))}
+    ledger = Ledger()
+    ledger.draw(ages)
+    core = AsyncController(LIMITS, ledger)  # one step behind, two groups a step
+    assert core.restore(ages) == [(0, 0), (0, 2), (0, 3), (0, 4)]
+    core.check()
+    assert list(core.again) == [(0, 1), (0, 5), (0, 6)]
+
+
 class World:
     """Engines, a trainer and prompts around the core, all moves picked by chance.
 
@@ -159,6 +188,9 @@ class World:
         return (
             restored(self.core.ledger),
             (self.position, self.version, self.num_steps, self.trained.copy()),
+            # Finished samples are kept; what runs has to be begun again.
+            {key: self.core.age(key) for key in self.core.ready},
+            {key: self.versions[key].copy() for key in self.core.ready},
         )
 
     def moves(self) -> list:
@@ -237,8 +269,10 @@ class World:
     def crash(self) -> None:
         """Everything but the last checkpoint is gone."""
         self.num_crashes -= 1
-        ledger, (self.position, self.version, self.num_steps, trained) = self.saved
+        ledger, (self.position, self.version, self.num_steps, trained), ages, versions = self.saved
         self.core = AsyncController(self.limits, restored(ledger))
+        assert self.core.restore(ages) == list(ages)
+        self.versions = {key: found.copy() for key, found in versions.items()}
         self.trained, self.phase = trained.copy(), "idle"
 
     def run(self) -> None:

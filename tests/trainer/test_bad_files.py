@@ -5,6 +5,7 @@ before a model is loaded; what is harmless is read.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import shutil
 import tempfile
@@ -12,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from openrlhf.cli.train_sft import main
-from openrlhf.datasets import loading
-from openrlhf.errors import DataError
+from openrlhf.datasets import data_files, loading
+from openrlhf.datasets.expectations import Expectations
+from openrlhf.errors import ConfigError, DataError
 from tests.tiny import write_jsonl
 
 GOOD = b'{"input": "q", "output": "a"}\n'
@@ -50,6 +54,15 @@ def saved_without_a_part(path: Path) -> None:
     next(path.glob("*.arrow")).unlink()
 
 
+def text_in_no_alphabet(path: Path) -> None:
+    words = pa.array([b"q", b"\xff"]).view(pa.string())  # pyarrow takes it, and writes it
+    table = pa.table({"input": words, "output": words})
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+
+
 # Name of the file, what writes it, and how the line goes on behind its path.
 CASES = {
     "cut inside a record": ("a.jsonl", content(GOOD + GOOD[:9]), ":2: cut record"),
@@ -67,6 +80,17 @@ CASES = {
         ":2: column 'input' mixes",
     ),
     "cut parquet": ("a.parquet", cut_parquet, " is damaged: "),
+    "no UTF-8 in parquet": ("a.parquet", text_in_no_alphabet, " is damaged: column 'input': "),
+    "no UTF-8 in a saved data set": (
+        "saved",
+        text_in_no_alphabet,
+        " is damaged: column 'input': ",
+    ),
+    "an array cut in its third line": (
+        "a.json",
+        content(b'[\n{"input": "q"},\n{"input": "q'),
+        ":3: cut record",
+    ),
     "cut gzip": (
         "a.jsonl.gz",
         content(gzip.compress(GOOD * 999)[:-12]),
@@ -101,23 +125,39 @@ CASES = {
     "depth of 10,000": ("a.jsonl", content(b'{"input": ' + b"[" * 10_000), ":1: nested too deeply"),
     "parquet called .jsonl": ("a.jsonl", content(b"PAR1\xc0\x01\xfe"), ":1: not UTF-8"),
     "JSON called .parquet": ("a.parquet", content(GOOD * 9), " is damaged: "),
+    "100 MB in a line of CSV": (
+        "a.csv",
+        content(b"input,output\nq,a\nq," + b"x" * 10**8),
+        ":3: a line of over 64 MiB",
+    ),
+    "cut inside a cell": (
+        "a.csv",
+        content(b'input,output\nq,a\nq,"a lo'),
+        ":3: cut record: a quote that is not closed",
+    ),
+    "a cell too few": (
+        "a.csv",
+        content(b"input,output\nq,a\nq\n"),
+        ": record 3: 1 cells in 2 columns",
+    ),
     "JSON called .csv": ("a.csv", content(GOOD * 9), ""),
     "text": ("a.txt", content(b"To be, or not to be\n"), ":1: not JSON"),
     "a folder called .jsonl": ("a.jsonl", lambda path: path.mkdir(), " has no data files"),
     "a dangling link": (
         "a.jsonl",
         lambda path: path.symlink_to("nowhere.jsonl"),
-        " is a link to nowhere.jsonl, which does not exist. Give the file itself.",
+        " is a link to nowhere.jsonl, which does not exist. ",
     ),
     "a script": ("a.py", content(b"rows = []"), " is a Python script, which is never run"),
 }
 
 
 def refused(
-    data: Path, model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    data: Path | str, model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
-    """The error lines of train_sft on this data; the exit code is 2."""
-    words = f"--pretrain {model} --dataset {data} --output_key output --save_path {run_dir}"
+    """The error lines of train_sft on this data (a path, or flags); the exit code is 2."""
+    named = f"--dataset {data}" if isinstance(data, Path) else data
+    words = f"--pretrain {model} {named} --output_key output --save_path {run_dir}"
     with pytest.raises(SystemExit) as stop:
         main([*words.split(), "--train_batch_size", "2", "--micro_train_batch_size", "1"])
     error = capsys.readouterr().err
@@ -189,7 +229,7 @@ def test_a_file_in_a_folder_nobody_may_enter_is_one_line(as_nobody) -> None:
 def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = loading.read_json_table
+    read = data_files.read_json_table
 
     def read_and_append(path: Path) -> object:
         table = read(path)
@@ -197,15 +237,48 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
             file.write(GOOD)
         return table
 
-    monkeypatch.setattr(loading, "read_json_table", read_and_append)
+    monkeypatch.setattr(data_files, "read_json_table", read_and_append)
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
         loading.load_rows(str(path))
 
 
+def test_rows_that_a_file_lost_are_noticed_where_their_number_or_hash_is_given(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_bytes(GOOD * 3)  # cut at the end of a line: a file like any other
+    words = [f"--expect_rows 4 --dataset {path}", f"--expect_sha256 {digest} --dataset {path}"]
+    found = [refused(flags, tiny_model_dir, tmp_path / "run", capsys) for flags in words]
+    assert found[0] == [
+        f"data set {path} has 3 rows, not 4. Fetch it again, or correct --expect_rows."
+    ]
+    assert f"{path} has the SHA-256 " in found[1][0] and f", not {digest}. Fetch" in found[1][0]
+
+
+def test_what_is_expected_is_given_for_each_data_set(tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "one.jsonl", ROWS)
+    two = write_jsonl(tmp_path / "two.jsonl", ROWS[:1])
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest().upper() for path in (one, two)]
+    right = Expectations(num_rows="4, 1", sha256=",".join(digests))
+    assert len(loading.load_rows(f"{one},{two}", expected=right, max_samples=2)) == 2
+    for wrong, message in (
+        (Expectations(num_rows="4"), "--expect_rows 4 is of 1 data sets, and 2 are named"),
+        (Expectations(num_rows="4,x"), "--expect_rows 4,x is no number of rows"),
+        (Expectations(num_rows="4,2"), "two.jsonl has 1 rows, not 2"),
+        (Expectations(sha256=f"{digests[0]},0"), "two.jsonl has the SHA-256 .*, not 0."),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loading.load_rows(f"{one},{two}", expected=wrong)
+    with pytest.raises(ConfigError, match="--expect_sha256 is of a file, and data set"):
+        loading.load_rows(str(tmp_path), expected=Expectations(sha256="0"))
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
+        ("a.csv", b"\xef\xbb\xbfinput,output\r\nq,a\r\n"),
         ("a.jsonl", b"\xef\xbb\xbf" + GOOD),
         ("a.jsonl", GOOD.replace(b"\n", b"\r\n") * 2),
         ("a.jsonl", b"\n\n" + GOOD + b"\n"),

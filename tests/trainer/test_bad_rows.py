@@ -4,11 +4,13 @@ their line and exit code 2, before a model is loaded.
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from openrlhf.cli import train_ppo
 from tests.tiny import write_jsonl
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
@@ -19,7 +21,12 @@ CASES = {
     "a side that is no text": (
         "train_rm --prompt_key prompt",
         [PAIR | {"rejected": 7}, PAIR | {"rejected": 8}],
-        "row 1",
+        "row 1: 'rejected' is 8, not text. Write it as \"8\"",
+    ),
+    "a question that is no text": (
+        "train_sft --output_key output",
+        [ANSWER | {"input": 1.5}],
+        "row 0: 'input' is 1.5, not text. Write it as \"1.5\"",
     ),
     "only identical pairs": (
         "train_dpo --prompt_key prompt",
@@ -76,6 +83,32 @@ CASES = {
         [ANSWER, ANSWER | {"output": "a" * 99}],
         "row 1: 119 tokens, over the limit of 30",
     ),
+    "an id for the second time": (
+        "train_sft --output_key output",
+        [ANSWER | {"id": "a"}, ANSWER | {"id": "b"}, ANSWER | {"id": "a"}],
+        "rows.jsonl: row 2: id 'a' is that of {folder}/rows.jsonl: row 0, too",
+    ),
+    "roles out of turn in a blend of two": (
+        "train_sft --dataset {folder}/rows.jsonl,{folder}/rows.jsonl --dataset_probs 0.5,0.5",
+        [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION, QUESTION, REPLY]}],
+        "{folder}/rows.jsonl: row 1: message 2 is the user's, after the user's",
+    ),
+    "message lists where the tokenizer has no template": (
+        "train_dpo --pretrain {folder}/untemplated",
+        [{"prompt": [QUESTION], "chosen": [REPLY], "rejected": [REPLY]}],
+        "'prompt' holds message lists, but the tokenizer {folder}/untemplated has no chat "
+        "template. Give one with --tokenizer_chat_template",
+    ),
+    "message lists that are not to be rendered": (
+        "train_sft --apply_chat_template false",
+        [{"messages": [QUESTION, REPLY]}],
+        "row 0: 'messages' is a message list. Add --apply_chat_template",
+    ),
+    "turns of text": (
+        "train_sft --multiturn",
+        [{"text": "all of it"}],
+        "--multiturn finds turns in a chat template. Add --apply_chat_template.",
+    ),
     "an answer column that is not there": (
         "train_kd --teacher_model {model} --output_key answer",
         [{"input": "q", "output": "a"}],
@@ -90,14 +123,14 @@ SFT_CASES = {
     "a model that is not there": (
         "--pretrain {folder}/none --output_key output",
         ROWS,
-        "Model path '{folder}/none' does not exist. Give a folder with a config.json, or a hub id "
+        "--pretrain {folder}/none does not exist. Type a folder with a config.json, or a hub id "
         "such as org/name.",
     ),
     "a data set that is not there": (
         "--dataset {folder}/none.jsonl --output_key output",
         ROWS,
-        "data set {folder}/none.jsonl does not exist. Give a file (.jsonl, .json, .jsonl.gz, "
-        ".json.gz, .csv, .parquet, .arrow), a folder of them, or a hub name.",
+        "--dataset {folder}/none.jsonl does not exist. Type a file (.jsonl, .json, .jsonl.gz, "
+        ".json.gz, .csv, .parquet, .arrow), a folder of them, or a hub id.",
     ),
     "an empty data set": (
         "--output_key output",
@@ -157,13 +190,55 @@ def refuse(tiny_model_dir: Path, tmp_path: Path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_row_is_named_before_a_model_is_loaded(
-    case: str, tiny_model_dir: Path, refuse
+    case: str, tiny_model_dir: Path, tmp_path: Path, refuse
 ) -> None:
     words, rows, expected = CASES[case]
-    code, error = refuse(words.format(model=tiny_model_dir).split(), rows)
+    names = {"model": tiny_model_dir, "folder": tmp_path}
+    shutil.copytree(tiny_model_dir, tmp_path / "untemplated")
+    (tmp_path / "untemplated" / "chat_template.jinja").unlink()
+    code, error = refuse(words.format(**names).split(), rows)
     assert code == 2, error
     assert "Traceback" not in error
-    assert expected in error
+    assert expected.format(**names) in error
+
+
+def test_bad_rows_of_both_sets_are_said_together(tmp_path: Path, refuse) -> None:
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [ANSWER, ANSWER | {"input": " "}])
+    flags = ["--output_key", "output", "--eval_dataset", str(held_out)]
+    code, error = refuse(["train_sft", *flags], [ANSWER | {"input": ""}, ANSWER])
+    assert code == 2
+    assert error.splitlines() == [
+        "error: data set: 1 bad rows. Repair the rows, or choose other columns.",
+        f"error: {tmp_path}/rows.jsonl: row 0: 'input' is empty",
+        "error: evaluation: data set: 1 bad rows. Repair the rows, or choose other columns.",
+        f"error: {held_out}: row 1: 'input' is empty",
+    ]
+
+
+def test_a_problem_of_both_sets_is_said_once(tiny_model_dir: Path, tmp_path: Path, refuse) -> None:
+    data = tmp_path / "rows.jsonl"
+    flags = ["--output_key", "answer", "--eval_dataset", str(data)]
+    _, error = refuse(["train_sft", *flags], [ANSWER])
+    assert error.count("column 'answer' is not in the data set") == 1
+
+
+def test_bad_prompts_of_both_sets_are_said_together(
+    tiny_model_dir: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
+    rows = [{"prompt": [QUESTION], "id": 3}, {"prompt": [QUESTION | {"content": " "}], "id": 4}]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [rows[0]] * 2)
+    flags = "--advantage_estimator group_norm --n_samples_per_prompt 2 --vllm_num_engines 0 "
+    flags += f"--pretrain {tiny_model_dir} --prompt_data {prompts} --eval_dataset {held_out} "
+    flags += f"--remote_rm_url http://localhost:1 --save_path {tmp_path / 'run'} "
+    flags += "--rollout_batch_size 2 --train_batch_size 2 --micro_train_batch_size 1 "
+    with pytest.raises(SystemExit) as stop:
+        train_ppo.main(f"{flags} --generate_max_len 8 --prompt_max_len 99".split())
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert stop.value.code == 2
+    assert f"error: {prompts}: row 1: 'prompt' is empty" in errors
+    assert f"error: {held_out}: row 1: id 3 is that of {held_out}: row 0, too" in errors
 
 
 @pytest.mark.parametrize("case", SFT_CASES)

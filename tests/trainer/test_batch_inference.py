@@ -328,7 +328,9 @@ def test_hidden_gpus_stay_hidden() -> None:
 
 
 def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: Path) -> None:
-    """A closing answer of the data set is replaced, tools stay with their prompt."""
+    """A closing answer of the data set is replaced, tools stay with their prompt, and no flag says
+    that the rows are dialogues.
+    """
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     question = {"role": "user", "content": "1+1?"}
     rows = [
@@ -336,22 +338,21 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
         {"messages": [{"role": "user", "content": "2+2?"}], "tools": tools},
     ]
     write_jsonl(folder / "dialogues.jsonl", rows)
-    flags = "--apply_chat_template --input_key messages"
     paths = {"dataset": "dialogues.jsonl", "output_path": "dialogues-out.jsonl"}
-    run_batch_inference(config_of(folder, "generate", f"{GREEDY} {flags}", **paths))
+    run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
     answers = read_rows(folder / "dialogues-out.jsonl")
     assert [row["input"] for row in answers] == [[question], rows[1]["messages"]]
     assert [row["tools"] for row in answers] == [tools, tools]
 
     write_jsonl(folder / "said.jsonl", [{**row, "output": "two"} for row in answers])
     scored = {"pretrain": "reward", "dataset": "said.jsonl", "output_path": "said-rm.jsonl"}
-    run_batch_inference(config_of(folder, "rm", "--apply_chat_template", **scored))
+    run_batch_inference(config_of(folder, "rm", "", **scored))
     [first, _] = read_rows(folder / "said-rm.jsonl")
     assert (first["input"], first["output"], first["tools"]) == ([question], "two", tools)
 
     write_jsonl(folder / "whole.jsonl", rows[:1])
     scored = {"pretrain": "reward", "dataset": "whole.jsonl", "output_path": "whole-rm.jsonl"}
-    run_batch_inference(config_of(folder, "rm", flags, **scored))
+    run_batch_inference(config_of(folder, "rm", "", **scored))
     [row] = read_rows(folder / "whole-rm.jsonl")
     assert (row["input"], row["output"]) == ([question], "3")
 

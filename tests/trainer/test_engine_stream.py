@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, ModelScorer
+from openrlhf.trainer.ray.phases import DevicePhases
 from tests.trainer.stream_fakes import (
     HeldEngine,
     HeldSource,
@@ -95,6 +98,49 @@ def test_a_busy_scorer_gets_full_batches_and_an_idle_one_no_pauses():
     while source.held:
         source.release()
     assert sorted(group.key[1] for group in fetch(stream, 5)) == [0, 1, 2, 3, 4]
+    stream.close()
+
+
+def test_models_that_share_devices_with_training_score_before_it_or_after():
+    events: list[str] = []
+
+    class Forward:
+        def start(self, experience):
+            events.append("scored")
+            return lambda: torch.ones(len(experience.num_actions))
+
+    turn = threading.Lock()
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
+    engine = HeldEngine()
+    stream = open_stream([engine], ModelScorer({"m": Forward()}, turn=turn))
+    submit(stream, range(2))
+    for phase in (phases.training, phases.sync):
+        with phase():
+            engine.answer(next(iter(engine.asked)))
+            until(lambda: "1 prompts wait for their rewards" in stream.describe())
+            assert not stream.finished(0.1) and "scored" not in events
+            events.append("trained")
+        fetch(stream, 1)
+        assert events == ["trained", "scored"]
+        events.clear()
+    stream.close()
+
+
+def test_a_stream_says_who_works_and_for_how_long():
+    engines = [HeldEngine() for _ in range(6)]
+    source = HeldSource(is_held=True)
+    stream = open_stream(engines, source)
+    assert stream.describe() == ""
+    submit(stream, range(7))
+    *named, rest = stream.describe().split("; ")
+    assert rest == "2 more engines work" and len(named) == 4
+    assert all(
+        re.fullmatch(r"engine \d has [24] samples, none finished for \d s", n) for n in named
+    )
+    for engine in engines:
+        for name in list(engine.asked):
+            engine.answer(name)
+    until(lambda: stream.describe() == "7 prompts wait for their rewards")
     stream.close()
 
 

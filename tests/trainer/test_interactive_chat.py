@@ -1,8 +1,10 @@
-"""interactive_chat through a pseudo terminal: history, streaming, commands, Ctrl-C, long talks."""
+"""interactive_chat: history, streaming, commands, Ctrl-C, long talks, and a pseudo terminal."""
 
 from __future__ import annotations
 
 import io
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.interactive_chat import Chat, TokenStream, Turn
+from openrlhf.trainer.interactive_chat import Chat, TokenStream, Turn, printable
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
 
@@ -29,6 +31,11 @@ def chat_with(model: Path, lines: str, *flags: str) -> tuple[Chat, str]:
     return chat, output.getvalue()
 
 
+def shown(answer: str) -> str:
+    """What is written for an answer that fills the context, as those of a random model do."""
+    return f"{printable(answer)} [cut: --max_len 128 is reached]"
+
+
 def greedy(model_dir: Path, prompt: str, max_len: int = 128) -> str:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
@@ -40,7 +47,7 @@ def greedy(model_dir: Path, prompt: str, max_len: int = 128) -> str:
 def test_an_answer_is_the_models_and_is_remembered_in_the_next_prompt(tiny_model_dir):
     chat, text = chat_with(tiny_model_dir, "hi\n", "--apply_chat_template")
     first = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
-    assert f"> {first}\n> " in text
+    assert f"> {shown(first)}\n> " in text
     chat.conversation.max_len = 2048
     ids, num_dropped = chat.conversation.prompt_for("a")
     assert (chat.conversation.turns, num_dropped) == ([Turn("hi", first)], 0)
@@ -63,8 +70,26 @@ def test_reset_forgets_and_exit_leaves_before_the_next_line(tiny_model_dir):
 
 
 def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
-    chat, _ = chat_with(tiny_model_dir, "\n  \n")
+    chat, text = chat_with(tiny_model_dir, "\n  \n")
     assert chat.conversation.turns == []
+    assert text.endswith("> > > \n")
+
+
+def test_a_command_that_does_not_exist_is_no_turn_but_a_path_is(tiny_model_dir):
+    chat, text = chat_with(tiny_model_dir, "/quit\n/help\n/etc/hosts\n")
+    assert "There is no command /quit. Type /reset to start anew, /exit to leave" in text
+    assert text.count("Type /reset to start anew") == 3  # at the start, and for both
+    assert [turn.line for turn in chat.conversation.turns] == ["/etc/hosts"]
+
+
+def test_an_answer_that_fills_the_context_says_so(tiny_model_dir):
+    chat, text = chat_with(tiny_model_dir, "hi\n", "--max_len", "32")
+    [turn] = chat.conversation.turns
+    assert f"{printable(turn.answer)} [cut: --max_len 32 is reached]\n" in text
+
+
+def test_an_answer_cannot_steer_the_terminal():
+    assert printable("a\x1b[31mb\x07\r\nc\td\x9b") == "a[31mb\nc\td"
 
 
 def test_the_oldest_turns_are_dropped_with_a_notice(tiny_model_dir):
@@ -72,7 +97,7 @@ def test_the_oldest_turns_are_dropped_with_a_notice(tiny_model_dir):
     chat.conversation.turns = [Turn("x" * 40, "y" * 9), Turn("z" * 20, "w" * 9)]
     # 50 + 30 tokens of turns and 30 of the line are over 96; 30 + 30 are not.
     chat._answer("v" * 30)
-    assert "the oldest 1 turns no longer fit" in chat.output.getvalue()
+    assert "[1 old turn no longer fits and left the conversation]" in chat.output.getvalue()
     assert [turn.line[0] for turn in chat.conversation.turns] == ["z", "v"]
 
 
@@ -180,10 +205,34 @@ def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     process.stdin.write(b"hi\n")
     process.stdin.flush()
     answer = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
-    expected = f"> {answer}\n> ".encode()
+    expected = f"> {shown(answer)}\n> ".encode()
     assert process.stdout.readline()  # the help
     assert process.stdout.read(len(expected)) == expected
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, b"\nGoodbye.\n")
     assert b"Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_line_is_called_back_in_a_terminal(tiny_model_dir):
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
+    command += ["--pretrain", str(tiny_model_dir), *GREEDY.split()]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL)
+    os.close(terminal)
+
+    def read_until(end: bytes) -> bytes:
+        text = b""
+        while not text.endswith(end):
+            text += os.read(master, 4096)
+        return text
+
+    read_until(b"leave; Ctrl-C stops an answer, then the chat.\r\n> ")
+    os.write(master, b"/reset\n")
+    read_until(b"anew.\r\n> ")
+    os.write(master, b"\x1b[A\n")  # the arrow up
+    assert b"/reset\r\nThe conversation starts anew." in read_until(b"anew.\r\n> ")
+    os.write(master, b"\x04")
+    assert process.wait(timeout=60) == 0
+    os.close(master)

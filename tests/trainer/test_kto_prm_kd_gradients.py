@@ -138,6 +138,11 @@ def run_everything(folder: Path) -> dict:
             )
             for size in MICRO_BATCH_SIZES:
                 results[name, stage, size] = step_gradient(trainer, size)
+            if isinstance(trainer, KTOTrainer):
+                trainer.batches_left = lambda: iter([list(range(NUM_SAMPLES))])  # as they step here
+                trainer.precompute_reference()
+                assert trainer.reference is None
+                results[name, stage, "precomputed"] = step_gradient(trainer, 4)
             results[name, stage, "eval"] = trainer.evaluate()
     return results
 
@@ -251,8 +256,8 @@ def test_gradient_and_metrics_are_those_of_the_formula(
 ) -> None:
     gradient, values = expected[name]
     for results in request.getfixturevalue(ranks):
-        for size in MICRO_BATCH_SIZES:
-            actual, metrics = results[name, stage, size]
+        for case in (*MICRO_BATCH_SIZES, *(["precomputed"] if name == "kto" else [])):
+            actual, metrics = results[name, stage, case]
             assert (actual - gradient).norm() / gradient.norm() < 1e-5
             assert {k: metrics[k] for k in values} == pytest.approx(values, rel=1e-5, abs=1e-6)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.algorithms.off_policy import Correction
+from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -131,6 +133,34 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
         find_policy_loss("no_such_module:loss")
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", None),
+        ("--enable_vllm_is_correction", ("token", "clip", 0.5, 5.0, False)),
+        (
+            "--enable_vllm_is_correction --is_correction_type icepop "
+            "--vllm_is_truncated_threshold 0.7 2",
+            ("token", "mask", 0.7, 2.0, False),
+        ),
+        (
+            "--enable_vllm_is_correction --is_correction_type seq-mask-tis",
+            ("geometric", "mask", 0.5, 5.0, True),
+        ),
+        (
+            "--enable_vllm_is_correction --is_correction_level sequence "
+            "--is_correction_treatment truncate --vllm_is_truncated_threshold 3",
+            ("sequence", "truncate", 0.0, 3.0, False),
+        ),
+    ],
+)
+def test_flags_are_the_correction(line: str, expected: tuple | None, tmp_path: Path) -> None:
+    needs = "--pretrain m --prompt_data d --remote_rm_url r.py"
+    config = parse_config(PPOConfig, f"{needs} {line}".split()).config
+    actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(tmp_path)))
+    assert actor._correction() == (None if expected is None else Correction(*expected))
+
+
 def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_path: Path) -> None:
     """With all engine log-probs far off but those of one sample, only that one teaches."""
     band = {"is_correction_enable": True, "is_correction_threshold": (0.5, 2.0)}
@@ -166,6 +196,9 @@ def test_mismatch_is_told_apart_by_staleness(tiny_model_dir: Path, tmp_path: Pat
     assert metrics["logprobs_diff/stale_2"] == pytest.approx(0.5, rel=1e-3)
     assert metrics["logprobs_diff/stale_0"] == pytest.approx(0.0, abs=1e-6)
     assert "logprobs_diff/stale_1" not in metrics
+    assert metrics["is_ratio/stale_2"] == pytest.approx(math.exp(-0.5), rel=1e-3)
+    assert metrics["is_ratio/stale_0"] == pytest.approx(1, rel=1e-6)
+    assert "is_cut_ratio/stale_2" not in metrics  # nothing is cut without a correction
     assert metrics["logprobs_diff"] == pytest.approx(0.5 * first / len(near), rel=1e-3)
 
 

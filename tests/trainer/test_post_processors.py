@@ -46,6 +46,14 @@ def test_the_best_and_the_worst_answer_make_a_pair_and_equal_ones_are_counted():
     assert num_equal == 1
 
 
+def test_a_pair_says_which_of_its_sides_was_cut():
+    cut = {"finish_reason": "length"}
+    [pair], _ = preference_pairs(
+        [row("a", "x", 1.0) | cut, row("a", "y", 0.0) | {"finish_reason": "stop"}]
+    )
+    assert pair["chosen_finish_reason"] == "length" and "rejected_finish_reason" not in pair
+
+
 def test_message_lists_that_say_the_same_are_one_prompt():
     first = [{"role": "user", "content": "hi"}]
     again = [{"content": "hi", "role": "user"}]

@@ -13,6 +13,8 @@ import torch
 
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.trainer.ppo_trainer_async import staleness_metrics
+from openrlhf.trainer.ppo_utils import rollout_queue
+from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import World, make_trainer, samples, staleness_histogram, steps_of
 
 
@@ -21,7 +23,7 @@ def uneven(seconds: float):
     return lambda key: seconds * random.Random(str(key)).choice((0.2, 0.5, 1.0, 4.0))
 
 
-SLOW_GENERATION = {"seconds_of": uneven(0.01), "train_s": 0.0}
+SLOW_GENERATION = {"seconds_of": uneven(0.03), "train_s": 0.0}
 SLOW_TRAINING = {"seconds_of": uneven(0.0005), "train_s": 0.02}
 
 
@@ -182,6 +184,33 @@ def test_a_run_that_goes_on_generates_what_was_pending_again():
     assert Counter(world.submitted).most_common(1)[0][1] == 1
     assert trainer.sampler.ledger.outcomes == {"trained": 24}
     assert trainer.state.global_step == 6
+
+
+def test_the_first_step_of_a_run_that_goes_on_compares_fresh_samples_alone():
+    trainer = make_trainer(World(), num_prompts=4)
+    trainer.state.start_step = 3
+    metrics = Metrics()
+    metrics.add("vllm_kl", 5.0)
+    metrics.add("vllm_kl/stale_1", 9.0)
+    trainer.check_mismatch(metrics, 4)
+    metrics.add("vllm_kl/stale_0", 1.5)
+    with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e\+00"):
+        trainer.check_mismatch(metrics, 4)
+
+
+def test_who_is_waited_for_is_said_when_nothing_comes(monkeypatch):
+    monkeypatch.setattr(rollout_queue, "STALL_S", 0.1)
+    world = World(seconds_of=lambda key: 0.6 if key == (0, order[1]) else 0.001)
+    trainer = make_trainer(world, num_prompts=4)
+    order = trainer.sampler.cursor._order
+    said: list[str] = []
+    trainer.queue._say = said.append
+    trainer.fit()
+    line = (
+        "waited 0 s for samples: 3 of the 4 prompts of a step are finished, 1 are running. "
+        "1 with the fake engine"
+    )
+    assert said == [line] * 3  # after 0.1, 0.2 and 0.4 s
 
 
 def stale(*versions):

@@ -91,6 +91,13 @@ def test_an_engine_without_proof_is_refused_by_name(fault: str, message: str) ->
         send_weights(WEIGHTS, [FakeEngine(), FakeEngine(fault)], 3, writer=InProcessWriter())
 
 
+def test_an_engine_that_has_a_name_is_called_by_it() -> None:
+    engine = FakeEngine("stale")
+    engine.who = "vllm-1 on node n"
+    with pytest.raises(WeightSyncError, match=r"^vllm-1 on node n holds weight version 2, sent 3"):
+        send_weights(WEIGHTS, [FakeEngine(), engine], 3, writer=InProcessWriter())
+
+
 class OrderedWriter(InProcessWriter):
     """Notes when a bucket is asked for."""
 

@@ -86,14 +86,6 @@ def test_banner_aligns_entries_under_their_section(capsys):
     )
 
 
-def test_progress_is_silent_when_nobody_watches(capsys):
-    with console.progress("loading", total=3) as advance:
-        advance()
-        advance(2)
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-
-
 def test_a_warning_is_said_once(capsys):
     console.warn_once("only once")
     console.warn_once("only once")
@@ -184,26 +176,8 @@ def test_frameworks_are_quiet_even_when_they_were_imported_before(tmp_path):
     assert (result.returncode, result.stdout) == (0, "False\nsomething else\n"), result.stderr
 
 
-def test_a_bar_on_a_terminal_shows_what_is_done_of_all(monkeypatch):
-    screen = io.StringIO()
-    terminal = rich.console.Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(console, "_console", lambda **_: terminal)
-    with console.counter("generating") as show:
-        show(3, 8)
-        show(8, 8)
-    assert "generating" in screen.getvalue()
-    assert "8/8" in screen.getvalue()
-
-
 def test_package_logger_keeps_out_of_the_root_logger():
     assert logging.getLogger("openrlhf").propagate is False
-
-
-def test_a_counter_takes_totals_and_is_quiet_without_a_terminal(capsys):
-    with console.counter("rows") as show:
-        show(10, 100)
-        show(100, 100)
-    assert capsys.readouterr().out == ""
 
 
 def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, monkeypatch):
@@ -219,7 +193,7 @@ def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, m
     terminal = rich.console.Console(
         file=screen, force_terminal=True, color_system="standard", markup=False, highlight=False
     )
-    monkeypatch.setattr(console, "_console", lambda **_: terminal)
+    monkeypatch.setattr(console, "make_console", lambda **_: terminal)
     console.say_notices(lines)
     assert screen.getvalue() == (
         "note: 8 samples of each prompt.\n\x1b[33mwarning: code of the model is run.\x1b[0m\n"

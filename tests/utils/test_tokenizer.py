@@ -111,6 +111,12 @@ def test_a_pad_token_that_is_there_stays(tmp_path):
     assert load_tokenizer(str(tmp_path)).pad_token == "<|pad|>"
 
 
+def test_a_folder_without_a_tokenizer_is_not_taken_for_an_empty_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\. Copy the files"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_missing_folder_is_named_with_a_remedy(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere does not exist. Give a folder"):
         load_tokenizer(str(tmp_path / "nowhere"))

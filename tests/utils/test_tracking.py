@@ -164,7 +164,7 @@ def test_wandb_key_moves_to_the_environment_and_is_masked(tmp_path, monkeypatch)
     assert "canary" not in json.dumps(seen)
 
 
-@pytest.mark.parametrize(("given", "folder"), [("true", "run/tensorboard"), ("tb", "tb")])
+@pytest.mark.parametrize(("given", "folder"), [("true", "run/tensorboard/r"), ("tb", "tb/r")])
 def test_tensorboard_writes_an_event_file(tmp_path, monkeypatch, given, folder):
     monkeypatch.chdir(tmp_path)
     config = logger_config()

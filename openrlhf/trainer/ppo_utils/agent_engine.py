@@ -184,7 +184,7 @@ class TurnTaker:
     ) -> tuple[str, Completion]:
         """Request id and completion; AgentError for what cannot be asked, EngineError."""
         episode.trace.check_open()
-        self._check_prompt(prompt_ids)
+        prompt_ids = self._checked(prompt_ids, episode.trace.known_ids(prompt_ids))
         room = self.limits.max_length - len(prompt_ids)
         if room < 1:
             raise ContextFullError(
@@ -219,11 +219,16 @@ class TurnTaker:
             self.sampler.abort([turn])
         return await self.sampler.wait(turn)
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def _checked(self, prompt_ids: Sequence[int], known_ids: Sequence[int]) -> list[int]:
+        """The prompt, or BadAnswerError; long histories are looked at once, not in every turn."""
         if not prompt_ids:
             raise BadAnswerError("a prompt without a token. Give text or token ids.")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+        new_ids = prompt_ids[len(known_ids) :]
+        if not all(isinstance(token, int) for token in new_ids):
+            raise BadAnswerError("the prompt is a list of other things than token ids.")
+        if new_ids and (min(new_ids) < 0 or max(new_ids) >= self.vocab_size):
             raise BadAnswerError(f"the prompt has ids outside 0..{self.vocab_size - 1}")
+        return [*known_ids, *new_ids]
 
 
 class AgentEngine:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.trainer.ppo_utils.agent_groups import (

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from openrlhf.utils.user_code import file_of
+
 Answer = TypeVar("Answer")
 CLEAN_UP_S = 0.05  # for what is cancelled at the end
 
@@ -57,7 +59,7 @@ class LoopThread:
     def place_in(self, path: str | Path) -> str | None:
         """`file:line` of the deepest place in a user's file that the thread is at, if any."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        file = str(Path(path).expanduser().resolve())
+        file = file_of(path)
         while frame is not None:
             if frame.f_code.co_filename == file:
                 return f"{path}:{frame.f_lineno}"

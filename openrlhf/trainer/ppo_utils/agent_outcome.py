@@ -14,8 +14,8 @@ from openrlhf.trainer.ppo_utils.agent_trace import (
     EpisodeResult,
     Failure,
 )
-from openrlhf.utils.agent_calls import AgentError, BadAnswerError, as_number
-from openrlhf.utils.user_code import user_line
+from openrlhf.utils.agent_calls import AgentError, BadAnswerError, as_number, flag_of
+from openrlhf.utils.user_code import in_words, user_line
 
 
 def failed(request: EpisodeRequest, kind: str, message: str) -> EpisodeResult:
@@ -58,7 +58,7 @@ def _cause(error: BaseException, path: str) -> tuple[str, str]:
     where = user_line(path, error) or path
     if isinstance(error, AgentError):
         return error.kind, f"{where}: {error}"
-    return "exception", f"{where}: {type(error).__name__}: {error}"
+    return "exception", f"{where}: {in_words(error)}"
 
 
 def _scored(episode: Episode, answer: object, path: str) -> EpisodeResult:
@@ -77,7 +77,8 @@ def _numbers(episode: Episode, answer: object) -> EpisodeResult:
             f"execute answered a {type(answer).__name__}. Return a dict with reward."
         )
     reward, score = _one_of(answer, "reward"), _one_of(answer, "score")
-    logs = answer.get("extra_logs") or {}
+    logs = {} if answer.get("extra_logs") is None else answer["extra_logs"]
+    is_cut = answer.get("truncated") is not None and flag_of(answer, "truncated")
     if not isinstance(logs, Mapping):
         raise BadAnswerError(f"extra_logs is a {type(logs).__name__}, not a dict")
     return EpisodeResult(
@@ -87,7 +88,7 @@ def _numbers(episode: Episode, answer: object) -> EpisodeResult:
         extra_logs={
             str(name): as_number(value, f"extra_logs[{name!r}]") for name, value in logs.items()
         },
-        is_truncated=bool(answer.get("truncated")) or episode.trace.is_truncated,
+        is_truncated=is_cut or episode.trace.is_truncated,
     )
 
 

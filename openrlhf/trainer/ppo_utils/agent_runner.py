@@ -159,6 +159,8 @@ class EpisodeRunner:
             f"{place or self.agent.path}: blocked the event loop for over "
             f"{self.limits.step_timeout_s:g} s. Use await, asyncio.to_thread or plain functions."
         )
+        # Nobody waits for these turns, and no weights could be sent under them.
+        old.end_turns()
         with self._lock:
             self._stage = new
             for sample_id, item in list(self._open.items()):
@@ -201,6 +203,7 @@ class _Stage:
         self._extras = execute_arguments(self.executor.execute, context)
         self._room = asyncio.Semaphore(limits.num_tasks)
         self._tasks: dict[str, asyncio.Task[EpisodeResult]] = {}
+        self._episodes: set[Episode] = set()  # that are being acted out
 
     def start(self, request: EpisodeRequest) -> None:
         """Begin an episode as soon as there is room."""
@@ -209,6 +212,11 @@ class _Stage:
     def cancel(self, sample_ids: Sequence[str]) -> None:
         """Cut episodes off."""
         self.thread.call(self._cancel, sample_ids)
+
+    def end_turns(self) -> None:
+        """Have nothing sampled any more for what runs here, from any thread."""
+        for episode in self._episodes.copy():
+            self.taker.end(episode)
 
     def _started_executor(self) -> Any:
         try:
@@ -242,6 +250,7 @@ class _Stage:
         async with self._room:
             began_s = time.monotonic()
             episode = Episode(request, vocab_size=self.taker.vocab_size)
+            self._episodes.add(episode)
             CURRENT.set(episode)
             acting = asyncio.ensure_future(self._execute(request))
             try:
@@ -249,6 +258,7 @@ class _Stage:
                 return judge(episode, acting, self.agent.path, self.limits, began_s)
             finally:
                 self.taker.end(episode)
+                self._episodes.discard(episode)
                 if not acting.done():
                     acting.cancel()
 

@@ -106,14 +106,16 @@ def stop_ids(stop: object, encoder: TextEncoder) -> list[int]:
 def prompt_ids_of(
     prompt: object, encode: Callable[[str], list[int]]
 ) -> tuple[list[int], str | None]:
-    """Token ids of a prompt in any of vLLM's forms, and its text where it was text."""
+    """Token ids of a prompt in any of vLLM's forms, and its text where it was text; what is in a
+    list is not looked at.
+    """
     text = None
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt")
         prompt = prompt.get("prompt_token_ids", text)
     if isinstance(prompt, str):
         return encode(prompt), prompt
-    if isinstance(prompt, Sequence) and all(isinstance(i, int) for i in prompt):
+    if isinstance(prompt, Sequence):
         return list(prompt), text
     if hasattr(prompt, "tolist"):  # a tensor or an array
         return list(prompt.tolist()), text

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.trainer.ppo_utils.agent_groups import (
     EpisodeGroup,
@@ -20,14 +20,13 @@ from openrlhf.trainer.ppo_utils.agent_groups import (
 )
 from openrlhf.trainer.ppo_utils.agent_runner import raise_engine_failure
 from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest, EpisodeResult
-from openrlhf.trainer.ppo_utils.group_outlet import GroupOutlet
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
+from openrlhf.trainer.ppo_utils.host_stream import HostStream
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
 from openrlhf.trainer.ppo_utils.work_share import WorkShare
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import EventThread
 
 
 class MakesEpisodes(Protocol):
@@ -66,19 +65,18 @@ class _Acting:
     num_tries: Counter[str] = field(default_factory=Counter)
 
 
-class AgentStream:
+class AgentStream(HostStream):
     """A GroupStream over agents."""
 
     def __init__(self, maker: MakesEpisodes, sampling: SamplingSettings) -> None:
         """`maker` makes groups in the stream's thread alone: its tokenizer is nobody else's."""
+        super().__init__(maker.policy)
         self._maker = maker
         self._sampling = sampling
         self._acting: dict[str, _Acting] = {}  # by sample id
         self._group_ids = itertools.count()
         self._last: Rollout | None = None  # the one before, to compare with
         self._has_dropped = False
-        self._outlet = GroupOutlet(maker.policy)
-        self._events = EventThread("group-stream", self._outlet.fail)
         self._work = maker.share(self._arrived, self._outlet.fail)
 
     def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
@@ -91,23 +89,9 @@ class AgentStream:
             self._acting[episode.sample_id] = acting
         self._work.submit(episodes)
 
-    def finished(self, wait_s: float) -> list[FinishedGroup]:
-        """See GroupStream."""
-        return self._outlet.fetch(wait_s)
-
-    @property
-    def num_running(self) -> int:
-        """See GroupStream."""
-        return self._outlet.num_running
-
-    def take_metrics(self) -> Metrics:
-        """See GroupStream."""
-        return self._outlet.take_metrics()
-
     def close(self) -> None:
         """See GroupStream; turns of episodes that failed are sampled no longer then."""
-        self._work.close()
-        self._events.close()
+        super().close()
         if self._has_dropped:
             self._maker.drain()
 

@@ -125,6 +125,12 @@ class EpisodeTrace:
         with self._lock:
             self._check_open()
 
+    def known_ids(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The head of a prompt, as far as it is what an earlier turn had and sampled."""
+        prompt = list(prompt_token_ids)
+        with self._lock:
+            return max((s.token_ids.copy() for s in self._begun(prompt)), key=len, default=[])
+
     def close(self) -> tuple[Segment, ...]:
         """End the episode; what comes later is refused."""
         with self._lock:
@@ -135,9 +141,12 @@ class EpisodeTrace:
         if self._is_closed:
             raise EpisodeOverError(f"episode {self.sample_id} has ended")
 
+    def _begun(self, prompt: list[int]) -> list[Segment]:
+        return [s for s in self._segments if prompt[: len(s.token_ids)] == s.token_ids]
+
     def _segment_of(self, prompt: list[int]) -> Segment:
         """The longest segment that the prompt goes on from, else a new one."""
-        begun = [s for s in self._segments if prompt[: len(s.token_ids)] == s.token_ids]
+        begun = self._begun(prompt)
         if begun:
             return max(begun, key=lambda segment: len(segment.token_ids))
         segment = Segment(prompt.copy(), [False] * len(prompt), len(prompt))

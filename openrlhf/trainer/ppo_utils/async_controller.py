@@ -8,6 +8,7 @@ warms up alone among them, so that weights which do not change hold nothing up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf.trainer.ppo_utils.ledger import Ledger
@@ -40,8 +41,8 @@ class AsyncController:
     being late: between any two calls, for every deadline d, the groups with deadlines up to d have
     places in the steps up to d (Hall's condition). `check` asserts it.
 
-    The ledger is all that a checkpoint needs: what is pending in one that comes from a checkpoint
-    is started again.
+    The ledger and the ages of finished groups are all that a checkpoint needs: whatever else is
+    pending in one that comes from a checkpoint is started again.
     """
 
     def __init__(self, limits: AsyncLimits, ledger: Ledger | None = None) -> None:
@@ -54,6 +55,25 @@ class AsyncController:
         self.again = dict.fromkeys(sorted(self.ledger.pending))  # drawn before a restart
         self.is_exhausted = False  # whoever draws prompts has no more of them
         self.is_syncing = False
+
+    def age(self, key: Key) -> int:
+        """Steps that ended since a finished group was started."""
+        return self.step + self.limits.max_staleness - self.ready[key]
+
+    def restore(self, ages: Mapping[Key, int]) -> list[Key]:
+        """Take finished groups of a checkpoint up, before anything is started; the keys of those
+        that will be trained on in time, which all are as long as the limits are the same.
+        """
+        assert not self.num_outstanding, "groups are on their way already"
+        steps_left = {key: self.limits.max_staleness - age for key, age in ages.items()}
+        taken: set[Key] = set()
+        for key in sorted(steps_left, key=steps_left.__getitem__):
+            num_places = (steps_left[key] + 1) * self.limits.batch_size
+            if key in self.again and len(taken) < num_places:
+                taken.add(key)
+                del self.again[key]
+        self.ready = {key: self.step + steps_left[key] for key in ages if key in taken}
+        return list(self.ready)
 
     @property
     def num_outstanding(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
 from openrlhf.utils.metrics import Metrics
 
@@ -59,6 +59,10 @@ class BatchStream:
     def num_running(self) -> int:
         """See GroupStream."""
         return len(self._submitted)
+
+    def describe(self) -> str:
+        """See GroupStream."""
+        return f"{len(self._submitted)} prompts wait for their round"
 
     def take_metrics(self) -> Metrics:
         """See GroupStream."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.request_desk import FinishedRequest
 from openrlhf.errors import RewardError
-from openrlhf.trainer.ppo_utils.group_outlet import GroupOutlet
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
+from openrlhf.trainer.ppo_utils.host_stream import HostStream
 from openrlhf.trainer.ppo_utils.scoring import (
     Group,
     GroupScorer,
@@ -29,7 +29,6 @@ from openrlhf.trainer.ppo_utils.stream_scoring import StreamScoring
 from openrlhf.trainer.ppo_utils.work_share import WorkHost, WorkKind, WorkShare
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import EventThread
 
 SILENCE_S = 4 * 3600.0  # of an engine that has requests
 RequestHost = WorkHost[GenerationRequest, FinishedRequest]
@@ -59,7 +58,7 @@ class _Asked:
     group_id: int
 
 
-class EngineStream:
+class EngineStream(HostStream):
     """A GroupStream over engines."""
 
     def __init__(
@@ -76,8 +75,7 @@ class EngineStream:
         self._keys: dict[int, GroupKey] = {}  # by group id, of groups that are scored
         self._group_ids = itertools.count()
         self._last: Rollout | None = None  # the one before, to compare with
-        self._outlet = GroupOutlet(scorer.policy)
-        self._events = EventThread("group-stream", self._outlet.fail)
+        super().__init__(scorer.policy)
         self._scoring = StreamScoring(
             scorer, self._events, self._scored, may_get_more=lambda: bool(self._asked)
         )
@@ -98,23 +96,11 @@ class EngineStream:
         self._asked[request_id] = _Asked(key, prompt, request, next(self._group_ids))
         self._work.submit([request])
 
-    def finished(self, wait_s: float) -> list[FinishedGroup]:
+    def describe(self) -> str:
         """See GroupStream."""
-        return self._outlet.fetch(wait_s)
-
-    @property
-    def num_running(self) -> int:
-        """See GroupStream."""
-        return self._outlet.num_running
-
-    def take_metrics(self) -> Metrics:
-        """See GroupStream."""
-        return self._outlet.take_metrics()
-
-    def close(self) -> None:
-        """See GroupStream."""
-        self._work.close()
-        self._events.close()
+        num_scored = len(self._keys)
+        rewards = f"{num_scored} prompts wait for their rewards" if num_scored else ""
+        return "; ".join(filter(None, (super().describe(), rewards)))
 
     def _arrived(self, results: list[FinishedRequest]) -> None:
         self._events.soon(partial(self._receive, results))

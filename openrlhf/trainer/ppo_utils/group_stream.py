@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from openrlhf.datasets.prompts_dataset import PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -52,6 +52,9 @@ class GroupStream(Protocol):
     @property
     def num_running(self) -> int:
         """Prompts submitted and not yet handed out."""
+
+    def describe(self) -> str:
+        """Who works on what, in words, for whoever waits; may come from any thread."""
 
     def take_metrics(self) -> Metrics:
         """Metrics of generation, rewards and agents since the last call."""

@@ -39,6 +39,20 @@ REFUSED = {
     "echo": (None, False),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
+    "documents": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "modalities": (None, ["text"]),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None, 0),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "ignore_eos": (None, False),
+    "use_beam_search": (None, False),
 }
 
 

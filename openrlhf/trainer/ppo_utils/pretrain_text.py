@@ -16,10 +16,10 @@ from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.utils.packing import PackedBatch
 
 if TYPE_CHECKING:
+    from openrlhf.datasets.sft_dataset import SFTExample
     from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 
 ENDLESS = 2**62  # passes over the text

@@ -1,55 +1,71 @@
 """The bounded queue between generation and training: one thread drives the stream of samples, the
 caller trains; what may start and what is trained next, `AsyncController` decides.
 
-An error on either side ends the run with that error. Every wait has a deadline.
+An error on either side ends the run with that error. Every wait has a deadline, and a line says
+what is waited for when nothing comes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
+from openrlhf.trainer.ppo_utils.kept_groups import KeptGroup, KeptGroups, read_groups
 from openrlhf.trainer.ppo_utils.scoring import check_scores
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 
 POLL_S = 0.02  # of one look at the stream; a place that became free is filled after it
+STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
 CLOSE_S = 40.0  # until the producer must have ended; its threads have 10 s each
 
 
 class RolloutQueue:
     """Samples generated ahead, bounded by `limits`; a context in which they are generated.
 
-    Prompts, filter and ledger are those of `sampler`, whose state is that of the queue too: prompts
-    pending when it was taken are generated again.
+    Prompts, filter and ledger are those of `sampler`, whose state is that of the queue too.
+    Finished samples are kept beside it (`finished_groups`); what else was pending is generated
+    again.
     """
 
     def __init__(
         self,
         sampler: StepSampler,
-        open_stream: Callable[[], GroupStream],
+        open_stream: Callable[[SamplingSettings], GroupStream],
+        sampling: SamplingSettings,
         limits: AsyncLimits,
         *,
         wait_s: float,
+        say: Callable[[str], None],
     ) -> None:
-        """`wait_s`: the longest that samples, or the end of running ones, are waited for."""
+        """`wait_s`: the longest that samples, or the end of running ones, are waited for; `say` is
+        given a line when that takes long.
+        """
         self.sampler = sampler
+        self.sampling = sampling
         self.limits = limits
         self.wait_s = wait_s
+        self._say = say
         self._open_stream = open_stream
         self._changed = threading.Condition()  # held for everything below
         self._core = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
+        self._kept: Sequence[KeptGroup] = ()  # finished ones of a checkpoint
+        self._stream: GroupStream | None = None
+        self._num_finished = 0  # groups of any outcome
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
         self._num_rejected = 0  # groups without a signal in a row
@@ -61,6 +77,7 @@ class RolloutQueue:
         # The ledger may have come from a checkpoint since this was made.
         self._core = AsyncController(self.limits, self.sampler.ledger)
         self._core.is_exhausted = self.sampler.cursor.is_exhausted
+        self._take_up_kept()
         pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._producer = pool.submit(self._produce)
         self._producer.add_done_callback(self._wake)
@@ -124,13 +141,27 @@ class RolloutQueue:
             self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the prompts are drawn and what became of them, as JSON."""
+        """How far the prompts are drawn and what became of them, as JSON; what `finished_groups`
+        gave before is pending in it.
+        """
         with self._changed:
             return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken; before generation begins."""
         self.sampler.load_state_dict(state)
+
+    def finished_groups(self) -> KeptGroups:
+        """Samples that wait for their step; between two steps."""
+        with self._changed:
+            groups = [
+                KeptGroup(key, self._core.age(key), self._groups[key]) for key in self._core.ready
+            ]
+        return KeptGroups(self.sampling, groups)
+
+    def load_groups(self, folder: Path) -> None:
+        """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
+        self._kept = read_groups(folder, self.sampler.prompts, self.sampling).groups
 
     def take_metrics(self) -> Metrics:
         """Metrics of generation, rewards and waiting since the last call."""
@@ -147,14 +178,53 @@ class RolloutQueue:
     def _has_step(self) -> bool:
         return self._core.is_ready or self._core.is_over
 
+    def _take_up_kept(self) -> None:
+        ages = {group.key: group.age for group in self._kept}
+        taken = set(self._core.restore(ages))
+        self._groups = {group.key: group.rollouts for group in self._kept if group.key in taken}
+        if self._kept:
+            num_left = len(self._core.again)
+            self._say(
+                f"{len(taken)} finished prompts of the checkpoint wait for their step, {num_left} "
+                "that were on their way are generated again"
+            )
+        self._kept = ()
+
     def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something that the producer brings about; the lock is held."""
-        self._changed.wait_for(lambda: is_so() or self._producer.done(), self.wait_s)
+        start = quiet_since = time.monotonic()
+        quiet_s = STALL_S
+        while not self._unless_ended(is_so):
+            has_news = partial(self._has_news, is_so, self._num_finished)
+            patience_s = min(quiet_since + quiet_s, start + self.wait_s) - time.monotonic()
+            if self._changed.wait_for(has_news, max(patience_s, 0.0)):
+                quiet_since, quiet_s = time.monotonic(), STALL_S
+                continue
+            waited_s = time.monotonic() - start
+            line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
+            if waited_s >= self.wait_s:
+                raise EngineError(line)
+            self._say(line)
+            quiet_s *= 2
+
+    def _has_news(self, is_so: Callable[[], bool], num_finished: int) -> bool:
+        return self._unless_ended(is_so) or self._num_finished > num_finished
+
+    def _unless_ended(self, is_so: Callable[[], bool]) -> bool:
+        """Whether something is so; raises what ended the producer."""
         if self._producer.done():
             self._producer.result()
             raise EngineError("generation ended before the run")
-        if not is_so():
-            raise EngineError(f"waited {self.wait_s:.0f} s for {what}")
+        return is_so()
+
+    def _progress(self) -> str:
+        """Where the samples are that somebody waits for."""
+        core = self._core
+        line = (
+            f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
+            f"{len(core.running)} are running"
+        )
+        return f"{line}. {self._stream.describe()}".rstrip(". ") if self._stream else line
 
     def _wake(self, producer: Future[None]) -> None:
         with self._changed:
@@ -162,7 +232,7 @@ class RolloutQueue:
 
     def _produce(self) -> None:
         """The producer's thread."""
-        stream = self._open_stream()
+        stream = self._stream = self._open_stream(self.sampling)
         try:
             while not self._is_closed:
                 self._start_groups(stream)
@@ -202,6 +272,7 @@ class RolloutQueue:
     def _receive(self, group: FinishedGroup) -> None:
         """Note what became of a group."""
         with self._changed:
+            self._num_finished += 1
             outcome = self._outcome(group)
             self._core.finish(group.key, outcome)
             if outcome is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Protocol
@@ -238,11 +239,15 @@ class ModelScorer:
         weights: Sequence[float] | None = None,
         *,
         is_sequential: bool = False,
+        turn: AbstractContextManager[object] | None = None,
     ) -> None:
-        """`is_sequential`: models that share devices take turns."""
+        """`is_sequential`: models that share devices take turns. `turn` is held while they score,
+        where others compute on their devices too.
+        """
         self.models = dict(models)
         self.weights = list(weights or [1.0] * len(models))
         self.is_sequential = is_sequential
+        self.turn = nullcontext() if turn is None else turn
         assert len(self.weights) == len(self.models), "one weight for each model"
 
     def submit(self, groups: Sequence[Group]) -> Wait:
@@ -262,7 +267,9 @@ class ModelScorer:
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
         rollouts = [rollout for group in groups for rollout in group]
         unscored = [replace(rollout, reward=0.0) for rollout in rollouts]
-        parts = self._forward(Experience.from_rollouts(unscored))
+        experience = Experience.from_rollouts(unscored)
+        with self.turn:
+            parts = self._forward(experience)
         outcomes: list[Outcome] = []
         start = 0
         for group in groups:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptRecord
+from openrlhf.datasets.prompt_record import PromptRecord
+from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
 from openrlhf.trainer.ppo_utils.engine_stream import EngineStream
@@ -17,8 +18,8 @@ from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey, Gro
 from openrlhf.trainer.ppo_utils.ledger import Ledger
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.scoring import check_scores
-from openrlhf.utils.logging import progress
 from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
 
 # (prompts, tag that makes their sample ids unique) -> their scored samples

@@ -23,6 +23,7 @@ from openrlhf.trainer.ppo_utils.pretrain_text import pack_texts
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan, UpdateStep
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import Advance, no_advance
 
 
 class TrainEngine(Protocol):
@@ -58,6 +59,7 @@ class UpdateHooks:
 
     text_loss: TextLoss | None = None  # of the texts of a step, where it has any
     after_step: Callable[[], None] | None = None  # called after every optimizer step
+    advance: Advance = no_advance  # of a bar over micro-batches
 
 
 def run_updates(
@@ -74,14 +76,18 @@ def run_updates(
     """
     metrics = Metrics()
     engine.train()  # gradient checkpointing works in training mode only
-    for step in steps:
+    num_done = 0
+    for place, step in enumerate(steps):
         of_samples = _sample_losses(engine, step, compute_loss, plan, metrics)
         of_texts = _text_losses(engine, step, hooks.text_loss, plan, metrics)
         # Ranks that have fewer run empty ones, the last of their list.
         counts = reduce_max({"samples": len(of_samples) - 1, "texts": len(of_texts) - 1})
         losses = _stretched(of_samples, counts["samples"]) + _stretched(of_texts, counts["texts"])
+        hooks.advance(0, num_done + (len(steps) - place) * len(losses))
+        num_done += len(losses)
         for index, micro_loss in enumerate(losses):
             engine.backward(micro_loss(), is_last_micro_batch=index == len(losses) - 1)
+            hooks.advance()
         metrics.add("grad_norm", engine.step())
         if hooks.after_step is not None:
             hooks.after_step()

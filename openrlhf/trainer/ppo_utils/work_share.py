@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 POLL_S = 2.0  # of one look at a host; a result ends it at once
 CLOSE_S = 10.0  # until a host that does not let go is left behind
+MAX_DESCRIBED = 4  # hosts that are told of by name
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class WorkShare(Generic[Item, Result]):
         self._waiting: deque[Sequence[Item]] = deque()
         self._loads = [0] * len(self.hosts)
         self._places: dict[Hashable, tuple[int, int]] = {}  # name -> (host, size)
+        self._heard_at = [time.monotonic()] * len(self.hosts)  # a result, or nothing to do
         self._is_closed = False
         self._listeners = [
             start_thread(f"work-share-{k}", partial(self._listen, k), self._fail)
@@ -79,6 +81,19 @@ class WorkShare(Generic[Item, Result]):
         with self._lock:
             self._waiting.append(job)
             self._hand_over()
+
+    def describe(self) -> str:
+        """Which hosts have work and for how long they gave no result, the most silent first; does
+        not wait for anybody.
+        """
+        now = time.monotonic()
+        busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
+        words = [
+            f"engine {k} has {load} samples, none finished for {silence_s:.0f} s"
+            for silence_s, k, load in sorted(busy, reverse=True)[:MAX_DESCRIBED]
+        ]
+        num_more = len(busy) - len(words)
+        return "; ".join([*words, f"{num_more} more engines work"] if num_more else words)
 
     def close(self) -> None:
         """Abandon all jobs and end the threads; their hosts live on."""
@@ -111,12 +126,11 @@ class WorkShare(Generic[Item, Result]):
 
     def _listen(self, k: int) -> None:
         """Fetch the results of a host until the share is closed; EngineError when it is silent."""
-        heard_at = time.monotonic()
         while not self._is_closed:
             results = self.hosts[k].finished(self.owner, POLL_S)
             if self._take(results) or not self._loads[k]:
-                heard_at = time.monotonic()
-            silence_s = time.monotonic() - heard_at
+                self._heard_at[k] = time.monotonic()
+            silence_s = time.monotonic() - self._heard_at[k]
             if silence_s > self.kind.silence_s:
                 raise EngineError(
                     f"engine {k} of {len(self.hosts)} works on {self._loads[k]} samples and gave "

@@ -17,11 +17,14 @@ from openrlhf.rewards.process_pool import FunctionPool
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.weight_transport import choose_transport
-from openrlhf.utils.logging import notice
+from openrlhf.utils.logging import is_terminal, notice
+from openrlhf.utils.progress import SCREEN, progress
+from openrlhf.utils.progress_relay import ProgressRelay
 
 COLOCATED_POOL = "shared by all"
 TRAINED_ROLES = ("actor", "critic")
@@ -147,6 +150,7 @@ class RayCluster:
         self.engines: list[RayEngine] = []
         self.reward_pools: NodePools | None = None
         self.reward_actors: list[Any] = []
+        self.relay: ProgressRelay | None = None  # of the workers' bars, where somebody watches
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         self.slots = place(counts.demands, counts.cluster)
         self.has_gpus = counts.cluster.has_gpus
@@ -169,6 +173,8 @@ class RayCluster:
             e.handle for e in self.engines
         ]:
             ray.kill(handle)
+        if self.relay is not None:
+            self.relay.close()
         for group in {
             slot.group.id: slot.group for s in self.slots.values() for slot in s
         }.values():
@@ -224,10 +230,17 @@ class RayCluster:
 
     def wait_until_up(self) -> None:
         """Wait for all processes; they start at the same time."""
-        for group in self.groups:
-            group.join()
-        for engine in self.engines:
-            engine.ready()
+        with progress("starting workers", len(self.groups) + len(self.engines)) as advance:
+            for group in self.groups:
+                group.join()
+                advance()
+            for engine in self.engines:
+                engine.ready()
+                advance()
+        if is_terminal():
+            self.relay = ProgressRelay(SCREEN, node_address())
+            for group in self.groups:
+                group.call(ModelWorker.show_bars_at, self.relay.address)
 
     def _threads_of(self, num_ranks: int) -> int:
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both

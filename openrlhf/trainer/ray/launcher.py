@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
+from openrlhf.utils.logging import warn
 
+CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 FORWARDED_PREFIXES = (
     "HF_",
@@ -49,22 +53,40 @@ def ray_session() -> Iterator[None]:
 
 def _connect() -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    address = os.environ.get("RAY_ADDRESS")
-    if address != "local":
-        try:
-            ray.init(address=address or "auto", **quiet)
-        except ConnectionError as error:
-            if address:
-                raise ConfigError(
-                    f"RAY_ADDRESS is {address}, and no Ray cluster answers there. "
-                    "Start one, or unset RAY_ADDRESS."
-                ) from error
-        else:
-            return
+    asked = os.environ.get("RAY_ADDRESS")
+    address = None if asked == "local" else find_cluster(asked)
+    if address is not None:
+        ray.init(address=address, **quiet)
+        return
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(address="local", include_dashboard=False, **quiet)
+
+
+def find_cluster(asked: str | None) -> str | None:
+    """The address of a cluster that answers; None where there is none and none was asked for.
+
+    Ray itself goes on for minutes at the address of a head that has died.
+    """
+    if asked and asked.startswith("ray://"):  # Ray's client has limits of its own
+        return asked
+    address = None
+    try:
+        address = services.canonicalize_bootstrap_address(asked or "auto")
+        if address is not None:
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        if asked:
+            raise ConfigError(
+                f"RAY_ADDRESS is {asked}, and no Ray cluster answers there. "
+                "Start one, or unset RAY_ADDRESS."
+            ) from error
+        if address is not None:
+            warn(f"the Ray cluster at {address} does not answer: one is started on this machine.")
+        return None
+    return address
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:

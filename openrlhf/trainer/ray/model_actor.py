@@ -17,12 +17,15 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+from openrlhf.models.kernels import check_fp16
 from openrlhf.models.loading import LoadOptions
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
 from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batches_of
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import progress, show_bars_on
+from openrlhf.utils.progress_relay import RelayAddress, RelayedDisplay
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class ModelWorker:
         self.setup()
         return node_address()
 
+    def show_bars_at(self, address: RelayAddress) -> None:
+        """Send this process' bars to the controller's terminal: the first rank for all."""
+        if self.identity.rank == 0:
+            show_bars_on(RelayedDisplay(address, self.identity.role))
+
     def setup(self) -> None:
         """Start the distributed runtime in a process that already knows its rank."""
         self.strategy = DeepSpeedStrategy(
@@ -78,6 +86,8 @@ class ModelWorker:
             local_rank=self.config.local_rank,
         )
         self.strategy.setup()
+        is_cuda = self.strategy.device.type == "cuda"
+        check_fp16(self.config.ds.param_dtype, is_cuda=is_cuda)
 
     @property
     def load_options(self) -> LoadOptions:
@@ -119,9 +129,10 @@ class ModelWorker:
 
     @torch.no_grad()
     def forward_in_micro_batches(
-        self, experience: Experience, forward: Callable[[PackedBatch], Tensor], device: torch.device
+        self, experience: Experience, forward: Callable[[PackedBatch], Tensor], *, what: str
     ) -> Tensor:
-        """Run `forward` over a share and lay the answers end to end in its order, on the CPU.
+        """Run `forward` over a share and lay the answers end to end in its order, on the CPU;
+        `what` names them on a bar.
 
         Ranks with fewer micro-batches run empty ones: under ZeRO-3 a forward is a collective.
         """
@@ -129,13 +140,15 @@ class ModelWorker:
         count = self.strategy.all_reduce_max({"n": float(len(plan))})["n"]
         order = [index for part in plan for index in part]
         outputs: list[Tensor] = []
-        for k in range(int(count)):
-            is_real = k < len(plan)
-            batch = experience.select(plan[k]) if is_real else empty_experience(experience)
-            output = forward(batch.packed().to(device)).cpu()
-            if is_real:
-                sizes = [1] * len(batch) if len(output) == len(batch) else None
-                outputs.extend(output.split(sizes or batch.num_actions.tolist()))
+        with progress(what, int(count)) as advance:
+            for k in range(int(count)):
+                is_real = k < len(plan)
+                batch = experience.select(plan[k]) if is_real else empty_experience(experience)
+                output = forward(batch.packed().to(self.engine.device)).cpu()
+                if is_real:
+                    sizes = [1] * len(batch) if len(output) == len(batch) else None
+                    outputs.extend(output.split(sizes or batch.num_actions.tolist()))
+                advance()
         if not outputs:
             return torch.zeros(0)
         return torch.cat([outputs[position] for position in _inverse(order)])

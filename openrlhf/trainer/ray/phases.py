@@ -6,7 +6,7 @@ Without sleep flags every phase is entered and left for free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
@@ -30,8 +30,17 @@ class DevicePhases:
     """
 
     def __init__(
-        self, engines: Iterable[Sleeper], *, engines_sleep: bool, training_sleeps: bool
+        self,
+        engines: Iterable[Sleeper],
+        *,
+        engines_sleep: bool,
+        training_sleeps: bool,
+        turn: AbstractContextManager[object] | None = None,
     ) -> None:
+        """`turn`: held while training or a sync has the devices, by whoever else computes there
+        too.
+        """
+        self.turn = nullcontext() if turn is None else turn
         self.engines = list(engines) if engines_sleep else []
         self.training_sleeps = training_sleeps
         self.awake: set[str] = {"weights", "kv_cache"}
@@ -57,8 +66,9 @@ class DevicePhases:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Engines sleep inside."""
-        self._sleep()
-        yield
+        with self.turn:
+            self._sleep()
+            yield
 
     @contextmanager
     def update(self, group: WorkerGroup) -> Iterator[None]:
@@ -72,8 +82,9 @@ class DevicePhases:
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Engines have room for their weights inside."""
-        self._wake("weights")
-        yield
+        with self.turn:
+            self._wake("weights")
+            yield
 
     def _wake(self, tag: str) -> None:
         if tag not in self.awake:

@@ -14,10 +14,10 @@ from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.algorithms.off_policy import (
     Correction,
-    ImportanceWeights,
     importance_weights,
     make_correction,
     mismatch_report,
+    token_ratio,
 )
 from openrlhf.algorithms.policy_loss import (
     POLICY_LOSSES,
@@ -42,6 +42,7 @@ from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.user_code import import_function
 
@@ -92,7 +93,7 @@ class PolicyModelActor(TrainedWorker):
     def compute_logprobs(self, experience: Experience) -> Tensor:
         """Log-probs (N,) of the share's sampled tokens under the current weights."""
         return self.forward_in_micro_batches(
-            experience, lambda batch: self._stats(batch).logprobs, self.engine.device
+            experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
     def fit(self, steps: Sequence[UpdateStep], kl_coef: float) -> Metrics:
@@ -100,16 +101,16 @@ class PolicyModelActor(TrainedWorker):
         self.kl_coef = kl_coef
         if not self._every_sample_counts(kl_coef):
             steps = [without_idle_samples(step) for step in steps]
-        metrics = run_updates(
-            self.engine,
-            steps,
-            self.compute_loss,
-            plan=self.train_plan,
-            reduce_max=self.strategy.all_reduce_max,
-            hooks=UpdateHooks(
-                self.compute_text_loss, None if self.average is None else self.average.update
-            ),
-        )
+        after_step = None if self.average is None else self.average.update
+        with progress("updating the policy") as advance:
+            metrics = run_updates(
+                self.engine,
+                steps,
+                self.compute_loss,
+                plan=self.train_plan,
+                reduce_max=self.strategy.all_reduce_max,
+                hooks=UpdateHooks(self.compute_text_loss, after_step, advance),
+            )
         self.weight_version += 1
         return _renamed(metrics, {"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
 
@@ -138,6 +139,9 @@ class PolicyModelActor(TrainedWorker):
         if self.config.train.async_enable:
             staleness_N = self.weight_version - experience.weight_versions
             _add_staleness_metrics(metrics, old_N, experience.rollout_logprobs, staleness_N)
+            if self.correction is None:
+                ratio_N = token_ratio(old_N, experience.rollout_logprobs)
+                _add_by_staleness(metrics, "is_ratio", ratio_N, staleness_N)
         loss = loss + self._kl_term(stats, experience, step, metrics)
         loss = loss + self._entropy_term(stats, experience, step, metrics)
         return loss + self._router_term(stats, batch, step, metrics)
@@ -164,7 +168,8 @@ class PolicyModelActor(TrainedWorker):
         metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
         if self.config.train.async_enable:
             staleness_N = self.weight_version - experience.weight_versions
-            _add_weight_metrics(metrics, found, staleness_N)
+            _add_by_staleness(metrics, "is_ratio", found.ratio_N, staleness_N)
+            _add_by_staleness(metrics, "is_cut_ratio", found.is_cut_N, staleness_N)
         return found.weights_N
 
     def _kl_term(
@@ -362,15 +367,11 @@ def _add_staleness_metrics(
         metrics.add(f"logprobs_diff/stale_{staleness}", part.mean_abs, weight=part.num_tokens)
 
 
-def _add_weight_metrics(metrics: Metrics, found: ImportanceWeights, staleness_N: Tensor) -> None:
-    """Importance ratios and what was cut of them, by staleness."""
+def _add_by_staleness(metrics: Metrics, name: str, values_N: Tensor, staleness_N: Tensor) -> None:
+    """The mean of something over the tokens of each staleness."""
     for staleness in staleness_N.unique().tolist():
-        is_it = staleness_N == staleness
-        num_tokens = int(is_it.sum())
-        cut = found.is_cut_N[is_it].float().mean().item()
-        ratio = found.ratio_N[is_it].mean().item()
-        metrics.add(f"is_ratio/stale_{staleness}", ratio, weight=num_tokens)
-        metrics.add(f"is_cut_ratio/stale_{staleness}", cut, weight=num_tokens)
+        part = values_N[staleness_N == staleness].float()
+        metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
 
 
 def find_policy_loss(name: str) -> PolicyLoss:

@@ -14,10 +14,11 @@ from openrlhf.models.loading import disable_dropout, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ppo_utils.update_loop import run_updates
+from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import load_tokenizer
 
 
@@ -51,17 +52,19 @@ class CriticModelActor(TrainedWorker):
 
     def compute_values(self, experience: Experience) -> Tensor:
         """Values (N,) before each sampled token of the share."""
-        return self.forward_in_micro_batches(experience, self.engine, self.engine.device)
+        return self.forward_in_micro_batches(experience, self.engine, what="values")
 
     def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
         """All optimizer steps of one rollout batch on this rank's shares."""
-        metrics = run_updates(
-            self.engine,
-            steps,
-            self.compute_loss,
-            plan=self.train_plan,
-            reduce_max=self.strategy.all_reduce_max,
-        )
+        with progress("updating the critic") as advance:
+            metrics = run_updates(
+                self.engine,
+                steps,
+                self.compute_loss,
+                plan=self.train_plan,
+                reduce_max=self.strategy.all_reduce_max,
+                hooks=UpdateHooks(advance=advance),
+            )
         names = {"lr": "critic_lr", "grad_norm": "critic_grad_norm"}
         return Metrics({names.get(name, name): cell for name, cell in metrics.cells.items()})
 

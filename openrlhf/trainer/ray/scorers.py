@@ -32,7 +32,7 @@ class ReferenceModelActor(ModelWorker):
         return self.forward_in_micro_batches(
             experience,
             lambda batch: self.engine(batch, temperature=temperature).logprobs,
-            self.engine.device,
+            what="log-probs of the reference",
         )
 
 
@@ -57,4 +57,4 @@ class RewardModelActor(ModelWorker):
 
     def compute_rewards(self, experience: Experience) -> Tensor:
         """Rewards (B,) of the share's samples, read at their last token."""
-        return self.forward_in_micro_batches(experience, self.engine, self.engine.device)
+        return self.forward_in_micro_batches(experience, self.engine, what="rewards")

@@ -32,7 +32,8 @@ from openrlhf.trainer.ray.agent_host import AgentHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import node_address
 from openrlhf.trainer.ray.placement import Slot
-from openrlhf.utils.logging import counter, is_terminal, progress, redirect_framework_logs
+from openrlhf.utils.logging import is_terminal, redirect_framework_logs
+from openrlhf.utils.progress import counter, progress
 
 MAX_CONCURRENT_CALLS = 64
 POLL_S = 0.5  # between two looks at how far the engines are

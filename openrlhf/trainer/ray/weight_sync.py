@@ -82,8 +82,9 @@ def send_weights(
     finally:
         writer.close()
         pool.shutdown(wait=False)
-    for index, receipt in enumerate(receipts):
-        check_receipt(receipt, report, weight_version, engine_name=f"engine {index}")
+    for index, (engine, receipt) in enumerate(zip(engines, receipts, strict=True)):
+        name = str(getattr(engine, "who", f"engine {index}"))
+        check_receipt(receipt, report, weight_version, engine_name=name)
     return report
 
 

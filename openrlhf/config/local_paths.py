@@ -1,0 +1,117 @@
+"""Files and folders that a command line names: those that are not there are said before a run.
+
+What a field opens stands beside it in its declaration. A name that may be one of the hub is left to
+the hub; what is in a file is the business of whoever reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from openrlhf.config.base import Opens, value_at, walk
+from openrlhf.config.checks import is_blank
+from openrlhf.config.flags import plain_flag
+from openrlhf.config.run import CommandConfig
+
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
+MODEL_FILES = ("config.json", "adapter_config.json")
+LISTS: tuple[Opens, ...] = ("models", "data", "code")  # with commas between
+REMEDIES: dict[Opens, str] = {
+    "model": "a folder with a config.json, or a hub id such as org/name",
+    "models": "a folder with a config.json, or a hub id such as org/name",
+    "data": f"a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub id",
+    "code": "the path of a .py file",
+    "template": "the template itself, or the path of a .jinja file",
+    "file": "the path of a file",
+    "folder": "the path of a folder",
+}
+
+
+def path_problems(config: CommandConfig) -> Iterator[str]:
+    """One line for every file or folder that is named and not there, with its flag."""
+    for option in walk(type(config)):
+        opens, value = option.info.opens, value_at(config, option.path)
+        if opens is None or is_blank(value):
+            continue
+        for name in _names(opens, value):
+            yield from _problems(opens, name, f"{plain_flag(option)} {name}")
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be that of a file or folder: no hub id is written like it."""
+    if name.startswith(("/", ".", "~")) or name.endswith((*DATA_SUFFIXES, ".py")):
+        return True
+    return "\\" in name or name.partition("@")[0].count("/") > 1
+
+
+def is_template_text(template: str) -> bool:
+    """Whether a chat template is given as Jinja text, rather than as the path of a file."""
+    return len(template) >= 1024 or "\n" in template or "{" in template
+
+
+def _names(opens: Opens, value: str) -> list[str]:
+    """The parts of a comma list, unless the whole is a path that exists."""
+    if opens not in LISTS or os.path.exists(_expanded(value)):
+        return [value]
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
+    """What is wrong with one name, and what to type instead; `typed` is the flag with it."""
+    path = _path_of(opens, name)
+    if path is None:
+        return
+    is_model, remedy = opens in ("model", "models"), REMEDIES[opens]
+    is_file = opens in ("code", "template", "file")
+    if _is_missing(path) and path.is_symlink():
+        yield f"{typed} is a link to {path.readlink()}, which does not exist. Type {remedy}."
+    elif _is_missing(path):
+        yield f"{typed} does not exist. Type {remedy}."
+    elif is_file and os.path.isdir(path):
+        yield f"{typed} is a folder. Type {remedy}."
+    elif opens == "folder" and os.path.isfile(path):
+        yield f"{typed} is a file. Type {remedy}."
+    elif is_model and os.path.isfile(path):
+        yield f"{typed} is a file. Type the folder that save_pretrained wrote."
+    elif is_model and os.access(path, os.X_OK) and not _holds_model(path):
+        yield f"{typed} holds no config.json. Type the folder that save_pretrained wrote."
+
+
+def _path_of(opens: Opens, name: str) -> Path | None:
+    """The path a name stands for; None where it is a hub id, a URL, a module or a text."""
+    path = _expanded(name)
+    if opens in ("file", "folder"):
+        return path
+    if opens == "template":
+        return None if is_template_text(name) else path
+    if opens == "code":
+        file, colon, _ = name.rpartition(":")  # `file.py:name` of a function
+        place = file if colon and file.endswith(".py") else name
+        return _expanded(place) if looks_local(place) and "://" not in name else None
+    folder, at, subset = name.rpartition("@")
+    if opens == "data" and at and os.path.isdir(_expanded(folder)):
+        return path if os.path.exists(path) else _expanded(folder) / subset
+    is_local = (looks_local(name) or os.path.lexists(path)) and "://" not in name
+    return path if is_local else None
+
+
+def _expanded(name: str) -> Path:
+    """The path with its `~`, which stays where nobody has that name."""
+    return Path(os.path.expanduser(name))
+
+
+def _holds_model(folder: Path) -> bool:
+    return any(os.path.isfile(folder / file) for file in MODEL_FILES)
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether nothing is there; what cannot be looked at is left to whoever opens it."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False

@@ -1,0 +1,99 @@
+"""Columns as Hugging Face names them, recognised where no flag says which to read.
+
+A flag always wins. What was recognised is one line for the user, and the settings that would have
+said the same, so that the config a run leaves behind is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from datasets import Dataset
+
+from openrlhf.config.base import Base, is_given, with_default
+from openrlhf.config.notices import Caution
+from openrlhf.datasets.problems import missing_column
+from openrlhf.errors import ConfigError
+from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
+
+ConfigT = TypeVar("ConfigT", bound=Base)
+
+PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
+IMAGE_COLUMNS = ("image", "images")
+TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
+
+
+def if_given(settings: Base, name: str) -> Any:
+    """A setting that somebody typed, or None."""
+    return getattr(settings, name) if is_given(settings, name) else None
+
+
+def as_recognised(config: ConfigT, recognised: Mapping[str, object]) -> ConfigT:
+    """The config with what its data was recognised as: dotted path -> value."""
+    for path, value in recognised.items():
+        config = with_default(config, path, value)
+    return config
+
+
+def pick_column(
+    wanted: str | None, found: Sequence[str], candidates: Sequence[str], *, flag: str
+) -> str:
+    """The column that a flag names, or else the first candidate that is there; raises DataError
+    when there is none.
+    """
+    for name in candidates if wanted is None else (wanted,):
+        if name in found:
+            return name
+    raise missing_column(wanted or candidates[0], found, flag=flag)
+
+
+def holds_dialogues(rows: Dataset, column: str) -> bool:
+    """Whether the first value of a column that says anything is a message list."""
+    kind = rows.features.arrow_schema.field(column).type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
+        return False
+    return isinstance(next(filter(None, rows[column]), None), (list, tuple, Mapping))
+
+
+def uses_chat_template(
+    asked: bool | None, rows: Dataset, columns: Iterable[str], tokenizer: Tokenizer
+) -> bool:
+    """Whether rows are rendered by the chat template: as the flag says, or else where a column
+    holds dialogues. Raises ConfigError when there is no template.
+    """
+    if asked is not None:
+        if asked:
+            chat_template_of(tokenizer)
+        return asked
+    dialogues = [column for column in columns if holds_dialogues(rows, column)]
+    if dialogues and not tokenizer.chat_template:
+        raise ConfigError(
+            f"column '{dialogues[0]}' holds message lists, but the tokenizer "
+            f"{tokenizer.name_or_path} has no chat template. Give one with "
+            "--tokenizer_chat_template, or a model that has one."
+        )
+    return bool(dialogues)
+
+
+def image_notices(columns: Iterable[str]) -> list[str]:
+    """One caution where rows have images: only their text is used."""
+    return [
+        Caution(f"column '{name}' is not read: models that see images cannot be trained yet")
+        for name in IMAGE_COLUMNS
+        if name in columns
+    ]
+
+
+def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:
+    """Notices of a second data set that the first has not said; cautions, which count rows, are
+    always of their own.
+    """
+    return [line for line in lines if isinstance(line, Caution) or line not in said]
+
+
+def recognised_line(columns: Iterable[str | None], what: str) -> str:
+    """What the user is told: the columns that are read, and as what."""
+    names = " and ".join(f"'{column}'" for column in columns if column is not None)
+    return f"{names} read as {what}"

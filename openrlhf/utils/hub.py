@@ -1,0 +1,103 @@
+"""The hub that models, tokenizers and data sets come from: what happens where it does not answer.
+
+The hub's own client tries each file again and again, for a minute in all. Here the hub is asked
+once; where it does not answer, only its cache is used from then on, in this process and in those it
+starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from openrlhf.errors import ConfigError
+from openrlhf.utils.logging import warn_once
+
+UNREACHABLE = "OPENRLHF_HUB_UNREACHABLE"  # why, for processes that are started later
+PAUSE_S = 1.0  # between two tries at a hub that refuses
+MAX_TRIES = 3
+
+
+@contextmanager
+def looking_up(kind: str, name: str) -> Iterator[None]:
+    """Around work that reads `name` from the hub: one ConfigError where it can be had neither there
+    nor from the cache. Work on a folder or file passes untouched.
+    """
+    if os.path.exists(os.path.expanduser(name)):
+        yield
+        return
+    reason = why_unreachable()
+    try:
+        yield
+    except OSError as error:
+        if reason is None:
+            raise
+        raise ConfigError(
+            f"{kind} {name} is neither here nor in the hub's cache, and {reason}. Type the path of "
+            "a local copy, set HF_ENDPOINT to a hub that answers, or HF_HOME to a cache that has "
+            "it (with HF_HUB_OFFLINE=1 nothing is waited for)."
+        ) from error
+    if reason is not None and UNREACHABLE in os.environ:
+        warn_once(f"{reason}: what is in its cache is used.")
+
+
+@cache
+def why_unreachable() -> str | None:
+    """Why the hub gives nothing; None where it answers. Asked once in the life of a process."""
+    from huggingface_hub import constants  # noqa: PLC0415 - for hub ids alone
+
+    if constants.HF_HUB_OFFLINE:
+        return os.environ.get(UNREACHABLE, "HF_HUB_OFFLINE is set")
+    trouble = _ask(constants.ENDPOINT, float(constants.HF_HUB_ETAG_TIMEOUT))
+    if trouble is None:
+        return None
+    reason = f"the hub at {constants.ENDPOINT} does not answer ({trouble})"
+    go_offline(reason)
+    return reason
+
+
+def go_offline(reason: str) -> None:
+    """Make the libraries of this process, and those of its children, use the cache alone."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", UNREACHABLE: reason}
+    constants.HF_HUB_OFFLINE = True
+    # It copies the switch when it is imported.
+    if (config := sys.modules.get("datasets.config")) is not None:
+        vars(config)["HF_HUB_OFFLINE"] = True
+
+
+def _ask(endpoint: str, limit_s: float) -> str | None:
+    """What went wrong with a request to the hub, if anything; any answer of any kind will do.
+
+    In a thread, as no limit of a client covers the search for an address.
+    """
+    outcome: list[str | None] = [f"nothing within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT gives it more"]
+    thread = threading.Thread(target=_try_all, args=(endpoint, limit_s, outcome), daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return outcome[-1]
+
+
+def _try_all(endpoint: str, limit_s: float, outcome: list[str | None]) -> None:
+    from huggingface_hub import get_session  # noqa: PLC0415
+
+    client = get_session()
+    # Its library is httpx or httpx2, by the version of the hub's package.
+    library = importlib.import_module(type(client).__mro__[-2].__module__.partition(".")[0])
+    for num_left in reversed(range(MAX_TRIES)):
+        try:
+            client.head(endpoint, timeout=limit_s)
+        except (library.TransportError, library.InvalidURL) as error:
+            if not num_left:
+                outcome.append(str(error) or type(error).__name__)
+        else:
+            outcome.append(None)
+            return
+        time.sleep(PAUSE_S)

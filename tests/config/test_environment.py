@@ -1,0 +1,138 @@
+"""The environment variables that a run honours, one by one.
+
+MASTER_ADDR and MASTER_PORT are torch's own: ranks of tests/distributed/spawn.py meet there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.topology import Topology
+from openrlhf.trainer.rank_gpus import see_own_gpus
+from openrlhf.trainer.ray.launcher import start_actor, worker_environment
+from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+
+NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "http://a"]
+SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
+OF_CALLER = {  # what a caller sets for libraries, and workers get
+    "HF_HOME": "/caches/hf",
+    "HF_TOKEN": "hf_token_of_mine",
+    "HF_HUB_OFFLINE": "1",
+    "HF_ENDPOINT": "http://mirror.example",
+    "WANDB_MODE": "offline",
+    "WANDB_API_KEY": "key",
+    "NCCL_DEBUG": "INFO",
+    "NCCL_SOCKET_IFNAME": "eth7",
+    "TOKENIZERS_PARALLELISM": "true",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+    "OPENRLHF_ASYNC_QUEUE_SIZE": "3",
+    "OPENRLHF_ASYNC_NUM_TASKS": "5",
+}
+
+
+@pytest.fixture
+def caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OF_CALLER.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("caller")
+def test_numbers_of_asynchronous_training() -> None:
+    train = parse_config(PPOConfig, NEEDS).config.train
+    assert (train.async_queue_size, train.async_num_tasks) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "with_it", "without"),
+    [
+        ([], "/logs", None),
+        (["--use_tensorboard"], "/logs", "run/tensorboard"),
+        (["--use_tensorboard", "true"], "/logs", "run/tensorboard"),
+        (["--report_to", "tensorboard"], "/logs", "run/tensorboard"),
+        (["--use_tensorboard", "/mine"], "/mine", "/mine"),
+        (["--use_tensorboard", "false"], None, None),
+    ],
+)
+def test_the_folder_of_tensorboard(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], with_it: str | None, without: str | None
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "/logs")
+    assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == with_it
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == without
+
+
+def test_the_folder_of_tensorboard_for_a_switch_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "/logs")
+    file = tmp_path / "run.yaml"
+    file.write_text("use_tensorboard: true\n")
+    config = parse_config(SFTConfig, [*SFT_NEEDS, "--config", str(file)]).config
+    assert config.logger.tensorboard_dir == "/logs"
+
+
+def test_what_launchers_set_places_a_rank() -> None:
+    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    topology = Topology.from_env(env=env)
+    assert (topology.rank, topology.local_rank, topology.world_size) == (3, 1, 4)
+
+
+def test_the_gpus_that_a_caller_leaves_are_shared_out() -> None:
+    line = "--eval_task generate_vllm --pretrain m --dataset d --output_path o"
+    config = parse_config(BatchInferenceConfig, line.split()).config
+    env = {"CUDA_VISIBLE_DEVICES": "4,6", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    see_own_gpus(config, env=env)
+    assert env["CUDA_VISIBLE_DEVICES"] == "6"
+
+
+def test_the_hub_is_the_callers() -> None:
+    code = (
+        "from openrlhf.utils.logging import quiet_frameworks; quiet_frameworks(); "
+        "from huggingface_hub import constants as c, get_token; "
+        "print(c.HF_HOME, c.ENDPOINT, c.HF_HUB_OFFLINE, get_token())"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | OF_CALLER)
+    found = ["/caches/hf", "http://mirror.example", "True", "hf_token_of_mine"]
+    assert result.stdout.split() == found, result.stderr
+
+
+@pytest.mark.usefixtures("caller")
+def test_a_worker_is_given_what_the_caller_has() -> None:
+    assert worker_environment(1).items() >= OF_CALLER.items()
+
+
+class Environment:
+    """A worker that says what it was given."""
+
+    def of_mine(self) -> dict[str, str]:
+        """All variables."""
+        return dict(os.environ)
+
+
+@pytest.fixture
+def worker(ray_cluster: None, caller: None) -> Iterator[object]:
+    slot = place([RoleDemand("ref", 1, "ref")], view_cluster())["ref"][0]
+    worker = start_actor(Environment, (), slot, num_threads=1)
+    yield worker
+    ray.kill(worker)
+    remove_placement_group(slot.group)
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_running_cluster_has_what_the_caller_has(worker: object) -> None:
+    assert ray.get(worker.of_mine.remote(), timeout=120).items() >= OF_CALLER.items()

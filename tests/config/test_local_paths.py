@@ -1,0 +1,213 @@
+"""What a command names and is not there is said with everything else, before anything heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from openrlhf.cli.main import COMMANDS
+from openrlhf.cli.runner import start_problems
+from openrlhf.config.base import walk
+from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.local_paths import path_problems
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.errors import ConfigError
+
+TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)
+CONFIGS = (*TRAINERS, BatchInferenceConfig, ServeRewardConfig, LoraCombinerConfig, ChatConfig)
+
+PPO_NEEDS = "--pretrain org/m --prompt_data org/d --remote_rm_url http://host/get_reward "
+SFT_NEEDS = "--pretrain org/m --dataset org/d "
+DATA_REMEDY = (
+    "Type a file (.jsonl, .json, .jsonl.gz, .json.gz, .csv, .parquet, .arrow), a folder of them, "
+    "or a hub id."
+)
+MODEL_REMEDY = "Type a folder with a config.json, or a hub id such as org/name."
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model, an adapter, rows, a folder of rows and a file of code."""
+    for name in ("model", "adapter", "empty", "rows/part"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for name in ("rows.jsonl", "odd, name.jsonl", "code.py", "text"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "link.jsonl").symlink_to("nothing.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def problems(config_class: type, line: str) -> list[str]:
+    config = parse_config(config_class, line.split()).config
+    return list(path_problems(config))
+
+
+def test_all_of_a_line_are_said_with_its_other_problems() -> None:
+    line = (
+        "--pretrain ./none --prompt_data rows.jsonl,gone.jsonl --eval_dataset /gone/rows "
+        "--remote_rm_url gone.py --gamma 2 --zpg 2 --critic_pretrain ~/no-such-model"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(PPOConfig, line.split(), more_problems=start_problems)
+    assert caught.value.problems == [
+        "--gamma must be at most 1.0: 2. Type a value at most 1.0.",
+        "not yet implemented: --zpg 2 (ZeRO++). Leave it out.",
+        f"--eval_dataset /gone/rows does not exist. {DATA_REMEDY}",
+        f"--pretrain ./none does not exist. {MODEL_REMEDY}",
+        f"--critic_pretrain ~/no-such-model does not exist. {MODEL_REMEDY}",
+        "--remote_rm_url gone.py does not exist. Type the path of a .py file.",
+        f"--prompt_data gone.jsonl does not exist. {DATA_REMEDY}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line", "wrong"),
+    [
+        (PPOConfig, PPO_NEEDS + "--pretrain ../gone", ["--pretrain ../gone does not exist."]),
+        (PPOConfig, PPO_NEEDS + "--pretrain ~nobody-here/m", ["--pretrain ~nobody-here/m does"]),
+        (PPOConfig, PPO_NEEDS + "--pretrain a/b/c", ["--pretrain a/b/c does not exist."]),
+        (PPOConfig, PPO_NEEDS + "--pretrain rows.jsonl", ["--pretrain rows.jsonl is a file."]),
+        (PPOConfig, PPO_NEEDS + "--pretrain empty", ["--pretrain empty holds no config.json."]),
+        (
+            PPOConfig,
+            "--pretrain org/m --prompt_data org/d --reward_pretrain model,./a,org/rm,./b",
+            ["--reward_pretrain ./a does not exist.", "--reward_pretrain ./b does not exist."],
+        ),
+        (PPOConfig, PPO_NEEDS + "--prompt_data link.jsonl", ["--prompt_data link.jsonl is a link"]),
+        (PPOConfig, PPO_NEEDS + "--prompt_data rows@no", ["--prompt_data rows@no does not exist."]),
+        (PPOConfig, PPO_NEEDS + "--pretrain_data g.csv", ["--pretrain_data g.csv does not exist."]),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--agent_func_path agent.py",
+            ["--agent_func_path agent.py does not exist."],
+        ),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--policy_loss_type gone.py:loss",
+            ["--policy_loss_type gone.py:loss does not exist."],
+        ),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--tokenizer_chat_template chat.jinja",
+            ["--tokenizer_chat_template chat.jinja does not exist."],
+        ),
+        (
+            SFTConfig,
+            SFT_NEEDS + "--deepspeed_config ds.json",
+            ["--deepspeed_config ds.json does not exist."],
+        ),
+        (DPOConfig, SFT_NEEDS + "--ref_pretrain /gone", ["--ref_pretrain /gone does not exist."]),
+        (
+            ServeRewardConfig,
+            "--reward_pretrain ./a,./b --token_file token",
+            [
+                "--token_file token does not exist.",
+                "--reward_pretrain ./a does not exist.",
+                "--reward_pretrain ./b does not exist.",
+            ],
+        ),
+        (
+            LoraCombinerConfig,
+            "--model_path ./a --lora_path b --output_path c",
+            ["--model_path ./a does not exist.", "--lora_path b does not exist."],
+        ),
+        (
+            LoraCombinerConfig,
+            "--model_path model --lora_path text --output_path c",
+            ["--lora_path text is a file. Type the path of a folder."],
+        ),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--agent_func_path agent --remote_rm_url ./rows",
+            [
+                "--agent_func_path agent does not exist. Type the path of a file.",
+                "--remote_rm_url ./rows is a folder. Type the path of a .py file.",
+            ],
+        ),
+        (
+            ChatConfig,
+            "--pretrain org/m --ta_prompt start.txt",
+            ["--ta_prompt start.txt does not exist."],
+        ),
+    ],
+)
+def test_a_path_that_is_not_there_is_one_line(
+    config_class: type, line: str, wrong: list[str]
+) -> None:
+    found = problems(config_class, line)
+    assert len(found) == len(wrong)
+    assert all(text.startswith(start) for text, start in zip(found, wrong, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line"),
+    [
+        (PPOConfig, PPO_NEEDS + "--pretrain model --critic_pretrain adapter"),
+        (PPOConfig, PPO_NEEDS + "--prompt_data rows.jsonl,org/d@main,rows@part,rows"),
+        (PPOConfig, PPO_NEEDS + "--remote_rm_url http://a:5000/x,http://b/y.py"),
+        (PPOConfig, PPO_NEEDS + "--remote_rm_url code.py --policy_loss_type code.py:loss"),
+        (PPOConfig, PPO_NEEDS + "--policy_loss_type package.module:loss"),
+        (PPOConfig, PPO_NEEDS + "--tokenizer_chat_template {{messages}}"),
+        (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config text"),
+        (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
+    ],
+)
+def test_what_is_there_or_may_be_elsewhere_passes(config_class: type, line: str) -> None:
+    assert problems(config_class, line) == []
+
+
+def test_a_comma_may_belong_to_a_name() -> None:
+    words = ["--pretrain", "model", "--dataset", "odd, name.jsonl"]
+    assert list(path_problems(parse_config(SFTConfig, words).config)) == []
+
+
+def test_every_text_that_may_lead_somewhere_says_so() -> None:
+    written = {"output_path", "ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir"}
+    for config_class in CONFIGS:
+        for option in walk(config_class):
+            about = f"{option.path} {option.field.description}"
+            leads = any(
+                word in about for word in ("hub id", ".py file", "File ", "JSON file", "path")
+            )
+            is_read = leads and option.path not in written
+            assert is_read <= (option.info.opens is not None), f"{config_class.__name__}: {about}"
+
+
+@pytest.mark.parametrize("name", sorted({module for module, _ in COMMANDS.values()}))
+def test_every_command_says_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        import_module(f"openrlhf.cli.{name}").main(words_of(name))
+    assert stop.value.code == 2
+    assert f"error: {words_of(name)[0]} /nowhere/model does not exist." in capsys.readouterr().err
+
+
+def words_of(name: str) -> list[str]:
+    """A command's flags with a model that is not there."""
+    flag = {"lora_combiner": "--model_path", "serve_rm": "--reward_pretrain"}.get(name)
+    return [flag or "--pretrain", "/nowhere/model"]
+
+
+def test_nothing_heavy_is_imported_before() -> None:
+    name = "batch_inference"
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", f"openrlhf.cli.{name}", *words_of(name)],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "/nowhere/model does not exist." in result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "pydantic" in imported
+    assert not imported & {"torch", "transformers", "ray", "datasets", "deepspeed"}

@@ -1,0 +1,180 @@
+"""An asynchronous run that was ended goes on: finished samples are kept to the token, what was on
+its way is generated again, nothing is lost, done twice or too old.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.checkpoint import CheckpointStore
+from openrlhf.distributed.run_checkpoints import DataFacts, Opened
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_utils.kept_groups import KeptGroups, read_groups
+from openrlhf.trainer.ray.phases import DevicePhases
+from tests.trainer.async_fakes import World, make_trainer, staleness_histogram
+
+
+def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
+    """The state after a step of a run that breaks later, its files in a folder; empty when the run
+    was over before.
+    """
+    saved = {}
+    settle = trainer.settle
+
+    def settle_and_save() -> None:
+        settle()
+        if trainer.state.global_step == step:
+            groups = trainer.state.finished_groups()
+            time.sleep(0.001)  # the engines go on meanwhile
+            saved.update(json.loads(json.dumps(trainer.state.state_dict())))
+            groups.write(folder)
+
+    trainer.settle = settle_and_save  # type: ignore[method-assign]
+    with suppress(ValueError):
+        trainer.fit()
+    return saved
+
+
+def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
+    trainer.state.load_state_dict(saved)
+    trainer.state.load_groups(folder)
+    trainer.fit()
+
+
+def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
+    changed = replace(trainer.parts.sampling, **sampling)  # type: ignore[arg-type]
+    return read_groups(folder, trainer.parts.prompts, changed)
+
+
+def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
+    world = World(train_error_at=3, keeps_running=True, train_s=0.05)
+    trainer = make_trainer(world, num_prompts=24, queue_size=2, num_at_once=12)
+    taken = []
+    finish = trainer.queue._receive
+    trainer.queue._receive = lambda group: (taken.append(group), finish(group))  # type: ignore
+    saved = run_until(trainer, 3, tmp_path)
+    made = {group.key: group.rollouts for group in taken}
+    kept = kept_of(trainer, tmp_path).groups
+    assert len(kept) == 8 and {group.age for group in kept} == {1, 2}
+    pending = {tuple(key) for key in saved["sampler"]["ledger"]["pending"]}
+    assert {group.key for group in kept} <= pending
+    for group in kept:
+        assert len(group.rollouts) == 2
+        for found, rollout in zip(group.rollouts, made[group.key], strict=True):
+            row = group.key[1]
+            assert (found.label, found.columns) == (f"label {row}", {"row": row})
+            for name, value in vars(replace(rollout, group_id=0)).items():
+                if name in ("token_ids", "action_mask", "logprobs", "weight_versions"):
+                    assert getattr(found, name).equal(value)
+                elif name not in ("label", "columns", "datasource"):  # of the data set
+                    assert getattr(found, name) == value, name
+
+
+def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path: Path) -> None:
+    trainer = make_trainer(World(train_error_at=1, train_s=0.02), num_prompts=24)
+    run_until(trainer, 1, tmp_path)
+    assert kept_of(trainer, tmp_path).groups
+    assert not kept_of(trainer, tmp_path, temperature=0.5).groups
+
+
+def test_where_nothing_is_finished_nothing_is_written(tmp_path: Path) -> None:
+    KeptGroups().write(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert not kept_of(make_trainer(World(), num_prompts=4), tmp_path).groups
+
+
+def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_num=3, max_gib=10)
+
+    def checkpoints() -> PPOCheckpoints:
+        config = PPOConfig.model_validate({"ckpt": {"save_steps": 1, "path": str(tmp_path)}})
+        phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+        opened = Opened(store, DataFacts("f", 24, 0), store.latest())
+        return PPOCheckpoints(config, opened, {}, phases, best_metric=None)
+
+    trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
+    first = checkpoints()
+    trainer.parts.checkpoints.is_due = first.is_due
+    trainer.parts.checkpoints.save = first.save
+    with suppress(ValueError):
+        trainer.fit()
+    world = World(policy_version=2)
+    again = make_trainer(world, num_prompts=24)
+    checkpoints().resume(again.state)
+    kept = kept_of(trainer, tmp_path / "global_step2").groups
+    assert kept and [group.key for group in again.queue._kept] == [group.key for group in kept]
+    again.fit()
+    assert again.sampler.ledger.outcomes == {"trained": 24}
+    assert not {group.key for group in kept} & set(world.submitted)
+    with (tmp_path / "global_step2" / "finished_groups.json").open("a") as file:
+        file.write(" ")
+    saved = store.latest()
+    assert saved is not None and saved.step == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_prompts=st.integers(2, 30),
+    batch_size=st.integers(1, 4),
+    queue_size=st.integers(1, 3),
+    num_at_once=st.integers(1, 12),
+    keeps_running=st.booleans(),
+    with_filter=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_a_run_goes_on_from_any_step(
+    num_prompts: int,
+    batch_size: int,
+    queue_size: int,
+    num_at_once: int,
+    keeps_running: bool,
+    with_filter: bool,
+    seed: int,
+) -> None:
+    sizes = {
+        "num_prompts": num_prompts,
+        "batch_size": batch_size,
+        "queue_size": queue_size,
+        "num_at_once": num_at_once,
+        "with_filter": with_filter,
+        "max_empty": 99,
+    }
+    # Every third group has no signal where they are filtered; times have a tail.
+    fate = {
+        "seconds_of": lambda key: random.Random(f"{seed} {key}").choice((0, 0, 0.001, 0.003)),
+        "scores_of": lambda key: (0.0, float(not with_filter or (key[1] + seed) % 3 > 0)),
+        "failing": frozenset({(0, seed % num_prompts)}),
+        "keeps_running": keeps_running,
+        "train_s": 0.001 * (seed % 3),
+    }
+    stop = 1 + seed % max(num_prompts // batch_size, 1)
+    first = World(train_error_at=stop, **fate)  # type: ignore[arg-type]
+    trainer = make_trainer(first, **sizes)  # type: ignore[arg-type]
+    with TemporaryDirectory() as folder:
+        saved = run_until(trainer, stop, Path(folder))
+        if not saved:
+            return
+        finished = {group.key for group in kept_of(trainer, Path(folder)).groups}
+        second = World(policy_version=stop, **fate)  # type: ignore[arg-type]
+        trainer = make_trainer(second, **sizes)  # type: ignore[arg-type]
+        go_on(trainer, saved, Path(folder))
+    ledger = trainer.sampler.ledger
+    assert ledger.num_drawn == num_prompts == sum(ledger.outcomes.values())
+    assert ledger.outcomes["failed:reward"] == 1 and not ledger.pending
+    assert max(staleness_histogram(trainer), default=0) <= queue_size
+    pending = {tuple(key) for key in saved["sampler"]["ledger"]["pending"]}
+    assert finished <= pending & set(first.submitted)
+    assert len(second.submitted) == len(set(second.submitted))
+    again = pending & set(second.submitted)
+    assert again == pending - finished  # what was finished is not made a second time

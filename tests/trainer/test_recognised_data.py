@@ -1,0 +1,148 @@
+"""Data with the columns that Hugging Face names needs no flags: a command says what it recognised,
+and the config that it leaves behind reads the same data in the same way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from openrlhf.cli import train_dpo, train_kto, train_rm, train_sft
+from openrlhf.config.cli import parse_config, save_resolved
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.datasets.conventions import as_recognised
+from openrlhf.trainer import ppo_setup, supervised_run
+from openrlhf.trainer.dpo_trainer import DPORecipe
+from openrlhf.trainer.kto_trainer import KTORecipe
+from openrlhf.trainer.prm_trainer import PRMRecipe
+from openrlhf.trainer.rm_trainer import RMRecipe
+from openrlhf.trainer.sft_trainer import SFTRecipe
+from tests.tiny import write_jsonl
+
+QUESTION = [{"role": "user", "content": "q"}]
+DIALOGUE = [*QUESTION, {"role": "assistant", "content": "a"}]
+OTHER = [*QUESTION, {"role": "assistant", "content": "b"}]
+STEPS = "--placeholder_token # --reward_tokens + -"
+SAID = "read as messages, with the chat template"
+CASES = {
+    "dialogues": (SFTRecipe, SFTConfig, "", {"messages": DIALOGUE}, f"'messages' {SAID}"),
+    "every turn": (SFTRecipe, SFTConfig, "--multiturn", {"conversations": DIALOGUE}, SAID),
+    "text": (SFTRecipe, SFTConfig, "", {"text": "all of it"}, "every token is learnt"),
+    "answers": (SFTRecipe, SFTConfig, "", {"prompt": "q", "completion": "a"}, "read as text"),
+    "pairs": (
+        DPORecipe,
+        DPOConfig,
+        "",
+        {"prompt": QUESTION, "chosen": DIALOGUE[1:], "rejected": OTHER[1:]},
+        f"'prompt' and 'chosen' and 'rejected' {SAID}",
+    ),
+    "whole dialogues": (RMRecipe, RMConfig, "", {"chosen": DIALOGUE, "rejected": OTHER}, SAID),
+    "labels": (
+        KTORecipe,
+        KTOConfig,
+        "",
+        {"prompt": QUESTION, "completion": DIALOGUE[1:], "label": True},
+        SAID,
+    ),
+    "steps": (
+        PRMRecipe,
+        PRMConfig,
+        STEPS,
+        {"prompt": "q", "completions": ["a"], "labels": [True]},
+        "steps and their labels",
+    ),
+    "labelled text": (PRMRecipe, PRMConfig, STEPS, {"text": "a#", "labels": ["+"]}, "its labels"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_config_reads_the_data_as_it_was_recognised(
+    case: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    recipe, config_class, flags, row, said = CASES[case]
+    data = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
+    words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path} {flags}".split()
+    config = parse_config(config_class, words).config
+    samples = supervised_run.prepare_inputs(recipe(), config).samples
+    assert [line for line in samples.notices if said in line]
+    save_resolved(as_recognised(config, samples.recognised), tmp_path / "config.yaml")
+    again = parse_config(config_class, ["--config", str(tmp_path / "config.yaml")]).config
+    repeated = supervised_run.prepare_inputs(recipe(), again).samples
+    assert repeated.fingerprint == samples.fingerprint
+    assert repeated.recognised == samples.recognised
+
+
+def test_prompts_of_a_saved_config_are_rendered_as_they_were(
+    tiny_model_dir: Path, tmp_path: Path, capsys
+) -> None:
+    rows = [{"prompt": QUESTION}] * 4
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    long_row = {"prompt": [{"role": "user", "content": "q" * 99}]}
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [*rows, long_row])
+    words = f"--eval_dataset {held_out} --prompt_max_len 64 --generate_max_len 8 "
+    words += f"--pretrain {tiny_model_dir} --prompt_data {data} --save_path {tmp_path / 'run'} "
+    words += "--remote_rm_url http://localhost:1 --vllm_num_engines 0 --rollout_batch_size 4 "
+    words += "--train_batch_size 4 --micro_train_batch_size 1 --advantage_estimator reinforce"
+    config = parse_config(PPOConfig, words.split()).config
+    with ppo_setup.prepare_inputs(config, has_engines=False) as inputs:
+        assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
+        resolved = as_recognised(config, inputs.prompts.recognised)
+    assert [line for line in capsys.readouterr().err.splitlines() if line] == [
+        f"note: 'prompt' {SAID}",
+        "warning: evaluation: 1 of 5 prompts are over 64 tokens and were left out",
+    ]
+    save_resolved(resolved, tmp_path / "config.yaml")
+    again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
+    with ppo_setup.prepare_inputs(again, has_engines=False) as inputs:
+        assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
+        assert inputs.prompts.notices == []
+
+
+COMMANDS = {"sft": train_sft, "rm": train_rm, "dpo": train_dpo, "kto": train_kto}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [("sft", "dialogues"), ("sft", "text"), ("rm", "whole dialogues"), ("dpo", "pairs"),
+     ("kto", "labels")],
+)  # fmt: skip
+def test_a_command_without_flags_trains_on_what_it_recognised(
+    command: str, case: str, tiny_model_dir: Path, tmp_path: Path, capsys
+) -> None:
+    *_, row, said = CASES[case]
+    others = [row | {"label": index % 2 == 0} if "label" in row else row for index in range(8)]
+    data = write_jsonl(tmp_path / "rows.jsonl", others)
+    words = f"--pretrain {tiny_model_dir} --dataset {data} --eval_dataset {data} "
+    words += f"--save_path {tmp_path / 'run'} --train_batch_size 4 --micro_train_batch_size 2"
+    COMMANDS[command].main(words.split())
+    told = capsys.readouterr().err
+    assert told.count(said) == 1  # of the evaluation's data it need not be said again
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["data"]["apply_chat_template"] is (case != "text")
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_own_config_and_on_no_other_data(
+    tiny_model_dir: Path, tmp_path: Path, capsys
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": DIALOGUE}] * 4)
+    words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path / 'run'} "
+    words += f"--ckpt_path {tmp_path / 'ckpt'} --train_batch_size 2 --micro_train_batch_size 1 "
+    words += "--save_steps 1 --max_epochs 1"
+    train_sft.main(words.split())
+    capsys.readouterr()
+    again = ["--config", str(tmp_path / "run" / "config.yaml"), "--load_checkpoint"]
+    train_sft.main([*again, "--max_epochs", "2"])
+    assert "apply_chat_template" not in capsys.readouterr().err  # not a change
+    write_jsonl(data, [{"messages": DIALOGUE}] * 3)  # cut at the end of a line
+    with pytest.raises(SystemExit) as stop:
+        train_sft.main([*again, "--max_epochs", "3"])
+    assert stop.value.code == 2
+    assert "4 samples then, 3 now" in capsys.readouterr().err
