@@ -1,104 +1,197 @@
-"""What a slow reward adds to generation: real worker processes, and vLLM or engines that only wait.
+"""What a slow reward adds to a step on Ray and vLLM: one run, in which steps with and without the
+delay take turns.
 
-A step is 128 samples of 32 prompts; the reward sleeps for each sample. vLLM samples a random model
-whose responses end by chance, so that lengths spread as they do in training. With --engine paced
-two fake engines finish requests evenly: that leaves this machine's cores out of the answer.
+The policy is a chain: each of its tokens is followed by the next one, so how long an answer is
+depends on the prompt's last letter alone. Both kinds of steps thus do the same work, whose lengths
+spread as those of answers do, and what differs between them is the reward. A step is 128 samples:
+generation, reward, update, weight sync. Leave the machine idle meanwhile.
 
-    python -m benchmarks.reward_overlap --reward-ms 50 --micro-rollout-batch-size 4
+    python -m benchmarks.reward_overlap [--path sync|stream|async]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.workload import make_workload, prompt_token_ids
-from openrlhf.engines.base import SamplingSettings
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
-from tests.trainer.paced import PacedEngine, Prompt, step_seconds
-
-NUM_PROMPTS, NUM_SAMPLES = 32, 4
-PACED_S = 6.0
-END_IDS = tuple(range(300, 324))  # of 2048: a response has 85 tokens in the mean
+NUM_PROMPTS, NUM_SAMPLES = 32, 4  # of a step
+MEAN_TOKENS, MAX_NEW_TOKENS = 120, 512
+VOCAB_SIZE, FIRST_LINK = 2048, 300  # the chain is the ids from there on, then the end
+SHARPNESS = 25.0  # the logit of a token's successor; all others are about 0
+GOAL = 1.05
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": str(os.cpu_count()),
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "10000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_ADDRESS": "local",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+# Rewards differ within a prompt: else there would be nothing to update.
 REWARD = """
-import time
+import os, random, time
 
 def reward_func(queries, prompts, labels):
-    time.sleep({seconds} * len(queries))
-    return [1.0] * len(queries)
+    file = os.open({seen!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, b"x" * len(queries))
+    step = (os.fstat(file).st_size - 1) // {num_samples}
+    os.close(file)
+    if step // {block} % 2:
+        time.sleep({seconds} * len(queries))
+    return [random.random() for _ in queries]
 """
-Step = Callable[[FunctionPool], float]  # reward -> seconds
 
 
-def paced_step(batch_size: int) -> Step:
-    """A step of fake engines."""
-    engines = [PacedEngine(PACED_S), PacedEngine(PACED_S)]
-    prompts = [Prompt(row) for row in range(NUM_PROMPTS)]
-    sampling = SamplingSettings(num_samples=NUM_SAMPLES)
-    return lambda pool: step_seconds(engines, pool, prompts, sampling, batch_size=batch_size)
+@dataclass(frozen=True)
+class Way:
+    """How samples reach the trainer, and which steps are compared."""
+
+    flags: str
+    block: int  # steps of a kind in a row
+    num_settling: int  # the first of them, which are left out
+    num_rounds: int  # pairs of blocks that are compared; a pair before them warms up
+    hidden_size: int
 
 
-def vllm_step(batch_size: int, folder: Path, max_new_tokens: int, hidden_size: int) -> Step:
-    """A step of vLLM."""
-    workload = make_workload(folder, max_new_tokens=max_new_tokens, hidden_size=hidden_size)
-    config = VLLMEngineConfig(
-        str(workload.model), dtype="float32", max_model_len=max_new_tokens + 32, max_num_seqs=128
+PATHS = {
+    "sync": Way("", 1, 0, 4, 512),
+    "stream": Way("--dynamic_filtering", 1, 0, 4, 512),
+    # Samples are generated a step ahead.
+    "async": Way("--async_train", 4, 2, 2, 256),
+}
+
+
+def length_of(row: int) -> int:
+    """Tokens of the answers to a prompt: quantiles of an exponential distribution."""
+    quantile = -MEAN_TOKENS * math.log(1 - (row + 0.5) / NUM_PROMPTS)
+    return min(max(round(quantile), 1), MAX_NEW_TOKENS)
+
+
+def make_inputs(folder: Path, hidden_size: int) -> None:
+    """The policy and its prompts."""
+    from tests.tiny import make_model, write_jsonl
+
+    path = make_model(
+        folder / "model",
+        hidden_size=hidden_size,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=VOCAB_SIZE,
     )
-    engine = VLLMEngine(config)
-    ids = [tuple(row) for row in prompt_token_ids()] * 2
-    prompts = [Prompt(row, ids[row]) for row in range(NUM_PROMPTS)]
-    sampling = SamplingSettings(
-        num_samples=NUM_SAMPLES, max_new_tokens=max_new_tokens, stop_token_ids=END_IDS
+    texts = ["q" * 15 + chr(ord("A") + row) for row in range(NUM_PROMPTS)]
+    make_chain(path, texts)
+    write_jsonl(folder / "prompts.jsonl", [{"input": text} for text in texts])
+
+
+def make_chain(path: Path, texts: Sequence[str]) -> None:
+    """Make every token's successor certain; layers are computed and add nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = torch.arange(FIRST_LINK, VOCAB_SIZE)
+    successors = torch.cat([ids[1:], torch.tensor([tokenizer.eos_token_id])])
+    last_letters = torch.tensor([tokenizer.encode(text)[-1] for text in texts])
+    starts = torch.tensor([VOCAB_SIZE + 1 - length_of(row) for row in range(len(texts))])
+    starts[starts == VOCAB_SIZE] = tokenizer.eos_token_id
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        states = model.model.norm(embedding)  # (V, H), of norm sqrt(H)
+        steps = SHARPNESS * states / embedding.size(1)
+        head.zero_()
+        head.index_add_(0, successors, steps[ids])
+        head.index_add_(0, starts, steps[last_letters])
+    model.save_pretrained(path)
+
+
+def words(folder: Path, path: Way, num_steps: int) -> list[str]:
+    """The command line."""
+    samples = NUM_PROMPTS * NUM_SAMPLES
+    flags = (
+        f"--pretrain {folder / 'model'} --prompt_data {folder / 'prompts.jsonl'} "
+        f"--input_key input --remote_rm_url {folder / 'reward.py'} --num_episodes {num_steps} "
+        f"--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt {NUM_SAMPLES} "
+        f"--rollout_batch_size {NUM_PROMPTS} --micro_rollout_batch_size {NUM_SAMPLES} "
+        f"--train_batch_size {samples} --use_dynamic_batch --train_max_tokens_per_gpu 4096 "
+        f"--prompt_max_len 32 --generate_max_len {MAX_NEW_TOKENS} --actor_learning_rate 1e-8 "
+        f"--vllm_num_engines 1 --save_path {folder / 'run'} {path.flags}"
     )
-    return lambda pool: step_seconds([engine], pool, prompts, sampling, batch_size=batch_size)
+    return flags.split()
 
 
-def measure(step: Step, pools: Sequence[FunctionPool], num_rounds: int) -> list[list[float]]:
-    """Seconds of steps for every reward in turn; a first round warms up."""
-    rounds = [[step(pool) for pool in pools] for _ in range(num_rounds + 1)]
-    return [list(times) for times in zip(*rounds[1:], strict=True)]
+def run(folder: Path, path: Way, num_steps: int) -> list[dict[str, float]]:
+    """The records of all steps."""
+    from openrlhf.cli import train_ppo_ray
+    from openrlhf.utils.tracking import read_metrics
+
+    train_ppo_ray.main(words(folder, path, num_steps))
+    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]
+    mean = statistics.mean(length_of(row) for row in range(NUM_PROMPTS))
+    # An asynchronous step may have prompts of two episodes; over the run all come equally often.
+    found = statistics.mean(step["response_length"] for step in steps)
+    assert abs(found - mean) < 1, "the policy left its chain"
+    return steps
 
 
-def shown(times: Sequence[float]) -> str:
-    """Mean and range."""
-    return f"{statistics.mean(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
+def sides(
+    steps: Sequence[dict[str, float]], path: Way
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Steps without and with the delay; those that warm up are left out."""
+    found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+    for index, step in enumerate(steps):
+        block, position = divmod(index, path.block)
+        if block >= 2 and position >= path.num_settling:
+            found[block % 2].append(step)
+    return found
+
+
+def shown(steps: Sequence[dict[str, float]], name: str) -> str:
+    """Median and range of a time."""
+    times = [step.get(name, 0.0) for step in steps]
+    return f"{statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
 
 
 def main() -> None:
-    """Measure without and with the reward, and say the difference."""
+    """Run, and say the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["vllm", "paced"], default="vllm")
+    parser.add_argument("--path", choices=PATHS, default="sync")
     parser.add_argument("--reward-ms", type=float, default=50)
-    parser.add_argument("--micro-rollout-batch-size", type=int, default=4)
-    parser.add_argument("--num-workers", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    path = PATHS[args.path]
     with tempfile.TemporaryDirectory() as name:
-        folder, size = Path(name), args.micro_rollout_batch_size
-        step = (
-            paced_step(size)
-            if args.engine == "paced"
-            else vllm_step(size, folder, args.max_new_tokens, args.hidden_size)
+        folder = Path(name)
+        make_inputs(folder, path.hidden_size)
+        code = REWARD.format(
+            seen=str(folder / "seen"),
+            num_samples=NUM_PROMPTS * NUM_SAMPLES,
+            block=path.block,
+            seconds=args.reward_ms / 1000,
         )
-        pools = []
-        for seconds in (0.0, args.reward_ms / 1000):
-            path = folder / f"reward_{seconds * 1000:.0f}.py"
-            path.write_text(REWARD.format(seconds=seconds))
-            pools.append(FunctionPool(path, PoolSettings(size, args.num_workers)))
-        without, slow = measure(step, pools, args.rounds)
-        for pool in pools:
-            pool.close()
-    print(
-        f"{args.engine}, {NUM_PROMPTS * NUM_SAMPLES} samples: {shown(without)} without, "
-        f"{shown(slow)} with {args.reward_ms:g} ms a sample, "
-        f"{100 * (statistics.mean(slow) / statistics.mean(without) - 1):+.1f} %"
-    )
+        (folder / "reward.py").write_text(code)
+        steps = run(folder, path, 2 * path.block * (path.num_rounds + 1))
+    without, slow = sides(steps, path)
+    for name in ("timing/generation", "timing/reward", "timing/wait", "timing/step_total"):
+        if any(name in step for step in steps):
+            print(f"{name:<20}{shown(without, name)} without, {shown(slow, name)} with")
+    medians = [statistics.median(s["timing/step_total"] for s in side) for side in (without, slow)]
+    ratio = medians[1] / medians[0]
+    mark = "ok" if ratio <= GOAL else "MISSED"
+    what = f"{args.path} step with a reward of {args.reward_ms:g} ms a sample / without"
+    print(f"{what}: {ratio:.3f}  goal <= {GOAL}  {mark}")
 
 
 if __name__ == "__main__":
