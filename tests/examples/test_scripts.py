@@ -81,7 +81,7 @@ def test_a_script_is_one_command_that_is_understood(run_script, name, tmp_path):
 @pytest.mark.parametrize("name", TRAINING_SCRIPTS)
 def test_variables_name_a_local_model_and_extra_flags_win(run_script, name, tmp_path):
     extra = "--seed 7 --train_batch_size 16 --micro_train_batch_size 4"
-    if any(word in name for word in ("ppo", "hybrid", "async")):
+    if any(word in name for word in ("ppo", "hybrid", "async", "agent")):
         extra += " --rollout_batch_size 16"
     (words,) = run_script(name, MODEL=str(tmp_path), GPUS="1", EXTRA_ARGS=extra)
     config = parse(words)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.rewards.servers import RewardServer
 from tests.tiny import make_model, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -24,13 +25,17 @@ OWN_ROWS = {
     "train_prm.sh": "steps.jsonl",
     "train_rm.sh": "pairs.jsonl",
 }
-SUPERVISED = {"train_sft.sh", "train_kd.sh", *OWN_ROWS}
+SUPERVISED = {"train_sft.sh", "train_kd.sh", "train_sft_moe_lora.sh", *OWN_ROWS}
 TINY_SUPERVISED = "--train_batch_size 4 --micro_train_batch_size 2 --max_len 64"
 TINY_RL = (
     "--rollout_batch_size 4 --micro_rollout_batch_size 4 --train_batch_size 4 "
     "--micro_train_batch_size 4 --prompt_max_len 32 --generate_max_len 8 --save_steps -1 "
     "--enforce_eager"
 )
+SPREAD_REWARD = """
+def reward_func(queries, prompts, labels):
+    return [0.1 + sum(map(ord, query)) % 8 / 10 for query in queries]
+"""
 
 
 def chat(number: int, answer: int) -> list[dict[str, str]]:
@@ -55,6 +60,8 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
     labelled = [{**row, "label": n % 2} for n, row in enumerate(rows)]
     steps = [{"question": f"{n}+1=#{n + 1}#", "label": ["+", "-"]} for n in range(8)]
     pairs = [{"chosen": chat(n, n + 1), "rejected": chat(n, n)} for n in range(8)]
+    make_model(folder / "mixture", "mixtral")
+    (folder / "reward.py").write_text(SPREAD_REWARD)
     write_jsonl(folder / "pairs.jsonl", pairs)
     write_jsonl(folder / "labelled.jsonl", labelled)
     write_jsonl(folder / "steps.jsonl", steps)
@@ -67,25 +74,41 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
         "INPUT_KEY": "question",
         "OUTPUT_KEY": "answer",
         "LABEL_KEY": "answer",
+        "NODES": "1",
         "GPUS": "1",
         "ENGINES": "1",
         "TENSOR_PARALLEL": "1",
     }
 
 
+def own_variables(name: str, folder: Path) -> dict[str, str]:
+    """What one script needs instead of what all get."""
+    variables = {"EXTRA_ARGS": TINY_SUPERVISED if name in SUPERVISED else TINY_RL}
+    if name in OWN_ROWS:
+        variables |= {"DATA": str(folder / OWN_ROWS[name]), "LABEL_KEY": "label"}
+    if name == "train_sft_moe_lora.sh":
+        variables["MODEL"] = str(folder / "mixture")
+    if name == "train_dapo_hybrid.sh":  # of an untrained model, no answer is right
+        variables |= {"REWARD_FUNC": str(folder / "reward.py"), "OVERLONG_BUFFER": "4"}
+    return variables
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRAINING_SCRIPTS)
 def test_a_script_trains_and_exports(name, tiny_variables, tmp_path):
-    extra = TINY_SUPERVISED if name in SUPERVISED else TINY_RL
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, **tiny_variables, "PATH": path, "EXTRA_ARGS": extra}
-    if name in OWN_ROWS:
-        env["DATA"] = str(Path(tiny_variables["DATA"]).with_name(OWN_ROWS[name]))
-        env["LABEL_KEY"] = "label"
+    own = own_variables(name, Path(tiny_variables["DATA"]).parent)
     command = ["bash", SCRIPTS / name]
-    result = subprocess.run(
-        command, env={**env, "OUT": str(tmp_path)}, capture_output=True, text=True, timeout=560
-    )
+    with RewardServer() as server:
+        places = {"PATH": path, "OUT": str(tmp_path), "REWARD_URL": server.url}
+        env = {**os.environ, **tiny_variables, **own, **places}
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert (tmp_path / "model.safetensors").exists()
+    is_adapter = name == "train_sft_moe_lora.sh"
+    assert (
+        (tmp_path / ("adapter_model" if is_adapter else "model"))
+        .with_suffix(".safetensors")
+        .exists()
+    )
     assert (tmp_path / "metrics.jsonl").read_text()
+    assert bool(server.requests) == (name == "train_ppo_with_remote_rm.sh")

@@ -1,0 +1,191 @@
+"""SLURM and Docker scripts: understood as they stand, and run where `srun` is this very machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.preference import DPOConfig
+from tests.examples.test_scripts_run import TINY_RL, TINY_SUPERVISED, tiny_variables
+
+__all__ = ["tiny_variables"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "scripts"
+JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD"\n'
+# Two nodes that are both this machine. A step without --nodelist has a task on each of them.
+SCONTROL = "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n"
+SRUN = """#!/bin/bash
+count=$SLURM_NNODES
+while [[ $1 == --* ]]; do
+    if [[ $1 == --nodelist=* ]]; then count=1; fi
+    shift
+done
+tasks=()
+trap 'kill "${tasks[@]}" 2> /dev/null; wait; exit 143' TERM
+for ((task = 0; task < count; task++)); do
+    "$@" &
+    tasks+=($!)
+done
+code=0
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit $code
+"""
+HOSTNAME = "#!/bin/sh\necho 127.0.0.1\n"
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[..., str]:
+    """Puts commands before all others; answers the search path that finds them."""
+
+    def put(**commands: str) -> str:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, text in commands.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(stat.S_IRWXU)
+        return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    return put
+
+
+def run_script(name: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **variables}
+    command = ["bash", str(SCRIPTS / name), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=560, cwd=ROOT)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_a_script_is_bash_and_says_what_it_is(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    first, second = path.read_text().splitlines()[:2]
+    assert first == "#!/usr/bin/env bash" or path.name == "offline_steps.sh"
+    assert second.startswith("#")
+    assert os.access(path, os.X_OK) == (path.name != "offline_steps.sh")
+
+
+def test_the_document_lists_every_script_and_shows_jobs_that_can_be_submitted():
+    text = (ROOT / "docs" / "examples.md").read_text()
+    listed = re.findall(r"\(\.\./examples/scripts/([\w.]+)\)", text[: text.index("## SLURM")])
+    assert sorted(listed) == sorted(path.name for path in SCRIPTS.glob("*.sh"))
+    [jobs] = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    for job in jobs.splitlines():
+        for name in re.findall(r"\S*examples/scripts/\S+", job):
+            assert (ROOT / name.rpartition("=")[2]).is_file()
+        assert job.split()[-1].rpartition("/")[2].startswith("slurm_")
+
+
+def test_slurm_starts_torchrun_on_every_node_with_flags_that_are_understood(install, tmp_path):
+    record = tmp_path / "words"
+    path = install(srun=RECORDER, scontrol=SCONTROL)
+    run_script("slurm_dpo.sh", PATH=path, RECORD=str(record), GPUS="4", **JOB).check_returncode()
+    words = record.read_text().splitlines()
+    at = words.index("-m")
+    assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"]
+    assert dict(zip(words[2:at:2], words[3:at:2], strict=True)) == {
+        "--nnodes": "2",
+        "--nproc_per_node": "4",
+        "--rdzv_id": "12345",
+        "--rdzv_backend": "c10d",
+        "--rdzv_endpoint": "localhost:22345",
+    }
+    assert words[at + 1] == "openrlhf.cli.train_dpo"
+    config = parse_config(DPOConfig, words[at + 2 :]).config
+    assert config.ckpt.load_enable  # what SLURM requeues goes on
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_dpo_trains_on_the_nodes_of_a_slurm_job(install, tiny_variables, tmp_path):
+    path = install(srun=SRUN, scontrol=SCONTROL)
+    data = Path(tiny_variables["DATA"]).with_name("pairs.jsonl")
+    variables = tiny_variables | JOB | {"DATA": str(data), "PORT": free_port()}
+    result = run_script(
+        "slurm_dpo.sh",
+        **variables,
+        PATH=path,
+        OUT=str(tmp_path / "run"),
+        OMP_NUM_THREADS="1",
+        EXTRA_ARGS=TINY_SUPERVISED,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert re.search(r"ranks +2 on cpu", result.stdout)
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rl_trains_on_a_ray_cluster_of_the_nodes_of_a_slurm_job(install, tiny_variables, tmp_path):
+    path = install(srun=SRUN, scontrol=SCONTROL, hostname=HOSTNAME)
+    result = run_script(
+        "slurm_ppo_ray.sh",
+        **tiny_variables,
+        **JOB,
+        SCRIPT="examples/scripts/train_grpo_hybrid.sh",
+        PATH=path,
+        PORT=free_port(),
+        RAY_ARGS="--num-cpus 4 --object-store-memory 100000000 --dashboard-agent-listen-port 0",
+        OUT=str(tmp_path / "run"),
+        EXTRA_ARGS=TINY_RL,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    assert "CPU ranks on 8 core(s)" in result.stdout  # 4 of each node
+    assert not Path(f"/tmp/ray-{JOB['SLURM_JOB_ID']}").exists()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+DOCKER = """#!/bin/sh
+printf '%s\\n' "$@" >> "$RECORD"
+if [ "$1" = images ]; then printf '%s' "$IMAGE_ID"; fi
+"""
+
+
+@pytest.mark.parametrize("image_id", ["", "0123abcd"])
+def test_docker_builds_the_image_once_and_runs_the_command_in_this_folder(
+    install, tmp_path, image_id
+):
+    record = tmp_path / "words"
+    variables = {"PATH": install(docker=DOCKER), "RECORD": str(record), "IMAGE_ID": image_id}
+    script = ["bash", "examples/scripts/train_sft.sh"]
+    cache = {"HF_HOME": str(tmp_path / "hf"), "DOCKER_ARGS": "--env MODEL=m"}
+    run_script("docker_run.sh", *script, **variables, **cache).check_returncode()
+    words = record.read_text().splitlines()
+    assert ("build" in words) == (image_id == "")
+    if not image_id:
+        assert words[words.index("--file") + 1] == str(ROOT / "dockerfile" / "Dockerfile")
+    assert words[-5:] == ["--env", "MODEL=m", "openrlhf", *script]
+    assert f"{ROOT}:/work" in words and f"{tmp_path / 'hf'}:/hf" in words
+
+
+def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():
+    text = (ROOT / "dockerfile" / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        *sources, _ = line.split()
+        assert [source for source in sources if not (ROOT / source).exists()] == []
+    named = re.findall(r"EXTRAS=([\w,]+)", text)
+    assert len(named) == 2  # the default, and the example
+    extras = {extra for names in named for extra in names.split(",")}
+    assert extras <= project["optional-dependencies"].keys()
+    # What the build of the package reads is copied before it.
+    before = text[: text.index("RUN pip install")]
+    for needed in ("pyproject.toml", project["readme"], *project["license-files"]):
+        assert needed in before
+    assert re.search(r"PYTHON_IMAGE=python:3\.1[1-9]", text)  # vLLM needs 3.11
