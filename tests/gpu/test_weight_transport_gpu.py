@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
-from multiprocessing.connection import Connection
-from typing import Any
-
 import pytest
 import torch
 
 from openrlhf.engines.base import SHM_BACKEND
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import IPC_BACKEND, NCCL_BACKEND, make_transport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
+from tests.gpu.engines import RemoteEngine, endpoint
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
-
-
-def serve(connection: Connection, config: VLLMEngineConfig, devices: str) -> None:
-    """Answer calls of an engine until shutdown was one of them."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices  # before anything asks for CUDA
-    engine = VLLMEngine(config)
-    method = ""
-    while method != "shutdown":
-        method, args = connection.recv()
-        try:
-            connection.send((getattr(engine, method)(*args), None))
-        except RuntimeError as error:
-            connection.send((None, error))
-
-
-class RemoteEngine:
-    """An engine in a process of its own."""
-
-    def __init__(self, config: VLLMEngineConfig, devices: str) -> None:
-        self.weight_transfer_backend = config.weight_transfer_backend
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, config, devices), daemon=True)
-        self.process.start()
-
-    def __getattr__(self, method: str) -> Any:
-        def call(*args: object) -> Any:
-            self.connection.send((method, args))
-            assert self.connection.poll(240), f"{method} was not answered"
-            answer, error = self.connection.recv()
-            if error is not None:
-                raise error
-            return answer
-
-        return call
-
-
-def endpoint() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()
 
 
 @pytest.mark.parametrize(

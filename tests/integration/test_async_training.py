@@ -146,6 +146,7 @@ def test_a_run_that_was_ended_goes_on_with_what_was_pending(
     tmp_path: Path,
     trainers: list[PPOTrainerAsync],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settle = PPOTrainerAsync.settle
 
@@ -169,7 +170,10 @@ def test_a_run_that_was_ended_goes_on_with_what_was_pending(
     ledger = trainers[-1].sampler.ledger
     assert ledger.num_drawn == 33 and ledger.outcomes == {"trained": 33}
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert steps[3]["staleness_max"] == 0 and steps[3].get("vllm_kl", 0.0) < 1e-6
+    # What was finished goes on with the checkpoint, and is as old as it would have been.
+    assert "finished prompts of the checkpoint wait for their step" in capsys.readouterr().out
+    assert steps[3]["staleness_max"] > 0
+    assert steps[3].get("vllm_kl/stale_0", 0.0) < 1e-6
     assert max(histogram(steps)) <= 2
     assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(11)] * 6)
 
@@ -251,6 +255,31 @@ def test_the_asynchronous_agent_of_the_documents_learns(
     assert gain(steps) > MIN_GAIN
     assert 0 < max(histogram(steps)) <= 1
     assert trainers[0].sampler.ledger.outcomes == {"trained": 16 * NUM_STEPS}
+
+
+@pytest.mark.slow
+def test_agents_act_while_weights_change_and_are_evaluated(
+    ray_cluster: None,
+    tiny_model_dir: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    trainers: list[PPOTrainerAsync],
+) -> None:
+    (tmp_path / "agent_func.py").write_text(AGENT_FUNC)
+    steps = run(
+        FLAGS + "--partial_rollout --async_queue_size 2 --num_episodes 2 --max_len 128 "
+        "--eval_temperature 0 --eval_n_samples_per_prompt 1 --eval_steps 3",
+        pretrain=tiny_model_dir,
+        prompt_data=prompt_file,
+        eval_dataset=prompt_file,
+        agent_func_path=tmp_path / "agent_func.py",
+        save_path=tmp_path / "run",
+    )
+    assert trainers[0].sampler.ledger.outcomes == {"trained": 22}
+    assert len(steps) == 6 and 0 < max(histogram(steps)) <= 2
+    assert sorted(set(trained_rows(tmp_path / "run"))) == list(range(11))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert sum("eval/eval_odd_pass1" in record for record in records) == 3
 
 
 def test_one_process_says_that_it_cannot(

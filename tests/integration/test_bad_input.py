@@ -5,6 +5,7 @@ starts.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -66,9 +67,9 @@ def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
     assert stop.value.code == 2
     assert errors[0] in capsys.readouterr().err
     # Without Ray nobody asked for vLLM: the next problem is said.
-    code, errors = run(capsys, by_default, **{**good, "pretrain": "/nowhere/model"})
+    code, errors = run(capsys, by_default, **{**good, "input_key": "question"})
     assert (code, len(errors)) == (2, 1)
-    assert "/nowhere/model" in errors[0]
+    assert "question" in errors[0]
 
 
 def bad_files(tmp_path: Path) -> dict[str, Path]:
@@ -87,7 +88,7 @@ def _code(tmp_path: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pretrain": "/nowhere/model"}, "'/nowhere/model' does not exist"),
+        ({"pretrain": "/nowhere/model"}, "--pretrain /nowhere/model does not exist"),
         ({"prompt_data": "/nowhere/rows.jsonl"}, "/nowhere/rows.jsonl"),
         ({"input_key": "question"}, "question"),
         ({"label_key": "solution"}, "solution"),
@@ -153,6 +154,33 @@ def test_all_problems_are_said_at_once(capsys: pytest.CaptureFixture[str], good:
     assert "--gamma" in text
     assert "--top_p" in text
     assert "--rollout_batch_size" in text
+
+
+@pytest.mark.slow  # three starts of Python with all libraries
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    good: dict, tmp_path: Path, *, is_silent: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if not is_silent:  # nobody listens there
+            server.close()
+            endpoint = "http://127.0.0.1:9"
+        else:
+            endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+        env = {name: value for name, value in os.environ.items() if name not in offline}
+        env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_ETAG_TIMEOUT": "3"}
+        rows = {"pretrain": good["pretrain"], "dataset": "org/rows@part"}
+        for name, words, missing in (
+            ("train_ppo", argv(GOOD, **{**good, "pretrain": "org/none"}), "model org/none"),
+            ("train_sft", argv("", sizes="", **rows, save_path=tmp_path), "data set org/rows@part"),
+        ):
+            command = [sys.executable, "-m", f"openrlhf.cli.{name}", *words]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+            (line,) = result.stderr.splitlines()
+            assert line.startswith(f"error: {missing} is neither here nor in the hub's cache")
+            assert f"the hub at {endpoint} does not answer" in line
+            assert result.returncode == 2
 
 
 def test_a_missing_column_is_no_traceback_and_leaves_no_process(good: dict, tmp_path: Path) -> None:

@@ -61,17 +61,12 @@ train_ppo.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "engine", "method", "flags"),
     [
         ("hf_engine", "HFEngine", "generate", ""),
-        pytest.param(
-            "vllm_engine",
-            "VLLMEngine",
-            "submit",
-            "--vllm_num_engines 1 --enforce_eager",
-            marks=pytest.mark.slow,
-        ),
+        ("vllm_engine", "VLLMEngine", "submit", "--vllm_num_engines 1 --enforce_eager"),
     ],
     ids=["transformers", "vllm"],
 )

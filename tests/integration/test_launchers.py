@@ -1,5 +1,5 @@
-"""Every supervised command starts as its users start it: under deepspeed, under torchrun, alone;
-what it learns shows on rows it never saw.
+"""Every supervised command starts as its users start it: under deepspeed with the flags that the
+documents give, under torchrun, alone; what it learns shows on rows it never saw.
 """
 
 from __future__ import annotations
@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from tests.integration.heads import free_ports
@@ -26,45 +28,137 @@ METHODS = {
     "sft": ("gpt_loss", -1.0, transformers.AutoModelForCausalLM),
     "rm": ("loss", -0.3, transformers.AutoModelForSequenceClassification),
     "dpo": ("reward_margin", 0.3, transformers.AutoModelForCausalLM),
-    # The labels of these answers follow no rule; test_kto_trainer.py shows it learn.
-    "kto": ("kto_loss", None, transformers.AutoModelForCausalLM),
+    "kto": ("kto_loss", -0.05, transformers.AutoModelForCausalLM),
     "prm": ("prm_loss", -0.05, transformers.AutoModelForCausalLM),
     "kd": ("gpt_loss", -0.5, transformers.AutoModelForCausalLM),
 }
 FLAGS = (
     "--train_batch_size 4 --micro_train_batch_size 2 --max_epochs 3 --learning_rate 2e-3 "
-    "--lr_warmup_ratio 0 --eval_split train --eval_steps 2"
+    "--lr_warmup_ratio 0 --eval_steps 2"
 )
 NUM_ROWS, NUM_STEPS = 30, 24  # the last batch of an epoch is smaller
 # ZeRO stages by turns; one process alone runs either as it can.
 LAUNCHERS = {
-    "deepspeed": ("deepspeed --num_gpus 2 --master_port {port} --module {module}", 2),
     "torchrun": ("torchrun --nproc_per_node 2 --master_port {port} -m {module}", 3),
     "python": ("{python} -m {module}", 2),
 }
 
 
+# What guides to these commands type: only names, batch size and rate are others, so that a model of
+# a hundred thousand weights learns from 256 rows. The metric is that of the first step's rows,
+# before any update, and then of held-out rows.
+EVERYWHERE = (
+    "--save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 16 --max_epochs 1 --bf16 "
+    "--flash_attn --gradient_checkpointing"
+)
+SFT_FLAGS = (
+    "--max_len 4096 --input_key question --output_key response --micro_train_batch_size 2 "
+    "--max_samples 500000 --zero_stage 2 --packing_samples --learning_rate 5e-3"
+)
+PAIR_FLAGS = (
+    "--max_len 8192 --zero_stage 3 --apply_chat_template --chosen_key chosen "
+    "--rejected_key rejected"
+)
+DOCUMENTED = {
+    "sft": (f"{SFT_FLAGS} --use_wandb {'0' * 40}", "gpt_loss", -2.0),
+    "rm": (
+        f"{PAIR_FLAGS} --micro_train_batch_size 1 --packing_samples --learning_rate 5e-3",
+        "loss",
+        -0.4,
+    ),
+    "dpo": (
+        f"{PAIR_FLAGS} --micro_train_batch_size 2 --beta 0.1 --learning_rate 2e-3",
+        "reward_margin",
+        0.3,
+    ),
+    "kto": (
+        "--max_len 2048 --input_key question --output_key answer --label_key label --zero_stage 3 "
+        "--apply_chat_template --micro_train_batch_size 2 --beta 0.1 --packing_samples "
+        "--learning_rate 2e-3",
+        "kto_loss",
+        -0.1,
+    ),
+    "prm": (
+        "--max_len 8192 --input_key steps --label_key labels --placeholder_token # "
+        "--reward_tokens + - --zero_stage 2 --micro_train_batch_size 1 --packing_samples "
+        "--learning_rate 5e-3",
+        "prm_loss",
+        -0.3,
+    ),
+    "kd": (
+        f"{SFT_FLAGS} --teacher_model {{root}}/teacher --kd_coef 0.4",
+        "gpt_loss",
+        -2.0,
+    ),
+}
+NUM_DOCUMENTED, NUM_DOCUMENTED_STEPS = 256, 16
+
+
+def documented_row(i: int) -> dict:
+    """A row of every method's columns; what is right follows a rule."""
+    right, wrong = f"It is {2 * i}.", "?" * (3 + i % 5)
+    question = f"What is {i} and {i}?"
+    is_good = i % 2 == 0
+    asked = [{"role": "user", "content": question}]
+    return {
+        "question": question,
+        "response": right,
+        "chosen": [*asked, {"role": "assistant", "content": right}],
+        "rejected": [*asked, {"role": "assistant", "content": wrong}],
+        "answer": right if is_good else wrong,
+        "label": int(is_good),
+        "steps": f"{i}: {right if is_good else wrong}#",
+        "labels": ["+" if is_good else "-"],
+    }
+
+
+def kto_row(i: int) -> dict:
+    """A row whose answer is wanted if it is the right one."""
+    row = make_row(i)
+    return {**row, "output": row["chosen"] if row["label"] else row["rejected"]}
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_inputs(tmp_path_factory.mktemp("launchers"))
-    write_jsonl(root / "rows.jsonl", [make_row(i) for i in range(NUM_ROWS)])
-    write_jsonl(root / "held_out.jsonl", [make_row(i) for i in range(NUM_ROWS, 2 * NUM_ROWS)])
+    held_out = range(NUM_ROWS, 2 * NUM_ROWS)
+    for name, make in (("rows", make_row), ("kto", kto_row)):
+        write_jsonl(root / f"{name}.jsonl", [make(i) for i in range(NUM_ROWS)])
+        write_jsonl(root / f"{name}_held_out.jsonl", [make(i) for i in held_out])
+    rows = [documented_row(i) for i in random.Random(0).sample(range(1000), NUM_DOCUMENTED + 33)]
+    write_jsonl(root / "documented.jsonl", rows[:NUM_DOCUMENTED])
+    write_jsonl(root / "documented_held_out.jsonl", rows[NUM_DOCUMENTED:])
     return root
 
 
-def command(root: Path, method: str, launcher: str, run_dir: Path) -> list[str]:
-    """The words of a command; launchers are those of the Python that runs the tests."""
-    template, stage = LAUNCHERS[launcher]
+def launched(method: str, template: str) -> list[str]:
+    """The words before the flags; launchers are those of the Python that runs the tests."""
     [port] = free_ports(1)
     module = f"openrlhf.cli.train_{method}"
     words = template.format(port=port, module=module, python=sys.executable).split()
-    if launcher != "python":
+    if words[0] != sys.executable:
         words[0] = str(Path(sys.executable).parent / words[0])
-    case = {"sft": "sft_lora"}.get(method, method)
-    own = CASES[case].format(root=root).split(" --lora_rank")[0].split()[1:]
-    paths = f"--pretrain {root}/model --dataset {root}/rows.jsonl --save_path {run_dir} "
-    paths += f"--eval_dataset {root}/held_out.jsonl"
-    return [*words, *paths.split(), *own, *FLAGS.split(), "--zero_stage", str(stage)]
+    return words
+
+
+def paths(root: Path, rows: str, run_dir: Path) -> list[str]:
+    """Where a command reads and writes."""
+    names = f"--pretrain {root}/model --dataset {root}/{rows}.jsonl --save_path {run_dir} "
+    names += f"--eval_dataset {root}/{rows}_held_out.jsonl --eval_split train"
+    return names.split()
+
+
+def run_command(words: list[str], folder: Path) -> str:
+    """What a command that succeeds prints."""
+    done = subprocess.run(
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def read_log(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def environment() -> dict[str, str]:
@@ -75,6 +169,14 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def check_steps(records: list[dict], num_steps: int) -> list[dict]:
+    """The records of optimizer steps: each once, none without a gradient."""
+    steps = [record for record in records if "grad_norm" in record]
+    assert [record["step"] for record in steps] == list(range(1, num_steps + 1))
+    assert all(math.isfinite(record["grad_norm"]) for record in steps)
+    return steps
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_command_learns_and_exports_under_every_launcher(
@@ -82,23 +184,40 @@ def test_a_command_learns_and_exports_under_every_launcher(
 ) -> None:
     metric, change, auto_class = METHODS[method]
     run_dir = tmp_path / "run"
-    done = subprocess.run(
-        command(root, method, launcher, run_dir),
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [record for record in records if "grad_norm" in record]
-    assert [record["step"] for record in losses] == list(range(1, NUM_STEPS + 1))
-    assert all(math.isfinite(record["grad_norm"]) for record in losses)
+    template, stage = LAUNCHERS[launcher]
+    case = {"sft": "sft_lora"}.get(method, method)
+    own = CASES[case].format(root=root).split(" --lora_rank")[0].split()[1:]
+    rows = "rows"
+    if method == "kto":
+        rows, own = "kto", [*own, "--beta", "0.1"]
+    flags = [*paths(root, rows, run_dir), *own, *FLAGS.split(), "--zero_stage", str(stage)]
+    printed = run_command([*launched(method, template), *flags], tmp_path)
+    records = read_log(run_dir)
+    check_steps(records, NUM_STEPS)
     values = [record[f"eval/{metric}"] for record in records if f"eval/{metric}" in record]
     assert len(values) == NUM_STEPS // 2
-    assert change is None or (values[-1] - values[0]) / change > 1, values
+    assert (values[-1] - values[0]) / change > 1, values
     num_ranks = 1 if launcher == "python" else 2
-    assert f"ranks       {num_ranks} on" in done.stdout
+    assert f"ranks       {num_ranks} on" in printed
     _, info = auto_class.from_pretrained(run_dir, output_loading_info=True)
     assert not any(info.values())
+
+
+@pytest.mark.parametrize("method", DOCUMENTED)
+def test_a_command_as_it_is_documented_learns(root: Path, tmp_path: Path, method: str) -> None:
+    own, metric, change = DOCUMENTED[method]
+    run_dir = tmp_path / "run"
+    words = launched(method, "deepspeed --num_gpus 2 --master_port {port} --module {module}")
+    flags = [*own.format(root=root).split(), *EVERYWHERE.split()]
+    if method in ("sft", "kd"):
+        flags += ["--input_template", "User: {}\nAssistant: "]
+    printed = run_command([*words, *paths(root, "documented", run_dir), *flags], tmp_path)
+    assert "ranks       2 on" in printed
+    records = read_log(run_dir)
+    first = check_steps(records, NUM_DOCUMENTED_STEPS)[0]
+    start = 0.0 if metric == "reward_margin" else first[metric]  # policy and reference are one
+    [held_out] = [record[f"eval/{metric}"] for record in records if f"eval/{metric}" in record]
+    assert (held_out - start) / change > 1, (start, held_out)
+    model, info = METHODS[method][2].from_pretrained(run_dir, output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype == torch.bfloat16

@@ -33,6 +33,14 @@ SIZES = (
     "--actor_learning_rate 3e-3 --critic_learning_rate 3e-3 --lr_scheduler constant "
     "--lr_warmup_ratio 0"
 )
+DOCUMENTS_STEPS = 6  # of 8 updates each
+DOCUMENTS_SIZES = (
+    "--micro_train_batch_size 8 --train_batch_size 128 --micro_rollout_batch_size 16 "
+    "--rollout_batch_size 1024 --n_samples_per_prompt 1 --max_epochs 1 --prompt_max_len 1024 "
+    f"--generate_max_len 12 --num_episodes {DOCUMENTS_STEPS} --seed 7 "
+    "--actor_learning_rate 3e-3 --critic_learning_rate 3e-3 --lr_scheduler constant "
+    "--lr_warmup_ratio 0"
+)
 # As in the documents, with a reward in the place of the tossed one.
 REWARD_FUNC = """
 import torch
@@ -126,10 +134,10 @@ def values(tmp_path: Path) -> dict[str, Path | str]:
     }
 
 
-def train(flags: str, **values: Path | str) -> list[dict[str, float]]:
+def train(flags: str, *, sizes: str = SIZES, **values: Path | str) -> list[dict[str, float]]:
     """Run the command; the records of its steps."""
     words = argv(flags, **values)
-    train_ppo_ray.main([*words, *SIZES.split()])
+    train_ppo_ray.main([*words, *sizes.split()])
     path = Path(values["save_path"]) / "metrics.jsonl"
     steps = [record for record in read_metrics(path) if "reward" in record]
     print([round(step["reward"], 3) for step in steps])
@@ -143,12 +151,24 @@ def gain(steps: list[dict[str, float]], name: str = "reward") -> float:
 
 
 def test_ppo_learns_from_a_reward_function(ray_cluster: None, values: dict, tmp_path: Path) -> None:
+    """The command as it stands in the documents, with its batches; only devices, learning rates and
+    the length of responses are those of a small machine.
+    """
     (tmp_path / "reward_func.py").write_text(REWARD_FUNC)
-    flags = PPO_HYBRID.replace("--normalize_reward ", "").replace("--apply_chat_template ", "")
-    steps = train(flags, remote_rm_url=tmp_path / "reward_func.py", label_key="answer", **values)
-    assert len(steps) == NUM_STEPS
+    messages = [[{"role": "user", "content": f"write {k}"}] for k in range(1024)]
+    rows = [{"context_messages": turns, "answer": LETTERS} for turns in messages]
+    steps = train(
+        f"{PPO_HYBRID} --ckpt_path {tmp_path / 'ckpt'}",
+        sizes=DOCUMENTS_SIZES,
+        remote_rm_url=tmp_path / "reward_func.py",
+        label_key="answer",
+        pretrain=values["pretrain"],
+        prompt_data=write_jsonl(tmp_path / "messages.jsonl", rows),
+        save_path=values["save_path"],
+    )
+    assert len(steps) == DOCUMENTS_STEPS
     assert steps[0]["reward"] < 0.2
-    assert gain(steps) > MIN_GAIN
+    assert steps[-1]["reward"] - steps[0]["reward"] > MIN_GAIN
 
 
 def test_an_agent_learns_in_hybrid_mode(ray_cluster: None, values: dict, tmp_path: Path) -> None:

@@ -143,14 +143,17 @@ def test_what_the_same_command_may_change(root: Path, tmp_path: Path, capsys) ->
     run_dir = tmp_path / "run"
     with stopping_behind(2):
         start(root, run_dir, flags)
+    before = (run_dir / "config.yaml").read_text()
     assert start(root, run_dir, flags, "--rollout_batch_size", "2") == 2
     assert start(root, run_dir, flags, "--seed", "7") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "Type --rollout_batch_size 4, or leave --load_checkpoint out." in said
     assert "Type --seed 42" in said
+    assert (run_dir / "config.yaml").read_text() == before
     assert start(root, run_dir, flags, "--temperature", "0.9") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "--temperature 0.9 (1.0 when the checkpoint was written): it holds from step 3" in said
+    assert "temperature: 0.9" in (run_dir / "config.yaml").read_text()
     # Finished: ends at once. More episodes: goes on.
     exported = (run_dir / "model.safetensors").stat().st_mtime_ns
     assert start(root, run_dir, flags, "--temperature", "0.9") == 0

@@ -40,6 +40,8 @@ CASES = {
     "dpo_lora": f"dpo {PAIRS} --beta 0.1 {LORA}",
     "kto": f"kto {SFT} --label_key label",
     "prm": f"prm --input_key steps --label_key labels {PRM}",
+    "kto_precomputed": f"kto {SFT} --label_key label --precompute_ref_log_probs",
+    "kto_lora_precomputed": f"kto {SFT} --label_key label --precompute_ref_log_probs {LORA}",
     "kto_lora": f"kto {SFT} --label_key label {LORA}",
     "prm_lora": f"prm --input_key steps --label_key labels {PRM} {LORA}",
     "kd_lora": f"kd {SFT} --teacher_model {{root}}/teacher --kd_coef 0.5 {LORA}",

@@ -52,7 +52,8 @@ def records(run_dir: Path) -> list[dict]:
 def test_the_event_file_holds_the_values_of_every_step(run_dir: Path, records: list[dict]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir / "tensorboard"))
+    (folder,) = (run_dir / "tensorboard").iterdir()  # named as the run
+    events = EventAccumulator(str(folder))
     events.Reload()
     for name in METRICS:
         scalars = events.Scalars(name)

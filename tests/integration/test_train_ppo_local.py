@@ -33,7 +33,7 @@ def launch(flags: str, **values: Path | str) -> subprocess.CompletedProcess[str]
     return subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment)
 
 
-@pytest.mark.parametrize("zero_stage", ["2", "3"])
+@pytest.mark.parametrize("zero_stage", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_two_ranks_agree_on_random_rewards(
     tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, zero_stage: str
 ) -> None:
