@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OUT=${OUT:-runs/pipeline}
+if [ -x .venv/bin/python ]; then PATH=$PWD/.venv/bin:$PATH; fi
 SEED=${SEED:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 # Idle thread pools must sleep: two that spin on two cores slow each other tenfold.

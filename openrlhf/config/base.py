@@ -17,7 +17,10 @@ from pydantic.fields import FieldInfo
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # What a value leads to outside of the config; a plural or `data` or `code` may be a comma list.
-Opens = Literal["model", "models", "data", "code", "template", "file", "folder"]
+# `output` and `output_file` are written.
+Opens = Literal[
+    "model", "models", "data", "code", "template", "file", "json", "folder", "output", "output_file"
+]
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,12 @@ def describe(option: Option, given: Given, detail: Mapping[str, Any]) -> str:
     raw = given.raw
     seen = " ".join(map(str, raw)) if isinstance(raw, (list, tuple)) else raw
     choices = literal_choices(option.field.annotation)
+    if detail["type"] == "value_error":  # of a rule beside the field
+        return f"{given.source} cannot be {seen}: {detail['ctx']['error']}."
     if bounds:
         must, remedy = f"must be {bounds[0]}", f"Type a value {bounds[0]}"
     elif choices:
-        near = get_close_matches(str(seen), choices, n=1, cutoff=0.0)[0]
+        near = get_close_matches(str(seen).lower(), choices, n=1, cutoff=0.0)[0]
         near = (option.info.known_as or {}).get(str(seen).lower(), near)
         must, remedy = f"must be one of {', '.join(choices)}", f"Type {near}"
     elif option.is_switch:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
+from pydantic import field_validator
+
 from openrlhf.config.base import Alias, Base, option, switch
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
@@ -26,6 +28,14 @@ class AdamConfig(Base):
     betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas")
     weight_decay: float = option(0.0, "Weight decay (not on biases and norms).", "l2", ge=0)
     eps: float = option(1e-8, "Adam epsilon.", gt=0)
+
+    @field_validator("betas")
+    @classmethod
+    def check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        """Averages that forget."""
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both must be at least 0 and below 1. Type 0.9 0.95")
+        return value
 
 
 class MuonConfig(Base):
@@ -137,7 +147,7 @@ class DeepSpeedConfig(LoadConfig):
         None,
         "A DeepSpeed JSON file; its `auto` values are filled in.",
         "deepspeed_config",
-        opens="file",
+        opens="json",
     )
 
 
@@ -145,7 +155,12 @@ class CheckpointConfig(Base):
     """`ckpt.*`: what is written, where, and how much of it is kept."""
 
     output_dir: str = option(
-        "./ckpt", "Run folder and exported model.", "save_path", "output_dir", min_length=1
+        "./ckpt",
+        "Run folder and exported model.",
+        "save_path",
+        "output_dir",
+        opens="output",
+        min_length=1,
     )
     path: str = option("./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path")
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
@@ -218,7 +233,7 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", "seed")
+    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32)
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )

@@ -6,11 +6,12 @@ the hub; what is in a file is the business of whoever reads it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from openrlhf.config.base import Opens, value_at, walk
+from openrlhf.config.base import Opens, is_given, value_at, walk
 from openrlhf.config.checks import is_blank
 from openrlhf.config.flags import plain_flag
 from openrlhf.config.run import CommandConfig
@@ -25,15 +26,24 @@ REMEDIES: dict[Opens, str] = {
     "code": "the path of a .py file",
     "template": "the template itself, or the path of a .jinja file",
     "file": "the path of a file",
+    "json": "the path of a JSON file of DeepSpeed",
     "folder": "the path of a folder",
+    "output": "the path of a folder that can be written",
+    "output_file": "the path of a file that can be written",
 }
+MAX_NAME_BYTES = 255  # of one part of a path, on the usual file systems
 
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
     """One line for every file or folder that is named and not there, with its flag."""
     for option in walk(type(config)):
         opens, value = option.info.opens, value_at(config, option.path)
+        if option.path == "ckpt.path" and is_given(config, option.path):
+            opens = "output"
         if opens is None or is_blank(value):
+            continue
+        if opens in ("output", "output_file"):
+            yield from _output_problems(opens, value, f"{plain_flag(option)} {value}")
             continue
         for name in _names(opens, value):
             yield from _problems(opens, name, f"{plain_flag(option)} {name}")
@@ -64,13 +74,15 @@ def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
     if path is None:
         return
     is_model, remedy = opens in ("model", "models"), REMEDIES[opens]
-    is_file = opens in ("code", "template", "file")
+    is_file = opens in ("code", "template", "file", "json")
     if _is_missing(path) and path.is_symlink():
         yield f"{typed} is a link to {path.readlink()}, which does not exist. Type {remedy}."
     elif _is_missing(path):
         yield f"{typed} does not exist. Type {remedy}."
     elif is_file and os.path.isdir(path):
         yield f"{typed} is a folder. Type {remedy}."
+    elif opens == "json" and (reason := _why_not_json(path)):
+        yield f"{typed} {reason}. Type {remedy}."
     elif opens == "folder" and os.path.isfile(path):
         yield f"{typed} is a file. Type {remedy}."
     elif is_model and os.path.isfile(path):
@@ -79,10 +91,37 @@ def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} holds no config.json. Type the folder that save_pretrained wrote."
 
 
+def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
+    """Why nothing could be written there; the name is taken as it is, as those who write do."""
+    path, remedy = Path(name), REMEDIES[opens]
+    place = next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
+    if place == path and path.is_dir() and opens == "output_file":
+        yield f"{typed} is a folder. Type {remedy}."
+    elif place == path and not path.is_dir() and opens == "output":
+        yield f"{typed} is a {'file' if path.exists() else 'broken link'}. Type {remedy}."
+    elif place != path and not place.is_dir():
+        yield f"{typed} lies below {place}, which is not a folder. Type {remedy}."
+    elif any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+        yield f"{typed} has a name of more than {MAX_NAME_BYTES} bytes. Type {remedy}."
+    elif not os.access(place, os.W_OK):
+        yield f"{typed} cannot be written: no right to write to {place}. Type {remedy}."
+
+
+def _why_not_json(path: Path) -> str | None:
+    """What is wrong with a file that should hold a JSON object; None if nothing is."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"is not JSON ({error})"
+    return None if isinstance(found, dict) else "holds no JSON object"
+
+
 def _path_of(opens: Opens, name: str) -> Path | None:
     """The path a name stands for; None where it is a hub id, a URL, a module or a text."""
     path = _expanded(name)
-    if opens in ("file", "folder"):
+    if opens in ("file", "json", "folder"):
         return path
     if opens == "template":
         return None if is_template_text(name) else path

@@ -173,6 +173,22 @@ class PPOConfig(RunConfig):
                 f"--reward_pretrain {model} and --remote_rm_url {url} both give rewards. Leave one "
                 "out (--critic_pretrain names the model that a critic starts from)."
             )
+        agent = self.train.agent_func_path
+        for flag, source in (("reward_pretrain", model), ("remote_rm_url", url)):
+            if not is_blank(agent) and not is_blank(source):
+                yield (
+                    f"--agent_func_path {agent} and --{flag} {source} both give rewards. Leave one "
+                    "out."
+                )
+
+    def check_filtered_groups_have_several_samples(self) -> Iterator[str]:
+        """The scores of one sample cannot differ; groups have a rule of their own."""
+        is_alone = self.rollout.n_samples_per_prompt == 1 and not self.has_group_estimator
+        if self.algo.dynamic_filtering_enable and is_alone:
+            yield (
+                "--dynamic_filtering keeps prompts whose samples score differently, and "
+                f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE}."
+            )
 
     def check_groups_have_several_samples(self) -> Iterator[str]:
         """A group of one has no baseline."""

@@ -71,7 +71,18 @@ class ActorConfig(OptimizerConfig):
         """A name that is known, or an import path."""
         if value not in POLICY_LOSS_NAMES and ":" not in value:
             names = ", ".join(POLICY_LOSS_NAMES)
-            raise ValueError(f"use one of {names}, or module:name or file.py:name of a function")
+            near = value.lower() if value.lower() in POLICY_LOSS_NAMES else f"one of {names}"
+            raise ValueError(
+                f"it is not known. Type {near}, or module:name or file.py:name of a function"
+            )
+        return value
+
+    @field_validator("sapo_tau")
+    @classmethod
+    def check_sapo_tau(cls, value: tuple[float, float]) -> tuple[float, float]:
+        """A gate that closes."""
+        if min(value) <= 0:
+            raise ValueError("both must be above 0. Type 1.0 1.05")
         return value
 
     eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)

@@ -136,7 +136,7 @@ class AdvantageConfig(Base):
     def check_band(cls, value: tuple[float, float]) -> tuple[float, float]:
         """A band that lets something pass."""
         if not 0 <= value[0] < value[1]:
-            raise ValueError(f"two numbers are needed, the first smaller and not negative: {value}")
+            raise ValueError("the first must be smaller and not negative. Type 0.5 5.0")
         return value
 
 

@@ -199,9 +199,9 @@ class BatchInferenceConfig(CommandConfig):
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = option(
         None, "Answer with vLLM, answer with Hugging Face, or score with a reward model."
     )
-    output_path: str | None = option(None, "The .jsonl file to write.")
+    output_path: str | None = option(None, "The .jsonl file to write.", opens="output_file")
     micro_batch_size: int = option(16, "Rows in a forward pass of one device.", gt=0)
-    seed: int = option(1234, "Seed of everything random.")
+    seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
     model: ServedModelConfig = ServedModelConfig()
     data: InferenceDataConfig = InferenceDataConfig()
@@ -265,7 +265,7 @@ class LoraCombinerConfig(CommandConfig):
 
     model_path: str | None = option(None, "Base model: hub id or path.", opens="model")
     lora_path: str | None = option(None, "Folder of the adapter.", opens="folder")
-    output_path: str | None = option(None, "Folder to write the merged model to.")
+    output_path: str | None = option(None, "Folder to write the merged model to.", opens="output")
     is_rm: bool = switch("The model is a reward model.")
     ds: PrecisionConfig = PrecisionConfig()
 

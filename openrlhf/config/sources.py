@@ -6,6 +6,8 @@ Collects every unknown name and every senseless value instead of stopping at the
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 import yaml
 
 from openrlhf.config.base import walk
-from openrlhf.config.flags import flag_table, nearest_name, raw_values, yaml_words
+from openrlhf.config.flags import flag_table, is_sequence, nearest_name, raw_values, yaml_words
+from openrlhf.config.local_paths import LISTS
+from openrlhf.config.other_names import remedy_for
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
@@ -51,6 +55,7 @@ class Reading:
         else:
             near = nearest_name(name, self.config_class)
             remedy = f"Did you mean --{near}?" if near else "--help lists all of them."
+            remedy = remedy_for(name, flag_table(self.config_class)) or remedy
             self.problems.append(f"{source} is not a known name. {remedy}")
 
 
@@ -87,13 +92,19 @@ def read_environment(reading: Reading, *, is_after: bool = False) -> None:
 def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, str, list[str]]]:
     """Each flag of a command line: name with `_` for `-`, as typed, the words after it."""
     current: tuple[str, str, list[str]] | None = None
+    is_lost = False  # what follows a flag that is written wrong is not looked at
     for token in argv:
-        if token.startswith("--") and token[2:3].isalpha():
+        if meant := _one_dash_name(token, reading.config_class):
+            reading.problems.append(f"{token} has one dash. Type --{meant}.")
+            is_lost = True
+        elif token.startswith("--") and token[2:3].isalpha():
             if current is not None:
                 yield current
             typed, has_value, value = token.partition("=")
             name = typed[2:].replace("-", "_")
-            current = (name, f"--{name}", [value] if has_value else [])
+            current, is_lost = (name, f"--{name}", [value] if has_value else []), False
+        elif is_lost:
+            continue
         elif current is not None:
             current[2].append(token)
         else:
@@ -102,10 +113,21 @@ def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, st
         yield current
 
 
+def _one_dash_name(token: str, config_class: type[CommandConfig]) -> str | None:
+    """The known name that is meant by `-name`; None for numbers and other values."""
+    is_word = re.fullmatch(r"-[A-Za-z][\w.-]*(=.*)?", token)
+    if not is_word or token.lower() in ("-inf", "-infinity", "-nan"):
+        return None
+    name = token[1:].partition("=")[0].replace("-", "_")
+    return name if name in flag_table(config_class) else nearest_name(name, config_class)
+
+
 def read_yaml(reading: Reading, path: Path) -> None:
     """Values of a YAML file whose keys are the nested tree, dotted names or flat names."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        twice = list(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)))
+        tree = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         reading.problems.append(f"--config cannot be read: {path} ({reason}). Type a YAML file.")
@@ -114,26 +136,72 @@ def read_yaml(reading: Reading, path: Path) -> None:
         where = " ".join(str(error).split())
         reading.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
         return
+    reading.problems += [f"{path.name}: {key} stands twice. Leave one out." for key in twice]
     if tree is None:
         return
     if not isinstance(tree, Mapping):
         reading.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
         return
-    _read_section(reading, tree, "", path.name)
+    _read_section(reading, _File(path.name), tree, "")
 
 
-def _read_section(reading: Reading, tree: Mapping[Any, Any], prefix: str, file_name: str) -> None:
+@dataclass
+class _File:
+    """A YAML file, and under which key each group of leaves was set in it."""
+
+    name: str
+    keys: dict[frozenset[str], str] = field(default_factory=dict)
+
+
+def _repeated_keys(node: yaml.Node | None, depth: int = 8) -> Iterator[str]:
+    """Keys that stand twice in one mapping, where PyYAML takes the last; no section lies deeper."""
+    if not isinstance(node, yaml.MappingNode) or depth == 0:
+        return
+    counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+    yield from (key for key, count in counts.items() if count > 1)
+    for _, value in node.value:
+        yield from _repeated_keys(value, depth - 1)
+
+
+def _read_section(reading: Reading, file: _File, tree: Mapping[Any, Any], prefix: str) -> None:
     table = flag_table(reading.config_class)
     for key, value in tree.items():
         name = prefix + str(key).replace("-", "_")
         is_section = any(known.startswith(f"{name}.") for known in table)
         if isinstance(value, Mapping) and is_section:
-            _read_section(reading, value, f"{name}.", file_name)
+            _read_section(reading, file, value, f"{name}.")
             continue
-        source = f"{file_name}: {name}"
-        words = yaml_words(value)
-        if name in table and words is None and table[name][0].meanings is None:
-            given = Given(tuple(value) if isinstance(value, list) else value, source)
-            reading.values |= {target.option.path: given for target in table[name]}
-        else:
+        source = f"{file.name}: {name}"
+        options = [target.option for target in table.get(name, ())]
+        if options:
+            paths = frozenset(option.path for option in options)
+            if paths in file.keys:
+                first = file.keys[paths]
+                both = f"and {first} set the same" if first != name else "stands twice"
+                reading.problems.append(f"{source} {both}. Leave one out.")
+            file.keys[paths] = name
+        if not options or table[name][0].meanings is not None:
+            words = yaml_words(value)
             reading.take(name, source, words if words is not None else [str(value)])
+        else:
+            _read_value(reading, name, source, value)
+
+
+def _read_value(reading: Reading, name: str, source: str, value: object) -> None:
+    """Take what stands after a known key: as words where it is text, else as it is."""
+    options = [target.option for target in flag_table(reading.config_class)[name]]
+    option = options[0]
+    if isinstance(value, list) and not is_sequence(option):
+        if option.info.opens not in LISTS and not option.path.endswith("_probs"):
+            seen = "***" if option.info.secret_env else ", ".join(map(str, value))
+            reading.problems.append(f"{source} takes one value: {seen}. Write one.")
+            return
+        value = ",".join(map(str, value))
+    if isinstance(value, bool) and option.info.bare:
+        value = option.info.bare if value else None
+    words = yaml_words(value)
+    if words is not None:
+        reading.take(name, source, words)
+    else:
+        raw = tuple(value) if isinstance(value, list) else value
+        reading.values |= {option.path: Given(raw, source) for option in options}

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from openrlhf.datasets.csv_files import text_note
 from openrlhf.datasets.data_files import first_line
 from openrlhf.datasets.problems import Files, files_of, remember_blend, remember_files
 from openrlhf.errors import ConfigError, DataError
@@ -45,9 +46,10 @@ def blend(
     try:
         rows = datasets.concatenate_datasets(parts)
     except (ValueError, TypeError, pa.ArrowException) as error:
+        note = text_note(name for part in parts for name, _ in files_of(part))
         raise DataError(
             f"data sets {', '.join(names)} do not fit together: {first_line(error)} "
-            "Give their common columns the same types."
+            f"Give their common columns the same types.{note}"
         ) from error
     files = [files_within(part) for part in parts]
     if weights is None:

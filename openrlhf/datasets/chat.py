@@ -294,7 +294,19 @@ def _run_template(
             wants_spans=wants_spans,
         )
     except TemplateError as error:
+        _refuse_unreadable(error)
         raise RowError(f"the chat template refuses it: {error}") from error
+
+
+def _refuse_unreadable(error: TemplateError) -> None:
+    """Raise ConfigError where no dialogue at all can be rendered: the template does not parse."""
+    import jinja2  # noqa: PLC0415 - needed for templates only
+
+    if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
+        raise ConfigError(
+            f"the chat template does not parse: line {error.__cause__.lineno}: {error}. Repair it, "
+            "or give another one with --tokenizer_chat_template."
+        ) from error
 
 
 def _tool_list(tools: object) -> list[dict] | None:

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from openrlhf.config.base import Base, is_given, with_default
 from openrlhf.config.notices import Caution
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.problems import missing_column, unread_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
 
@@ -83,6 +83,16 @@ def image_notices(columns: Iterable[str]) -> list[str]:
         Caution(f"column '{name}' is not read: models that see images cannot be trained yet")
         for name in IMAGE_COLUMNS
         if name in columns
+    ]
+
+
+def unread_notices(rows: Dataset) -> list[str]:
+    """A caution for each file of a folder that no split has."""
+    return [
+        Caution(
+            f"{name} is not read: other files of its folder name their split, and it names none"
+        )
+        for name in unread_of(rows)
     ]
 
 

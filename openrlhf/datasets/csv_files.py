@@ -8,6 +8,7 @@ without letters.
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +32,12 @@ def number_of(value: object) -> float | None:
         return _WORDS[word] if word in _WORDS else float(word)
     except ValueError:
         return None
+
+
+def text_note(names: Iterable[str]) -> str:
+    """A sentence for where files of other kinds do not go with CSV files; else nothing."""
+    kinds = {name.endswith(".csv") for name in names}
+    return " Columns of a csv file are text; write them as jsonl." if len(kinds) == 2 else ""
 
 
 def read_csv_table(path: Path) -> pa.Table:

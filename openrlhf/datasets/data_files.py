@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from datasets import Dataset
 
-from openrlhf.datasets.csv_files import read_csv_table
+from openrlhf.datasets.csv_files import read_csv_table, text_note
 from openrlhf.datasets.json_files import DAMAGED_GZIP, join_tables, read_json_table
 from openrlhf.datasets.problems import Gathered, remember_files
 from openrlhf.errors import DataError
@@ -30,7 +30,8 @@ def read_files(paths: list[Path]) -> Dataset:
         read = [gathered.attempt(partial(_read_table, path)) for path in paths]
         gathered.raise_if_any()
         tables = [table for table in read if table is not None]
-        table, counts = join_tables(tables, place), [table.num_rows for table in tables]
+        counts = [table.num_rows for table in tables]
+        table = join_tables(tables, place, text_note(map(str, paths)))
         rows = Dataset(table) if table.num_columns else Dataset.from_dict({})
     return remember_files(rows, list(zip(map(str, paths), counts, strict=True)))
 

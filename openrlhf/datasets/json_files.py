@@ -56,9 +56,9 @@ def read_json_table(path: Path) -> pa.Table:
     return join_tables(chunks, str(path))
 
 
-def join_tables(tables: list[pa.Table], place: str) -> pa.Table:
+def join_tables(tables: list[pa.Table], place: str, note: str = "") -> pa.Table:
     """Tables one below the other; a column missing in one is empty there, mixed types raise
-    DataError.
+    DataError, with a note at its end.
     """
     if not tables:
         return pa.table({})
@@ -66,7 +66,7 @@ def join_tables(tables: list[pa.Table], place: str) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowTypeError, pa.ArrowInvalid) as error:
         raise DataError(
-            f"{place}: a column mixes types: {error}. Use one type per column."
+            f"{place}: a column mixes types: {error}. Use one type per column.{note}"
         ) from error
 
 

@@ -21,7 +21,13 @@ from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
 from openrlhf.datasets.blending import blend, parse_probs
 from openrlhf.datasets.data_files import check_text, first_line, read_files, with_plain_text
 from openrlhf.datasets.expectations import UNCHECKED, Expectations, sha256_of
-from openrlhf.datasets.problems import Gathered, files_of, remember_files
+from openrlhf.datasets.problems import (
+    Gathered,
+    files_of,
+    remember_files,
+    remember_unread,
+    unread_of,
+)
 from openrlhf.datasets.repeated_ids import refuse_repeats
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.hub import looking_up
@@ -71,7 +77,9 @@ def load_rows(
     ]
     gathered.raise_if_any()
     parts = [_capped(rows, max_samples) for rows in found if rows is not None]
-    return _capped(blend(parts, names, weights, seed), max_samples)
+    rows = _capped(blend(parts, names, weights, seed), max_samples)
+    unread = [file for part in parts for file in unread_of(part)]
+    return remember_unread(rows, unread) if unread else rows
 
 
 def _load_one(name: str, split: str, expected: Expectations) -> Dataset:
@@ -157,7 +165,7 @@ def _load_local(name: str, split: str) -> Dataset:
         return _pick_saved(_read_saved(path), name, split)
     if path.is_file():
         return read_files([path])  # a file has no splits: it is what was asked for
-    by_split = _files_by_split(path)
+    by_split, unread = _files_by_split(path)
     if not by_split:
         raise ConfigError(
             f"folder {name} has no data files. Put {', '.join(DATA_SUFFIXES)} files into it."
@@ -165,7 +173,8 @@ def _load_local(name: str, split: str) -> Dataset:
     wanted = _SPLIT_WORDS.get(split, split)
     if wanted not in by_split:
         raise _missing_split(name, split, sorted(by_split))
-    return read_files(by_split[wanted])
+    rows = read_files(by_split[wanted])
+    return remember_unread(rows, list(map(str, unread))) if unread else rows
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -197,9 +206,9 @@ def _missing_split(name: str, split: str, found: list[str]) -> ConfigError:
     )
 
 
-def _files_by_split(folder: Path) -> dict[str, list[Path]]:
-    """Data files by the split that their name or folder says; files that say none are `train` if
-    none does.
+def _files_by_split(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Data files by the split that their name or folder says, and those of no split; files that say
+    none are `train` if none does.
     """
     files = sorted(
         path
@@ -208,11 +217,16 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     by_split: dict[str, list[Path]] = {}
+    unread = []
     for path in files:
         said = _split_of(path.relative_to(folder))
         if said is not None:
             by_split.setdefault(said, []).append(path)
-    return by_split or ({"train": files} if files else {})
+        else:
+            unread.append(path)
+    if by_split or not files:
+        return by_split, unread
+    return {"train": files}, []
 
 
 def _split_of(relative: Path) -> str | None:

@@ -113,6 +113,21 @@ def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
     return rows
 
 
+def remember_unread(rows: Dataset, unread: Sequence[str]) -> Dataset:
+    """Note files beside those of the rows that nobody reads, for `unread_of`."""
+    noted = json.loads(rows.info.description) | {"unread": list(unread)}
+    rows.info.description = json.dumps(noted)
+    return rows
+
+
+def unread_of(rows: Dataset) -> list[str]:
+    """What `remember_unread` noted."""
+    try:
+        return list(json.loads(rows.info.description or "{}").get("unread", ()))
+    except (ValueError, AttributeError):  # a description that a person wrote
+        return []
+
+
 def remember_blend(rows: Dataset, parts: Sequence[Files], part_of: Tensor) -> Dataset:
     """Note which of the parts each row, (rows,) indices, comes from; rows of a part keep their
     order.

@@ -26,6 +26,7 @@ from openrlhf.datasets.conventions import (
     image_notices,
     pick_column,
     recognised_line,
+    unread_notices,
     uses_chat_template,
 )
 from openrlhf.datasets.problems import Problems, missing_column, row_place
@@ -75,7 +76,7 @@ class PromptDataset:
             tokenizer, allow_special_tokens=prompt_format.allow_special_tokens
         )
         self._input_key = self._check_columns()
-        self.notices += image_notices(rows.column_names)
+        self.notices += image_notices(rows.column_names) + unread_notices(rows)
         self._content = cached(
             rows,
             tokenizer,

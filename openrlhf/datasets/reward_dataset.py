@@ -35,6 +35,7 @@ from openrlhf.datasets.segments import (
     cut_segments,
     text_to_learn,
 )
+from openrlhf.datasets.token_store import Json
 from openrlhf.datasets.tokenized import (
     Draft,
     Row,
@@ -93,7 +94,8 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 
     def __getitem__(self, index: int) -> PreferencePair:
         chosen, rejected = self._content.stores
-        margin = self._content.extras[index]
+        extra = self._content.extras[index]
+        margin = extra[0] if isinstance(extra, list) else extra
         assert isinstance(margin, float), "_margin"
         return PreferencePair(
             chosen[index], chosen.mask(index), rejected[index], rejected.mask(index), margin
@@ -129,14 +131,31 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
     @property
     def recognised(self) -> dict[str, object]:
         """Settings of the config, dotted, that say how the rows are read."""
-        return {**super().recognised, "data.prompt_key": self._prompt_key}
+        asked, found = self._format.prompt_key, self._prompt_key
+        return {**super().recognised, "data.prompt_key": asked if self._num_whole else found}
+
+    @property
+    def _num_whole(self) -> int:
+        """Pairs that hold a prompt of their own, beside that of a column nobody named."""
+        return sum(isinstance(extra, list) for extra in self._content.extras)
+
+    def _report(self) -> None:
+        super()._report()
+        if self._num_whole:
+            line = (
+                f"column '{self._prompt_key}' was not used in {self._num_whole} of "
+                f"{len(self._rows)} rows: both answers hold their prompt"
+            )
+            is_chat = self._format.apply_chat_template
+            remedy = f". Type --prompt_key {self._prompt_key} to put it before them"
+            self.notices.append(Caution(line if is_chat else line + remedy))
 
     def _draft(self, row: Row) -> Draft:
         form = self._format
         margin = self._margin(row)
         sides = [form.chosen_key, form.rejected_key]
         if form.apply_chat_template:
-            return Draft(self._chat_sides(row, sides), margin)
+            return self._chat_draft(row, sides, margin)
         answers = [
             Segment(self._side_text(row[name], name), is_target=True, is_cut=_is_cut(row, side))
             for name, side in zip(sides, SIDES, strict=True)
@@ -144,6 +163,8 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if self._prompt_key is None:
             return Draft([[answer] for answer in answers], margin)
         prompt = self._encoder.hide(plain_text(row[self._prompt_key], self._prompt_key))
+        if form.prompt_key is None and all(answer.text.startswith(prompt) for answer in answers):
+            return Draft([[answer] for answer in answers], _of_whole(margin))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
         return Draft([[start, answer] for answer in answers], margin)
 
@@ -161,14 +182,16 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             raise RowError(f"'{self._format.margin_key}' is {value}")
         return number
 
-    def _chat_sides(self, row: Row, names: Sequence[str]) -> list[list[Segment]]:
+    def _chat_draft(self, row: Row, names: Sequence[str], margin: float) -> Draft:
         prompt = None if self._prompt_key is None else to_messages(row[self._prompt_key])
         dialogues = [self._dialogue(prompt, row[name], name) for name in names]
         num_shared = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
-        return [
+        sides = [
             self._side_segments(dialogue, num_shared, row, is_cut=_is_cut(row, side))
             for dialogue, side in zip(dialogues, SIDES, strict=True)
         ]
+        is_whole = prompt is not None and any(d[: len(prompt)] != prompt for d in dialogues)
+        return Draft(sides, _of_whole(margin) if is_whole else margin)
 
     def _dialogue(self, prompt: list[Message] | None, value: object, name: str) -> list[Message]:
         """All messages of a side; what begins with no answer holds its prompt itself."""
@@ -213,6 +236,11 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if chosen.ids == rejected.ids:
             return "chosen and rejected are the same" if self._format.drop_identical else None
         return super()._reason_to_leave_out(sequences)
+
+
+def _of_whole(margin: float) -> Json:
+    """What an example holds besides its tokens where the prompt's column was not used."""
+    return [margin]
 
 
 def _is_cut(row: Row, side: str) -> bool:

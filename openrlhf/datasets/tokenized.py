@@ -18,7 +18,7 @@ from torch import Tensor
 
 from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import RowError, has_placeholder
-from openrlhf.datasets.conventions import image_notices
+from openrlhf.datasets.conventions import image_notices, unread_notices
 from openrlhf.datasets.problems import Problems, row_place
 from openrlhf.datasets.segments import LeftOutError, Segment
 from openrlhf.datasets.token_cache import (
@@ -91,7 +91,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
         self._check_columns()
         self._check_format()
-        self.notices += image_notices(rows.column_names)
+        self.notices += image_notices(rows.column_names) + unread_notices(rows)
         self._content = self._fill(progress)
         self._report()
 

@@ -197,11 +197,17 @@ def _read_json(path: str) -> dict[str, object]:
     try:
         user = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise ConfigError(f"--ds.config {path} does not exist.") from None
+        raise ConfigError(
+            f"--deepspeed_config {path} does not exist. Type the path of a file."
+        ) from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--ds.config {path} is not JSON: {error}.") from None
+        raise ConfigError(
+            f"--deepspeed_config {path} is not JSON ({error}). Mend the file."
+        ) from None
     if not isinstance(user, dict):
-        raise ConfigError(f"--ds.config {path} must hold a JSON object.")
+        raise ConfigError(
+            f"--deepspeed_config {path} holds no JSON object. Write {{...}} into the file."
+        )
     return user
 
 

@@ -30,7 +30,7 @@ def is_installed(package: str) -> bool:
     """Whether a package, or a module of one, could be imported."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # there is not even the package that the module is of
+    except ImportError:  # the package that the module is of is not there, or broken
         return False
 
 

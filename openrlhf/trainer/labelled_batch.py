@@ -122,6 +122,8 @@ class MismatchedPairs:
         self._places: list[Mismatch] = []
         self.spans: dict[tuple[int, ...], range] = {}  # rows of a batch -> where its pairs are
         for rows in batches:
+            if tuple(rows) in self.spans:
+                continue  # a batch of another epoch, with the same pairs
             places = mismatches(rows, samples)
             self.spans[tuple(rows)] = range(len(self._places), len(self._places) + len(places))
             self._places += places

@@ -202,11 +202,12 @@ class PPOCheckpoints:
         if value is None or (self.best is not None and value <= self.best["value"]):
             return
         best = {"metric": self.best_metric, "value": value}
-        is_saved = self.saver.save_best(
-            global_step,
-            lambda path: self._call("actor", PolicyModelActor.export_policy, path),
-            best,
-        )
+        with self.phases.turn:  # scoring and training are in turn on shared devices
+            is_saved = self.saver.save_best(
+                global_step,
+                lambda path: self._call("actor", PolicyModelActor.export_policy, path),
+                best,
+            )
         if is_saved:
             self.best = best
             if collectives.is_main():

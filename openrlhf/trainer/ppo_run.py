@@ -19,6 +19,7 @@ from openrlhf.datasets.conventions import as_recognised
 from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
+from openrlhf.models.kernels import check_here
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
@@ -119,6 +120,7 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train in the launching process or processes, without Ray."""
     check_runs_without_ray(config)
+    check_here(config.ds)  # on Ray models are elsewhere: each worker looks at its own machine
     topology = Topology.from_env(local_rank=config.local_rank)
     if topology.is_main:
         say_notices(notices)

@@ -32,6 +32,7 @@ from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from openrlhf.utils.user_code import import_function
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
 
     `has_engines`: vLLM generates, and must be installed; else the policy itself does.
     """
+    if ":" in config.actor.policy_loss_type:
+        import_function(config.actor.policy_loss_type)
     if has_engines:
         check_vllm_is_installed(instead="--vllm_num_engines 0: then the policy generates itself")
     model_path = _name(config.actor.model_name_or_path)
@@ -206,10 +209,13 @@ def _check_positions(config: PPOConfig, name: str) -> None:
     num_positions = model.to_dict().get("max_position_embeddings")
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
     if num_positions is not None and prompt + response > num_positions:
+        remedy = f"{num_positions - response} or a smaller --generate_max_len"
+        if response >= num_positions:  # no prompt is short enough
+            half = num_positions // 2
+            remedy = f"{half} --generate_max_len {num_positions - half}"
         raise ConfigError(
             f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
-            f"{num_positions} positions of the model {name}. Type --prompt_max_len "
-            f"{max(num_positions - response, 1)} or a smaller --generate_max_len."
+            f"{num_positions} positions of the model {name}. Type --prompt_max_len {remedy}."
         )
 
 
@@ -276,6 +282,7 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
         probs=data.pretrain_probs,
         max_samples=data.max_samples,
         seed=config.train.seed,
+        expected=Expectations(duplicate_ids=data.duplicate_ids),
     )
     wanted = data.pretrain_key if is_given(data, "pretrain_key") else None
     text_format = SFTFormat(
@@ -285,9 +292,15 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
         overlong="truncate",
     )
     with counter("tokenising pre-training text") as show:
-        texts = SFTDataset(rows, tokenizer, text_format, progress=show)
+        texts = PretrainText(rows, tokenizer, text_format, progress=show)
     say_notices(texts.notices, about="--pretrain_data: ")
     return texts
+
+
+class PretrainText(SFTDataset):
+    """The rows of --pretrain_data."""
+
+    flags = "--pretrain_key and --max_len"
 
 
 def _reward_source(config: PPOConfig, run_dir: Path) -> StreamingSource | None:

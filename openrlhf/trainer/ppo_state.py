@@ -27,7 +27,6 @@ class RunState:
     texts: TextMixer | None = None  # pre-training text that is mixed in
     global_step: int = 0  # steps done
     weight_version: int = 0  # of the policy; counts its updates
-    start_step: int = 0  # steps that were done when this process took over
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
 
     def remember(self, values: Mapping[str, float]) -> None:
@@ -62,7 +61,7 @@ class RunState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""
-        self.global_step = self.start_step = state["global_step"]
+        self.global_step = state["global_step"]
         self.weight_version = state["weight_version"]
         self.kl_controller.load_state_dict(state["kl"])
         self.sampler.load_state_dict(state["sampler"])

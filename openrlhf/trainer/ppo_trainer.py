@@ -57,7 +57,7 @@ class PPOParts:
     checkpoints: PPOCheckpoints
     texts: TextMixer | None  # pre-training text for the policy's updates
     is_main: bool  # whether this controller speaks and writes; several run alike under torchrun
-    max_mismatch_kl: float  # the first step ends the run above it
+    max_mismatch_kl: float  # the first comparison ends the run above it
 
 
 class PPOTrainer:
@@ -72,6 +72,7 @@ class PPOTrainer:
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
         self.evaluated_step: int | None = None  # the last one
+        self.is_compared = False  # whether engine and trainer were, in this run
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
         cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
         self.num_steps = cursor.num_batches(config.rollout.batch_size)  # at most
@@ -249,12 +250,14 @@ class PPOTrainer:
                 )
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
-        """Refuse to go on when engine and trainer disagree before anything could have drifted."""
+        """Refuse to go on when engine and trainer disagree in the first step that compares them."""
         limit, name = self.parts.max_mismatch_kl, self.mismatch_metric
-        is_first = global_step == self.state.start_step + 1
-        if is_first and name in metrics and metrics[name] > limit:
+        if self.is_compared or name not in metrics:
+            return
+        self.is_compared = True
+        if metrics[name] > limit:
             raise EngineError(
-                "engine and trainer disagree about the sampled tokens at the first step: "
+                f"engine and trainer disagree about the sampled tokens at step {global_step}: "
                 f"mismatch KL {metrics[name]:.2e}, limit {limit:.0e}. "
                 "Check temperature, dtype and attention on both sides."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError
@@ -37,6 +38,7 @@ class PPOTrainerAsync(PPOTrainer):
             wait_s=wait_s,
             say=self.say,
         )
+        self.queue.reward = reward_origin(config)
         self.state.sampler = self.queue
         cursor = self.sampler.cursor
         self.num_steps = -(-cursor.num_episodes * len(parts.prompts) // self.limits.batch_size)
@@ -88,6 +90,13 @@ class PPOTrainerAsync(PPOTrainer):
         metrics.merge(self.queue.take_metrics())
         metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
         super().report(global_step, metrics, rollouts)
+
+
+def reward_origin(config: PPOConfig) -> dict[str, Any]:
+    """Settings that decide the reward of a sample, as JSON."""
+    names = {"remote_url", "model_name_or_path", "weights", "normalize_enable"}
+    reward = config.reward.model_dump(mode="json", include=names)
+    return {**reward, "agent_func_path": config.train.agent_func_path}
 
 
 def async_limits(config: PPOConfig) -> AsyncLimits:

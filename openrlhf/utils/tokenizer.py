@@ -57,7 +57,7 @@ def load_tokenizer(
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(_load_problem(name_or_path, error)) from error
-    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # made of no file at all
+    if len(tokenizer) == len(tokenizer.all_special_ids):  # made of no file at all
         raise ConfigError(
             f"{name_or_path} holds no tokenizer. Copy the files of the model's tokenizer into it "
             "(tokenizer.json, tokenizer_config.json), or give a folder that has them."

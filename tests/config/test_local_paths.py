@@ -44,6 +44,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     for name in ("rows.jsonl", "odd, name.jsonl", "code.py", "text"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "ds_ok.json").write_text("{}")
     (tmp_path / "link.jsonl").symlink_to("nothing.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -90,7 +92,7 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         (PPOConfig, PPO_NEEDS + "--pretrain_data g.csv", ["--pretrain_data g.csv does not exist."]),
         (
             PPOConfig,
-            PPO_NEEDS + "--agent_func_path agent.py",
+            "--pretrain org/m --prompt_data org/d --agent_func_path agent.py",
             ["--agent_func_path agent.py does not exist."],
         ),
         (
@@ -130,11 +132,41 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         ),
         (
             PPOConfig,
-            PPO_NEEDS + "--agent_func_path agent --remote_rm_url ./rows",
-            [
-                "--agent_func_path agent does not exist. Type the path of a file.",
-                "--remote_rm_url ./rows is a folder. Type the path of a .py file.",
-            ],
+            "--pretrain org/m --prompt_data org/d --agent_func_path agent",
+            ["--agent_func_path agent does not exist. Type the path of a file."],
+        ),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--remote_rm_url ./rows",
+            ["--remote_rm_url ./rows is a folder. Type the path of a .py file."],
+        ),
+        (PPOConfig, PPO_NEEDS + "--save_path text", ["--save_path text is a file. Type the path"]),
+        (SFTConfig, SFT_NEEDS + "--save_path text/a/b", ["--save_path text/a/b lies below "]),
+        (SFTConfig, SFT_NEEDS + "--ckpt_path text/a", ["--ckpt_path text/a lies below "]),
+        (
+            SFTConfig,
+            SFT_NEEDS + "--save_path " + "a" * 256,
+            ["--save_path " + "a" * 256 + " has a name of more than 255 bytes."],
+        ),
+        (
+            LoraCombinerConfig,
+            "--model_path model --lora_path adapter --output_path text",
+            ["--output_path text is a file. Type the path of a folder that can be written."],
+        ),
+        (
+            BatchInferenceConfig,
+            "--pretrain org/m --dataset org/d --eval_task rm --output_path rows",
+            ["--output_path rows is a folder. Type the path of a file that can be written."],
+        ),
+        (
+            SFTConfig,
+            SFT_NEEDS + "--deepspeed_config text",
+            ["--deepspeed_config text is not JSON (Expecting value: line 1 column 1 (char 0)). "],
+        ),
+        (
+            SFTConfig,
+            SFT_NEEDS + "--deepspeed_config list.json",
+            ["--deepspeed_config list.json holds no JSON object. Type the path"],
         ),
         (
             ChatConfig,
@@ -160,7 +192,7 @@ def test_a_path_that_is_not_there_is_one_line(
         (PPOConfig, PPO_NEEDS + "--remote_rm_url code.py --policy_loss_type code.py:loss"),
         (PPOConfig, PPO_NEEDS + "--policy_loss_type package.module:loss"),
         (PPOConfig, PPO_NEEDS + "--tokenizer_chat_template {{messages}}"),
-        (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config text"),
+        (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config ds_ok.json"),
         (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
     ],
 )

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.flags import flag_table
 from openrlhf.config.notices import Caution
+from openrlhf.config.other_names import REMEDIES, flags_in, remedy_for
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig
+from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 
 PPO_NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py "
+ALL_CONFIGS = (PPOConfig, SFTConfig, DPOConfig, KDConfig, BatchInferenceConfig, ServeRewardConfig)
 SFT_NEEDS = "--pretrain m --dataset d "
 
 
@@ -139,6 +146,46 @@ def notices(line):
         ),
         ("--rollout_batchsize 4", "--rollout_batchsize is not a known name. Did you mean "
          "--rollout_batch_size?"),
+        ("--seed -1", "--seed must be at least 0: -1. Type a value at least 0."),
+        (
+            "--seed 4294967296",
+            "--seed must be below 4294967296: 4294967296. Type a value below 4294967296.",
+        ),
+        (
+            "--adam_betas 0.9 2",
+            "--adam_betas cannot be 0.9 2: both must be at least 0 and below 1. Type 0.9 0.95.",
+        ),
+        (
+            "--sapo_tau 0 -1",
+            "--sapo_tau cannot be 0 -1: both must be above 0. Type 1.0 1.05.",
+        ),
+        (
+            "--policy_loss_type PPO",
+            "--policy_loss_type cannot be PPO: it is not known. Type ppo, or module:name or "
+            "file.py:name of a function.",
+        ),
+        (
+            "--vllm_is_truncated_threshold 5 2",
+            "--vllm_is_truncated_threshold cannot be 5 2: the first must be smaller and not "
+            "negative. Type 0.5 5.0.",
+        ),
+        (
+            "--agent_func_path a.py",
+            "--agent_func_path a.py and --remote_rm_url r.py both give rewards. Leave one out.",
+        ),
+        (
+            "--dynamic_filtering",
+            "--dynamic_filtering keeps prompts whose samples score differently, and "
+            "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8.",
+        ),
+        (
+            "--advantage_estimator GAE",
+            "--advantage_estimator must be one of gae, reinforce, rloo, reinforce_baseline, "
+            "group_norm, dr_grpo: GAE. Type gae.",
+        ),
+        ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
+        ("--fp16", "--fp16 is not a known name. Type --ds.param_dtype fp16."),
+        ("--epsilon 0.1", "--epsilon is not a known name. Type --eps_clip."),
         ("--actor.adm.lr 4", "--actor.adm.lr is not a known name. Did you mean --actor.adam.lr?"),
     ],
 )  # fmt: skip
@@ -177,6 +224,33 @@ def test_a_name_like_no_other_gets_no_suggestion():
     assert problems(SFTConfig, SFT_NEEDS + "--qqqq 1") == [
         "--qqqq is not a known name. --help lists all of them."
     ]
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_names_of_other_libraries_lead_to_flags_that_exist(name):
+    assert set(flags_in(REMEDIES[name])) <= flag_table(PPOConfig).keys()
+    for config_class in ALL_CONFIGS:
+        remedy = remedy_for(name, flag_table(config_class)) or ""
+        assert set(flags_in(remedy)) <= flag_table(config_class).keys()
+
+
+def test_an_agent_and_a_reward_model_both_give_rewards():
+    line = "--pretrain m --prompt_data d --reward_pretrain r --agent_func_path a.py"
+    assert problems(PPOConfig, line) == [
+        "--agent_func_path a.py and --reward_pretrain r both give rewards. Leave one out."
+    ]
+
+
+def test_numbers_below_zero_stay_values():
+    config = parse_config(
+        PPOConfig, f"{PPO_NEEDS} --reward_clip_range -5 1 --init_kl_coef -1".split()
+    )
+    assert config.config.reward.clip_range == (-5, 1)
+
+
+def test_filtering_is_fine_where_groups_have_several_samples():
+    for line in ("--n_samples_per_prompt 2", "--advantage_estimator rloo"):
+        assert parse_config(PPOConfig, f"{PPO_NEEDS} --dynamic_filtering {line}".split())
 
 
 def test_a_word_before_any_flag_is_named():

@@ -118,6 +118,41 @@ def test_a_written_config_reads_back_as_the_same_tree(tmp_path, config_class, li
     assert parsed.notices == ()
 
 
+def test_switches_of_flags_that_may_stand_alone(tmp_path):
+    text = "{pretrain: m, dataset: d, save_path: o, use_tensorboard: true, use_wandb: true}"
+    logger = parse_config(SFTConfig, write(tmp_path / "on.yaml", text)).config.logger
+    assert (logger.tensorboard_dir, logger.wandb.key) == ("o/tensorboard", "true")
+    text = text.replace("true", "false")
+    logger = parse_config(SFTConfig, write(tmp_path / "off.yaml", text)).config.logger
+    assert (logger.tensorboard_dir, logger.wandb.key) == (None, None)
+
+
+def test_a_list_is_a_comma_list_where_one_may_stand(tmp_path):
+    text = "{pretrain: m, dataset: [a, b], dataset_probs: [0.5, 0.5]}"
+    data = parse_config(SFTConfig, write(tmp_path / "run.yaml", text)).config.data
+    assert (data.dataset, data.dataset_probs) == ("a,b", "0.5,0.5")
+    text = "{pretrain: [m, n], dataset: d, use_wandb: [canary, canary]}"
+    assert problems(write(tmp_path / "run.yaml", text))[:2] == [
+        "run.yaml: pretrain takes one value: m, n. Write one.",
+        "run.yaml: use_wandb takes one value: ***. Write one.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_len: 3\ndata.max_len: 4", "data.max_len and max_len set the same. Leave one out."),
+        ("data: {max_len: 3}\ndata.max_len: 4", "data.max_len stands twice. Leave one out."),
+        ("max_len: 3\nmax_len: 4", "max_len stands twice. Leave one out."),
+        ("data: {max_len: 3, max_len: 4}", "max_len stands twice. Leave one out."),
+        ("max-len: 3\nmax_len: 4", "max_len stands twice. Leave one out."),
+    ],
+)
+def test_a_setting_that_stands_twice_is_refused(tmp_path, text, expected):
+    argv = write(tmp_path / "run.yaml", f"pretrain: m\ndataset: d\n{text}\n")
+    assert problems(argv) == [f"run.yaml: {expected}"]
+
+
 def test_a_template_with_line_ends_survives_the_file(tmp_path):
     template = "User: {}\nAssistant: "
     argv = ["--pretrain", "m", "--dataset", "d", "--input_template", template]

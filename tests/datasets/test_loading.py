@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from openrlhf.datasets import csv_files
+from openrlhf.datasets.conventions import unread_notices
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import row_place
 from openrlhf.errors import ConfigError, DataError
@@ -65,6 +66,17 @@ def test_a_folder_without_split_names_is_all_train(tmp_path):
     write_jsonl(tmp_path / "part-0.jsonl", ROWS[:1])
     write_jsonl(tmp_path / "part-1.jsonl", ROWS[1:])
     assert load_rows(str(tmp_path)).to_list() == ROWS
+
+
+def test_a_file_without_a_split_beside_others_that_have_one_is_named(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    write_jsonl(tmp_path / "extra.jsonl", ROWS)
+    other = write_jsonl(tmp_path.with_suffix(".jsonl"), ROWS)
+    for spec in (str(tmp_path), f"{tmp_path},{other}"):
+        [said] = unread_notices(load_rows(spec))
+        assert said.startswith(f"{tmp_path / 'extra.jsonl'} is not read")
+    assert unread_notices(load_rows(str(other))) == []
+    assert row_place(load_rows(str(tmp_path)), 1) == f"{tmp_path / 'train.jsonl'}: row 1"
 
 
 def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
@@ -225,6 +237,14 @@ def test_mixed_types_in_a_column_are_refused(tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", [{"label": "x"}])
     with pytest.raises(DataError, match=r"do not fit together"):
         load_rows(f"{one},{two}")
+
+
+@pytest.mark.parametrize("form", ["{0}", "{0}/a.csv,{0}/b.jsonl"])
+def test_numbers_beside_a_csv_file_are_refused_with_the_reason(tmp_path, form):
+    datasets.Dataset.from_list(ROWS).to_csv(tmp_path / "a.csv")
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"Columns of a csv file are text; write them as jsonl"):
+        load_rows(form.format(tmp_path))
 
 
 def test_damaged_binary_files_are_named(tmp_path):

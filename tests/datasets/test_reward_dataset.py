@@ -239,9 +239,45 @@ def test_an_unknown_policy_is_refused(tokenizer):
         pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], overlong="cut")
 
 
+def test_a_pair_whose_sides_begin_otherwise_is_read_again_from_what_was_recognised(tokenizer):
+    start = [{"role": "system", "content": "s"}, user("q")]
+    sides = {"chosen": [*start, assistant("ab")], "rejected": [*start, assistant("c")]}
+    dataset = pairs(tokenizer, [{"prompt": "hi", **sides}])
+    assert dataset.recognised["data.prompt_key"] is None
+    assert "'prompt' was not used in 1 of 1 rows" in dataset.notices[-1]
+    answers = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
+    used = pairs(tokenizer, [{"prompt": "q", **answers}])
+    assert used.recognised["data.prompt_key"] == "prompt"
+
+
+def test_texts_that_hold_the_prompt_of_an_unnamed_column_have_it_once(tokenizer):
+    rows = [
+        {"prompt": "Q: ", "chosen": "Q: ab", "rejected": "Q: cd"},
+        {"prompt": "Q: ", "chosen": "Q: ab", "rejected": "cd"},
+    ]
+    dataset = pairs(tokenizer, rows)
+    assert [shown(tokenizer, dataset, i)[0][0] for i in (0, 1)] == [
+        "Q: ab<|end|>",
+        "Q: Q: ab<|end|>",
+    ]
+    assert shown(tokenizer, dataset)[0][1] == "ab<|end|>" and dataset[0].margin == 0.0
+    assert "1 of 2 rows: both answers hold their prompt" in dataset.notices[-1]
+    assert dataset.recognised["data.prompt_key"] is None
+    named = pairs(tokenizer, rows, prompt_key="prompt")
+    assert shown(tokenizer, named)[0][0] == "Q: Q: ab<|end|>"
+
+
 def test_a_template_without_a_prompt_to_wrap_is_said(tokenizer):
     dataset = pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], input_template="Q: {}")
     assert dataset.notices == ["--input_template is not used: there is no prompt column"]
+
+
+def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}{{ message"
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 3
+    with pytest.raises(ConfigError, match=r"line 1: .*--tokenizer_chat_template") as caught:
+        pairs(tokenizer, rows, apply_chat_template=True)
+    assert len(caught.value.problems) == 1
 
 
 def test_special_tokens_in_an_answer_are_text(tokenizer):

@@ -273,8 +273,9 @@ def test_reward_models_on_devices_of_the_policy_take_turns_with_it(
         assert not [span for span in spans["_forward"] if span[0] < end and span[1] > start]
 
 
-# A step; a copy of the weights left behind in each would be 0.43.
-MAX_SLOPE_MB = {"controller": 0.1, "PolicyModelActor": 0.1, "LLMRayActor": 0.1}
+# A step; a copy of the weights left behind in each would be 0.43. The engine's heap grows by about
+# 1 MB with some new sizes of batches, and stays there when it has seen them.
+MAX_SLOPE_MB = {"controller": 0.1, "PolicyModelActor": 0.1, "LLMRayActor": 0.35}
 
 
 @pytest.mark.timeout(600)

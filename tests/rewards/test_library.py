@@ -17,6 +17,7 @@ from openrlhf.rewards.text_checks import (
     matches_whole,
     tag_content,
 )
+from openrlhf.utils.processes import MARK_VARIABLE, new_mark
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,12 @@ def test_a_program_gets_its_input_and_nothing_of_this_environment(
     monkeypatch.setenv("CANARY", "secret")
     result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
     assert result.stdout == "hi None ['program.py']\n" and result.is_ok
+
+
+def test_a_program_is_found_by_the_mark_of_who_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK_VARIABLE, "worker")
+    words = run_python(f"import os\nprint(os.environ[{MARK_VARIABLE!r}])").stdout.strip()
+    assert words.startswith("worker") and len(words) == len("worker" + new_mark())
 
 
 @pytest.mark.parametrize(

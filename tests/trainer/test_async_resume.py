@@ -12,17 +12,28 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.distributed.checkpoint import CheckpointStore
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.kept_groups import KeptGroups, read_groups
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.trainer.ppo_utils.kept_groups import (
+    TENSORS,
+    KeptGroup,
+    KeptGroups,
+    read_groups,
+)
 from openrlhf.trainer.ray.phases import DevicePhases
-from tests.trainer.async_fakes import World, make_trainer, staleness_histogram
+from tests.tiny import make_tokenizer
+from tests.trainer.async_fakes import World, make_trainer, samples, staleness_histogram
 
 
 def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
@@ -54,7 +65,7 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
     changed = replace(trainer.parts.sampling, **sampling)  # type: ignore[arg-type]
-    return read_groups(folder, trainer.parts.prompts, changed)
+    return read_groups(folder, trainer.parts.prompts, changed, trainer.queue.reward)
 
 
 def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
@@ -86,6 +97,35 @@ def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path
     run_until(trainer, 1, tmp_path)
     assert kept_of(trainer, tmp_path).groups
     assert not kept_of(trainer, tmp_path, temperature=0.5).groups
+    assert trainer.queue.reward is not None
+    trainer.queue.reward["remote_url"] = "other.py"
+    assert not kept_of(trainer, tmp_path).groups
+
+
+def kept_pair() -> KeptGroups:
+    rollouts = samples((0, 0), (0.0, 1.0), [0] * 4)
+    return KeptGroups(SamplingSettings(), [KeptGroup((0, 0), 1, rollouts)])
+
+
+def test_samples_belong_to_the_row_of_the_file(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input": "a" * 9}, {"input": "b"}])
+    prompts = PromptDataset(rows, make_tokenizer(tmp_path), PromptFormat(max_len=5))
+    kept_pair().write(tmp_path)
+    [group] = read_groups(tmp_path, prompts, SamplingSettings()).groups
+    assert group.key == (0, 0) and {rollout.row_id for rollout in group.rollouts} == {1}
+
+
+def test_a_failed_prompt_is_named_by_the_row_of_the_file() -> None:
+    queue = make_trainer(World(), num_prompts=2).queue
+    queue.sampler.prompts[0].row_id = 7  # type: ignore[misc]
+    queue._outcome(FinishedGroup((0, 0), failure="no reward"))
+    assert queue.take_failed() == {7: "no reward"}
+
+
+def test_what_the_disk_refuses_is_an_error_of_files(tmp_path: Path) -> None:
+    (tmp_path / TENSORS).mkdir()
+    with pytest.raises(OSError):
+        kept_pair().write(tmp_path)
 
 
 def test_where_nothing_is_finished_nothing_is_written(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_pairs_of_several_batches_are_asked_about_batch_by_batch() -> None:
     assert pairs.lengths.tolist() == [3, 2, 2, 4, 3]
 
 
+def test_batches_of_the_same_rows_are_asked_about_once() -> None:
+    samples = ListedSamples([example([1, 2], [3]), example([4], [5, 6])], [3, 3])
+    pairs = MismatchedPairs(samples, [[0, 1], [1, 0], [0, 1], [1, 0]])
+    assert pairs.spans == {(0, 1): range(2), (1, 0): range(2, 4)}
+    assert len(pairs) == len(pairs.lengths) == 4
+
+
 class PlainEngine:
     """A model in this process, with what a loop asks of an engine."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,14 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoint import CheckpointStore
 from openrlhf.distributed.run_checkpoints import CheckpointSaver, DataFacts, Opened
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_checkpoints import best_metric, check_is_shared, is_at_end
+from openrlhf.trainer.ppo_checkpoints import (
+    PPOCheckpoints,
+    best_metric,
+    check_is_shared,
+    is_at_end,
+)
 from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 
 
@@ -88,6 +95,21 @@ def test_a_run_is_at_its_end_when_every_prompt_has_an_outcome(tmp_path: Path) ->
     assert at(1, [])
     assert not at(0, []) and not at(1, [[0, 3]])
     assert not is_at_end(opened(tmp_path), PPOConfig())
+
+
+def test_nothing_is_scored_while_the_best_model_is_written(tmp_path: Path) -> None:
+    turn = threading.Lock()
+
+    def export(method: object, path: str) -> None:
+        assert turn.locked()
+        Path(path).mkdir()
+        (Path(path) / "config.json").write_text("{}")
+
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
+    groups = {"actor": SimpleNamespace(call=export)}
+    checkpoints = PPOCheckpoints(config(), opened(tmp_path), groups, phases, best_metric="m")
+    checkpoints.keep_best(3, {"m": 0.5})
+    assert checkpoints.best == {"metric": "m", "value": 0.5} and not turn.locked()
 
 
 def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:

@@ -186,16 +186,17 @@ def test_a_run_that_goes_on_generates_what_was_pending_again():
     assert trainer.state.global_step == 6
 
 
-def test_the_first_step_of_a_run_that_goes_on_compares_fresh_samples_alone():
+def test_the_first_step_that_has_fresh_samples_compares_them_alone():
     trainer = make_trainer(World(), num_prompts=4)
-    trainer.state.start_step = 3
     metrics = Metrics()
     metrics.add("vllm_kl", 5.0)
     metrics.add("vllm_kl/stale_1", 9.0)
     trainer.check_mismatch(metrics, 4)
+    trainer.check_mismatch(Metrics(), 5)  # a step without a signal compares nothing
     metrics.add("vllm_kl/stale_0", 1.5)
     with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e\+00"):
-        trainer.check_mismatch(metrics, 4)
+        trainer.check_mismatch(metrics, 6)
+    trainer.check_mismatch(metrics, 7)  # weights may have drifted by then
 
 
 def test_who_is_waited_for_is_said_when_nothing_comes(monkeypatch):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
-from openrlhf.datasets.sft_dataset import SFTExample
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
+from openrlhf.errors import DataError
+from openrlhf.trainer.ppo_setup import _texts
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer, pack_texts
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
+from tests.tiny import make_tokenizer, write_jsonl
 from tests.trainer.test_experience import THREE
 
 
@@ -77,6 +82,23 @@ def test_texts_stay_where_idle_samples_are_left_out() -> None:
     [[mixed]] = TextMixer(Texts(), seed=1).mix([[replace(step(3), experience=experience)]])
     left = without_idle_samples(mixed)
     assert len(left.experience) == 0 and left.texts is mixed.texts
+
+
+def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> None:
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
+
+    def texts(**data: object) -> SFTDataset | None:
+        data = {"pretrain_dataset": str(path), "prompt_max_len": 9, **data}
+        config = PPOConfig.model_validate({"data": data, "actor": {"ptx_coef": 0.1}})
+        return _texts(config, make_tokenizer(tmp_path))
+
+    with pytest.raises(DataError, match="id"):
+        texts()
+    kept = texts(duplicate_ids="keep")
+    assert kept is not None and len(kept) == 2
+    write_jsonl(path, [{"text": "a"}])
+    with pytest.raises(DataError, match=r"Check --pretrain_key and --max_len"):
+        texts(max_len=1)
 
 
 def test_every_token_but_the_first_is_a_target() -> None:

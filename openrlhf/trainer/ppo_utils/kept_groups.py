@@ -8,13 +8,14 @@ a prompt is not kept: it is read there again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
@@ -53,9 +54,10 @@ class KeptGroups:
 
     sampling: SamplingSettings | None = None  # that the samples were made with
     groups: Sequence[KeptGroup] = ()
+    reward: Mapping[str, Any] | None = None  # settings that decide the samples' rewards, as JSON
 
     def write(self, folder: Path) -> None:
-        """Write all into a folder; no file where there is nothing."""
+        """Write all into a folder; no file where there is nothing. Raises OSError."""
         if not self.groups:
             return
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -63,21 +65,41 @@ class KeptGroups:
             name: torch.cat([getattr(rollout, name).to(dtype) for rollout in rollouts])
             for name, dtype in (PER_TOKEN | PER_ACTION).items()
         }
-        safetensors.torch.save_file(tensors, folder / TENSORS)
+        try:
+            safetensors.torch.save_file(tensors, folder / TENSORS)
+        except SafetensorError as error:  # e.g. a full disk
+            raise OSError(str(error)) from error
         groups = [
             {"key": group.key, "age": group.age, "rollouts": list(map(_notes, group.rollouts))}
             for group in self.groups
         ]
-        notes = {"sampling": _as_json(self.sampling), "groups": groups}
+        notes = {**self._origin, "groups": groups}
         (folder / NOTES).write_text(json.dumps(notes))
 
+    @property
+    def _origin(self) -> dict[str, Any]:
+        """How the samples were made and rewarded, as JSON."""
+        sampling = None if self.sampling is None else asdict(self.sampling)
+        return json.loads(json.dumps({"sampling": sampling, "reward": self.reward}))
 
-def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings) -> KeptGroups:
-    """What `KeptGroups.write` wrote; nothing where samples are made in another way now."""
+    def _are_made_as(self, notes: Mapping[str, Any]) -> bool:
+        return all(notes.get(name) == value for name, value in self._origin.items())
+
+
+def read_groups(
+    folder: Path,
+    prompts: PromptDataset,
+    sampling: SamplingSettings,
+    reward: Mapping[str, Any] | None = None,
+) -> KeptGroups:
+    """What `KeptGroups.write` wrote; nothing where samples are made or rewarded in another way
+    now.
+    """
     path = folder / NOTES
     notes = json.loads(path.read_text()) if path.exists() else None
-    if notes is None or notes["sampling"] != _as_json(sampling):
-        return KeptGroups(sampling)
+    empty = KeptGroups(sampling, reward=reward)
+    if notes is None or not empty._are_made_as(notes):
+        return empty
     facts = [rollout for group in notes["groups"] for rollout in group["rollouts"]]
     tensors = safetensors.torch.load_file(folder / TENSORS)
     sizes = {name: [fact["num_tokens"] for fact in facts] for name in PER_TOKEN}
@@ -90,7 +112,7 @@ def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings
         rollouts = [
             Rollout(
                 group_id=0,  # a step gives it one
-                row_id=row,
+                row_id=prompt.row_id,
                 label=prompt.label,
                 datasource=prompt.datasource,
                 columns=prompt.columns,
@@ -100,13 +122,9 @@ def read_groups(folder: Path, prompts: PromptDataset, sampling: SamplingSettings
             for fact in group["rollouts"]
         ]
         groups.append(KeptGroup((episode, row), group["age"], rollouts))
-    return KeptGroups(sampling, groups)
+    return replace(empty, groups=groups)
 
 
 def _notes(rollout: Rollout) -> dict[str, Any]:
     sizes = {"num_tokens": len(rollout.token_ids), "num_actions": rollout.num_actions}
     return sizes | {name: getattr(rollout, name) for name in PLAIN}
-
-
-def _as_json(sampling: SamplingSettings | None) -> Any:
-    return None if sampling is None else json.loads(json.dumps(asdict(sampling)))

@@ -58,6 +58,7 @@ class RolloutQueue:
         self.sampling = sampling
         self.limits = limits
         self.wait_s = wait_s
+        self.reward: dict[str, Any] | None = None  # settings that decide rewards, as JSON
         self._say = say
         self._open_stream = open_stream
         self._changed = threading.Condition()  # held for everything below
@@ -157,11 +158,12 @@ class RolloutQueue:
             groups = [
                 KeptGroup(key, self._core.age(key), self._groups[key]) for key in self._core.ready
             ]
-        return KeptGroups(self.sampling, groups)
+        return KeptGroups(self.sampling, groups, self.reward)
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
-        self._kept = read_groups(folder, self.sampler.prompts, self.sampling).groups
+        prompts = self.sampler.prompts
+        self._kept = read_groups(folder, prompts, self.sampling, self.reward).groups
 
     def take_metrics(self) -> Metrics:
         """Metrics of generation, rewards and waiting since the last call."""
@@ -281,7 +283,7 @@ class RolloutQueue:
 
     def _outcome(self, group: FinishedGroup) -> str | None:
         if group.failure is not None:
-            self._failed[group.key[1]] = group.failure
+            self._failed[self.sampler.prompts[group.key[1]].row_id] = group.failure
             return "failed:reward"
         group_filter = self.sampler.group_filter
         if group_filter is None:

@@ -134,7 +134,7 @@ class StepSampler:
             for group in stream.finished(POLL_S):
                 if group.failure is not None:
                     self.ledger.settle([group.key], "failed:reward")
-                    failed[group.key[1]] = group.failure
+                    failed[self.prompts[group.key[1]].row_id] = group.failure
                 elif self._keeps(group, metrics):
                     kept[self._keys.index(group.key)] = group.rollouts
                     advance(1)

@@ -56,7 +56,14 @@ def _connect() -> None:
     asked = os.environ.get("RAY_ADDRESS")
     address = None if asked == "local" else find_cluster(asked)
     if address is not None:
-        ray.init(address=address, **quiet)
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the Ray cluster at {address} cannot be joined: {reason}. "
+                "Start it with this environment's ray, or set RAY_ADDRESS=local."
+            ) from error
         return
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
