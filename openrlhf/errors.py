@@ -67,3 +67,8 @@ class NumericsError(OpenRLHFError):
     """A loss, gradient or weight is not finite."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ Knows nothing of argv or files.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -70,6 +71,11 @@ class Base(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
+
+
+def expand_home(path: str | None) -> str | None:
+    """A place to write to, whose `~` no shell may have seen: in a file, in quotes."""
+    return path and os.path.expanduser(path)
 
 
 def option(

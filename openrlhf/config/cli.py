@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -148,13 +150,17 @@ def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
     return config, environment
 
 
-def save_resolved(config: CommandConfig, path: Path) -> None:
+def save_resolved(config: CommandConfig, path: Path, *, without: Iterable[str] = ()) -> None:
     """Write the whole tree as YAML; `--config` on it gives the same tree again.
 
-    Leaves out secrets, and the local rank, which belongs to a process and not to a run.
+    Leaves out secrets, the local rank, which belongs to a process and not to a run, and the leaves
+    `without`, dotted.
     """
     public, _ = take_secrets(config)
     tree = public.model_dump(mode="python", exclude={"local_rank"})
+    for leaf in without:
+        *sections, name = leaf.split(".")
+        reduce(getitem, sections, tree).pop(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(_with_lists(tree), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import Alias, Base, option, switch
+from openrlhf.config.base import Alias, Base, expand_home, option, switch
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -163,6 +163,9 @@ class CheckpointConfig(Base):
         min_length=1,
     )
     path: str = option("./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path")
+
+    _home = field_validator("output_dir", "path")(expand_home)
+
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
     save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
     disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
@@ -209,6 +212,8 @@ class LoggerConfig(Base):
         bare="true",
         env="TENSORBOARD_LOGGING_DIR",
     )
+
+    _home = field_validator("tensorboard_dir")(expand_home)
 
 
 class EvalConfig(Base):

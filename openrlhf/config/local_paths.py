@@ -92,7 +92,7 @@ def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
 
 
 def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
-    """Why nothing could be written there; the name is taken as it is, as those who write do."""
+    """Why nothing could be written there; the config has expanded its `~`."""
     path, remedy = Path(name), REMEDIES[opens]
     place = next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
     if place == path and path.is_dir() and opens == "output_file":

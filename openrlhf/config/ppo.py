@@ -6,6 +6,7 @@ for each case.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import ClassVar
@@ -339,6 +340,16 @@ class PPOConfig(RunConfig):
             yield Caution(
                 f"--kl_estimator {kl.estimator} without --use_kl_loss: as a reward term it is "
                 "biased. Type --kl_estimator k1, or add --use_kl_loss."
+            )
+
+    def note_first_drop_ends_the_run(self) -> Iterator[str]:
+        """A share of few prompts is less than one of them."""
+        share, num_prompts = self.reward.max_dropped, self.rollout.batch_size
+        if self.reward.failure == "drop_group" and share * num_prompts < 1 < num_prompts:
+            yield Caution(
+                f"--reward_max_dropped {share:g} of {num_prompts} prompts is less than one: the "
+                "first one without a reward ends the run. To let one of them go, type "
+                f"--reward_max_dropped {math.ceil(100 / num_prompts) / 100:g}."
             )
 
     def note_sleep_without_sharing(self) -> Iterator[str]:

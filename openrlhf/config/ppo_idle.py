@@ -46,6 +46,11 @@ IDLE = (
         "without --async_train",
     ),
     Idle(
+        ("train.agent_timeout_s",),
+        lambda config: is_blank(config.train.agent_func_path),
+        "without --agent_func_path",
+    ),
+    Idle(
         TEXT_PATHS,
         lambda config: is_blank(config.data.pretrain_dataset),
         "without --pretrain_data",

@@ -221,6 +221,9 @@ class PPOTrainConfig(TrainConfig):
     agent_func_path: str | None = option(
         None, "A .py file with AgentExecutor.", "agent_func_path", opens="file"
     )
+    agent_timeout_s: float = option(
+        3600.0, "Seconds for an agent's episode, generation included.", "agent_timeout_s", gt=0
+    )
 
 
 class PPODataConfig(CheckedDataConfig):

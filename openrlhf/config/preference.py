@@ -50,7 +50,7 @@ class PairDataConfig(SupervisedDataConfig):
     """`data.*` of commands that learn from a better and a worse answer."""
 
     prompt_key: str | None = option(
-        None, "Column of the prompt; unset: both answers are whole dialogues.", "prompt_key"
+        None, "Column of the prompt; unset: `prompt` if there is one, else no column.", "prompt_key"
     )
     chosen_key: str = option("chosen", "Column of the better answer.", "chosen_key")
     rejected_key: str = option("rejected", "Column of the worse answer.", "rejected_key")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf.config.base import Base, option, switch
+from pydantic import field_validator
+
+from openrlhf.config.base import Base, expand_home, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import DeepSpeedConfig, LoadConfig, PrecisionConfig
 from openrlhf.config.idle import Idle, idle_settings
@@ -211,6 +213,8 @@ class BatchInferenceConfig(CommandConfig):
     csft: CSFTConfig = CSFTConfig()
     ds: InferenceWeightsConfig = InferenceWeightsConfig()
 
+    _home = field_validator("output_path")(expand_home)
+
     def check_what_is_needed_is_named(self) -> Iterator[str]:
         """Task, model, rows and output have no defaults."""
         if self.eval_task is None:
@@ -268,6 +272,8 @@ class LoraCombinerConfig(CommandConfig):
     output_path: str | None = option(None, "Folder to write the merged model to.", opens="output")
     is_rm: bool = switch("The model is a reward model.")
     ds: PrecisionConfig = PrecisionConfig()
+
+    _home = field_validator("output_path")(expand_home)
 
     def check_models_are_named(self) -> Iterator[str]:
         """Base, adapter and output have no defaults."""

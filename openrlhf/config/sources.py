@@ -95,7 +95,8 @@ def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, st
     is_lost = False  # what follows a flag that is written wrong is not looked at
     for token in argv:
         if meant := _one_dash_name(token, reading.config_class):
-            reading.problems.append(f"{token} has one dash. Type --{meant}.")
+            name = token.partition("=")[0]  # what follows may be a secret
+            reading.problems.append(f"{name} has one dash. Type --{meant}.")
             is_lost = True
         elif token.startswith("--") and token[2:3].isalpha():
             if current is not None:

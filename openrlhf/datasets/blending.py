@@ -12,9 +12,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.csv_files import text_note
-from openrlhf.datasets.data_files import first_line
 from openrlhf.datasets.problems import Files, files_of, remember_blend, remember_files
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import ConfigError, DataError, first_line
 
 
 def parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:

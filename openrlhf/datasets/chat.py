@@ -80,9 +80,7 @@ def render_prompt(
     value = row[input_key]
     if not apply_chat_template:
         return fill_template(input_template, encoder.hide(plain_text(value, input_key)))
-    messages = to_messages(value)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+    messages = without_answer(to_messages(value))
     if not messages or is_blank(messages[-1]):
         raise RowError(f"'{input_key}' is empty")
     check_order(messages)
@@ -91,12 +89,15 @@ def render_prompt(
 
 def asked_part(value: Any) -> Any:
     """A prompt column's value as `render_prompt` reads it: messages without a closing answer."""
-    if not isinstance(value, list):
-        return value
-    messages = list(value)
-    while messages and _to_message(messages[-1])["role"] == "assistant":
-        messages.pop()
-    return messages
+    return value if isinstance(value, str) else without_answer(to_messages(value))
+
+
+def without_answer(messages: Sequence[Message]) -> list[Message]:
+    """What stands before the assistant's turns at the end."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return list(messages[:end])
 
 
 # Who may speak after whom; None is the beginning.

@@ -7,7 +7,7 @@ said the same, so that the config a run leaves behind is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 from datasets import Dataset
@@ -30,11 +30,34 @@ def if_given(settings: Base, name: str) -> Any:
     return getattr(settings, name) if is_given(settings, name) else None
 
 
-def as_recognised(config: ConfigT, recognised: Mapping[str, object]) -> ConfigT:
-    """The config with what its data was recognised as: dotted path -> value."""
-    for path, value in recognised.items():
+class Recognised(Protocol):
+    """Data whose columns may have been recognised."""
+
+    @property
+    def recognised(self) -> Mapping[str, object]:
+        """Settings of the config, dotted, that say how the rows are read."""
+
+
+def as_recognised(config: ConfigT, data: Recognised, held_out: Recognised | None = None) -> ConfigT:
+    """The config with what its data was recognised as.
+
+    It stays as it is where evaluation reads other columns: no setting says both.
+    """
+    if held_out is not None and held_out.recognised != data.recognised:
+        return config
+    for path, value in data.recognised.items():
         config = with_default(config, path, value)
     return config
+
+
+def undecided(config: Base, data: Recognised, held_out: Recognised | None) -> list[str]:
+    """Dotted settings that nobody typed and that evaluation reads otherwise: whoever reads the
+    config again has to recognise them again.
+    """
+    if held_out is None or held_out.recognised == data.recognised:
+        return []
+    paths = data.recognised.keys() | held_out.recognised.keys()
+    return sorted(path for path in paths if not is_given(config, path))
 
 
 def pick_column(

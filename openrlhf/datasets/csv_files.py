@@ -18,6 +18,7 @@ from openrlhf.datasets.problems import Problems
 from openrlhf.errors import DataError
 
 MAX_LINE_MIB = 64
+MAX_CELL = 2**31 - 1  # characters; lines have their limit already
 _WORDS = {"true": 1.0, "false": 0.0}
 
 
@@ -79,6 +80,7 @@ def _scan(path: Path, problems: Problems) -> int:
 
 def _header(path: Path) -> list[str]:
     """Names of the columns, from the first line that is not empty; raises DataError."""
+    csv.field_size_limit(MAX_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         names = next(filter(None, csv.reader(file)), [])
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -91,7 +93,7 @@ def _header(path: Path) -> list[str]:
 
 def _refuse_open_quote(path: Path) -> None:
     """Raise DataError for a quote that nothing closes, as in a file that was cut."""
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_CELL)
     start = 1
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from openrlhf.datasets.csv_files import read_csv_table, text_note
 from openrlhf.datasets.json_files import DAMAGED_GZIP, join_tables, read_json_table
 from openrlhf.datasets.problems import Gathered, remember_files
-from openrlhf.errors import DataError
+from openrlhf.errors import DataError, first_line
 
 
 def read_files(paths: list[Path]) -> Dataset:
@@ -64,11 +64,6 @@ def _plain(kind: Any) -> Any:
         return datasets.List(_plain(kind.feature), length=kind.length)
     is_text = isinstance(kind, datasets.Value) and kind.dtype in ("large_string", "string_view")
     return datasets.Value("string") if is_text else kind
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _read_arrow(path: Path) -> Dataset:

@@ -19,7 +19,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
 from openrlhf.datasets.blending import blend, parse_probs
-from openrlhf.datasets.data_files import check_text, first_line, read_files, with_plain_text
+from openrlhf.datasets.data_files import check_text, read_files, with_plain_text
 from openrlhf.datasets.expectations import UNCHECKED, Expectations, sha256_of
 from openrlhf.datasets.problems import (
     Gathered,
@@ -29,7 +29,7 @@ from openrlhf.datasets.problems import (
     unread_of,
 )
 from openrlhf.datasets.repeated_ids import refuse_repeats
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import ConfigError, DataError, first_line
 from openrlhf.utils.hub import looking_up
 
 _SPLIT_WORDS = {

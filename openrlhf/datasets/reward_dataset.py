@@ -119,6 +119,8 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         is_chat = uses_chat_template(
             form.apply_chat_template, self._rows, names, self._encoder.tokenizer
         )
+        if self._prompt_key and not form.prompt_key and not is_chat:
+            self._look_for_prompts_in_the_answers()
         self._format = replace(form, apply_chat_template=is_chat)
         if (is_chat and not form.apply_chat_template) or self._prompt_key != form.prompt_key:
             how = "messages, with the chat template" if is_chat else "text"
@@ -128,6 +130,30 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         elif form.input_template and self._prompt_key is None and not is_chat:
             self.notices.append(Caution("--input_template is not used: there is no prompt column"))
 
+    def _look_for_prompts_in_the_answers(self) -> None:
+        """Texts that all begin with their prompt hold it already: a column nobody named is then
+        not used. In some rows it may be chance.
+        """
+        form, column, total = self._format, self._prompt_key, len(self._rows)
+        names = [name for name in (column, form.chosen_key, form.rejected_key) if name]
+        texts = zip(*(self._rows[name] for name in names), strict=True)
+        num_held = sum(_begin_alike(*row) for row in texts)
+        if num_held == total > 0:
+            self._prompt_key = None
+            self.notices.append(
+                Caution(
+                    f"column '{column}' was not used: both answers of every row hold their prompt. "
+                    f"Type --prompt_key {column} to put it before them"
+                )
+            )
+        elif num_held:
+            self.notices.append(
+                Caution(
+                    f"both answers of {num_held} of {total} rows begin with the text of "
+                    f"'{column}', which is put before them as before all others"
+                )
+            )
+
     @property
     def recognised(self) -> dict[str, object]:
         """Settings of the config, dotted, that say how the rows are read."""
@@ -136,19 +162,18 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 
     @property
     def _num_whole(self) -> int:
-        """Pairs that hold a prompt of their own, beside that of a column nobody named."""
+        """Pairs of dialogues with a prompt of their own, beside that of a column nobody named."""
         return sum(isinstance(extra, list) for extra in self._content.extras)
 
     def _report(self) -> None:
         super()._report()
         if self._num_whole:
-            line = (
-                f"column '{self._prompt_key}' was not used in {self._num_whole} of "
-                f"{len(self._rows)} rows: both answers hold their prompt"
+            self.notices.append(
+                Caution(
+                    f"column '{self._prompt_key}' was not used in {self._num_whole} of "
+                    f"{len(self._rows)} rows: both answers hold their prompt"
+                )
             )
-            is_chat = self._format.apply_chat_template
-            remedy = f". Type --prompt_key {self._prompt_key} to put it before them"
-            self.notices.append(Caution(line if is_chat else line + remedy))
 
     def _draft(self, row: Row) -> Draft:
         form = self._format
@@ -163,8 +188,6 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if self._prompt_key is None:
             return Draft([[answer] for answer in answers], margin)
         prompt = self._encoder.hide(plain_text(row[self._prompt_key], self._prompt_key))
-        if form.prompt_key is None and all(answer.text.startswith(prompt) for answer in answers):
-            return Draft([[answer] for answer in answers], _of_whole(margin))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
         return Draft([[start, answer] for answer in answers], margin)
 
@@ -241,6 +264,13 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 def _of_whole(margin: float) -> Json:
     """What an example holds besides its tokens where the prompt's column was not used."""
     return [margin]
+
+
+def _begin_alike(prompt: object, *answers: object) -> bool:
+    """Whether all answers, if these are texts, begin with the prompt."""
+    if not isinstance(prompt, str) or not prompt:
+        return False
+    return all(isinstance(answer, str) and answer.startswith(prompt) for answer in answers)
 
 
 def _is_cut(row: Row, side: str) -> bool:

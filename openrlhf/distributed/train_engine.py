@@ -60,6 +60,11 @@ class TrainEngine:
         return self.engine.module
 
     @property
+    def zero_stage(self) -> int:
+        """The stage that runs, which may be another than the one that was asked for."""
+        return int(self.engine.zero_optimization_stage())
+
+    @property
     def lr(self) -> float:
         """Learning rate after the updates so far."""
         return self.schedule.value

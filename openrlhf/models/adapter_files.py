@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
             "missing. Save it again."
         ) from error
     except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"The adapter at {path} does not fit {model.config._name_or_path}: {reason}. "
+            f"The adapter at {path} does not fit {model.config._name_or_path}: "
+            f"{first_line(error)}. "
             "Give the base it was trained on."
         ) from error
     return adapted

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from openrlhf.config.local_paths import looks_local
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.adapter_files import SCALE_FIELDS, merge_adapter_into
 from openrlhf.models.kernels import (
     FLASH_2,
@@ -69,7 +69,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
                 path, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         if folder.is_dir():
             raise ConfigError(
                 f"Model path {path!r} cannot be read: {reason} Copy or save the model again."

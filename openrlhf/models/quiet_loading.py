@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import bars_for_tqdm, progress
 
@@ -36,10 +36,11 @@ def quiet_transformers(path: str) -> Iterator[None]:
             yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"The weights of {path} cannot be read: {_first_line(error)}. Copy or save them again."
+            f"The weights of {path} cannot be read: {first_line(error).rstrip('.')}. "
+            "Copy or save them again."
         ) from error
     except (ImportError, ValueError) as error:
-        reason = _first_line(error)
+        reason = first_line(error).rstrip(".")
         raise ConfigError(f"The model cannot be loaded with these settings: {reason}") from error
     finally:
         transformers.logging.set_tqdm_hook(previous_hook)
@@ -81,7 +82,3 @@ def download_bar_class() -> type:
             super().close()
 
     return DownloadBar
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

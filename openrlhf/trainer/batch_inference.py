@@ -41,7 +41,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     assert config.eval_task is not None, "check_what_is_needed_is_named"
     assert config.output_path is not None, "check_what_is_needed_is_named"
     topology = Topology.from_env(local_rank=config.local_rank)
-    output = Path(config.output_path).expanduser()
+    output = Path(config.output_path)
     if config.eval_task != "generate_vllm":
         check_here(config.ds)
     check_vllm(config)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.chat import to_messages
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -106,9 +107,8 @@ class ScoreTask(BatchTask):
             raise RewardError(f"the reward model scored row {row_id} with {reward}")
         row, column = self.rows[row_id], self.examples.output_column
         if column is None:  # the dialogue ends with the answer
-            *asked, answer = row[self.examples.input_column]
-            text = answer.get("content") if answer.get("content") is not None else answer["value"]
-            scored = {"input": asked, "output": text}
+            *asked, answer = to_messages(row[self.examples.input_column])
+            scored = {"input": asked, "output": answer["content"]}
         else:
             scored = {"input": row[self.examples.input_column], "output": row[column]}
         if row.get("finish_reason") is not None:

@@ -23,7 +23,7 @@ def run_lora_combiner(config: LoraCombinerConfig) -> None:
     base, adapter = config.model_path, config.lora_path
     assert base is not None and adapter is not None, "check_models_are_named"
     assert config.output_path is not None, "check_models_are_named"
-    output = Path(config.output_path).expanduser()
+    output = Path(config.output_path)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output_path is a file: {output}. Type the name of a folder.")
     tokenizer = tokenizer_of(config, base, Path(adapter).expanduser())

@@ -15,7 +15,7 @@ import torch
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.conventions import as_recognised
+from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
@@ -99,7 +99,7 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
     say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
-    config = as_recognised(config, inputs.prompts.recognised)
+    config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     redirect_framework_logs(inputs.run_dir, "driver")
     with inputs:
         opened = open_run(config, inputs)
@@ -127,7 +127,7 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     else:
         show_bars_on(None)  # one controller draws for all
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
-    config = as_recognised(config, inputs.prompts.recognised)
+    config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
     with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
         opened = open_run(config, inputs)
@@ -181,7 +181,8 @@ def _run(
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
     if is_main:  # what is refused leaves the folder as it was
-        save_resolved(config, inputs.run_dir / "config.yaml")
+        unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
+        save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
     parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
     trainer.fit()
     _export(config, groups)

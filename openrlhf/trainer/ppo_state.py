@@ -27,6 +27,7 @@ class RunState:
     texts: TextMixer | None = None  # pre-training text that is mixed in
     global_step: int = 0  # steps done
     weight_version: int = 0  # of the policy; counts its updates
+    evaluated_step: int | None = None  # the last one
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
 
     def remember(self, values: Mapping[str, float]) -> None:
@@ -38,6 +39,7 @@ class RunState:
         return {
             "global_step": self.global_step,
             "weight_version": self.weight_version,
+            "evaluated_step": self.evaluated_step,
             "kl": self.kl_controller.state_dict(),
             "sampler": self.sampler.state_dict(),
             "texts": None if self.texts is None else self.texts.state_dict(),
@@ -63,6 +65,7 @@ class RunState:
         """Go on from where `state_dict` was taken."""
         self.global_step = state["global_step"]
         self.weight_version = state["weight_version"]
+        self.evaluated_step = state["evaluated_step"]
         self.kl_controller.load_state_dict(state["kl"])
         self.sampler.load_state_dict(state["sampler"])
         if self.texts is not None:

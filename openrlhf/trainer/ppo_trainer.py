@@ -29,7 +29,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-from openrlhf.utils.logging import eval_line, hints, notice, step_line
+from openrlhf.utils.logging import eval_line, hints, notice, step_line, warn_once
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tracking import RolloutWriter, Tracker
@@ -71,7 +71,6 @@ class PPOTrainer:
         kl = config.algo.kl
         self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
-        self.evaluated_step: int | None = None  # the last one
         self.is_compared = False  # whether engine and trainer were, in this run
         sampler = EpochSampler(len(parts.prompts), config.train.seed)
         cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
@@ -107,7 +106,7 @@ class PPOTrainer:
             if self.is_eval_step(state.global_step):
                 self.evaluate(state.global_step)
             self.save_if_due()
-        if self.evaluated_step != state.global_step:
+        if state.evaluated_step != state.global_step:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.parts.tracker.close()
@@ -219,7 +218,7 @@ class PPOTrainer:
 
     def evaluate(self, global_step: int) -> dict[str, float]:
         """pass@n and pass@1 on the evaluation prompts; logged."""
-        self.evaluated_step = global_step
+        self.state.evaluated_step = global_step
         prompts = self.parts.eval_prompts
         if prompts is None:
             return {}
@@ -252,7 +251,12 @@ class PPOTrainer:
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree in the first step that compares them."""
         limit, name = self.parts.max_mismatch_kl, self.mismatch_metric
-        if self.is_compared or name not in metrics:
+        if self.is_compared or "vllm_kl" not in metrics:
+            return
+        if name not in metrics:
+            warn_once(
+                "engine and trainer are not compared yet: all samples are older than the policy"
+            )
             return
         self.is_compared = True
         if metrics[name] > limit:

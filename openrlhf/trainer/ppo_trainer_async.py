@@ -13,6 +13,7 @@ from openrlhf.trainer.ppo_utils.async_controller import AsyncLimits
 from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.user_code import code_digest
 
 WAIT_S = 4 * 3600.0  # for samples; no call of an engine takes longer
 
@@ -93,10 +94,13 @@ class PPOTrainerAsync(PPOTrainer):
 
 
 def reward_origin(config: PPOConfig) -> dict[str, Any]:
-    """Settings that decide the reward of a sample, as JSON."""
+    """What decides the reward of a sample, as JSON: settings, and the text of user code."""
     names = {"remote_url", "model_name_or_path", "weights", "normalize_enable"}
     reward = config.reward.model_dump(mode="json", include=names)
-    return {**reward, "agent_func_path": config.train.agent_func_path}
+    agent = config.train.agent_func_path
+    code = config.reward.remote_url if config.reward.is_function_file else agent
+    digest = code_digest(code) if code else None
+    return {**reward, "agent_func_path": agent, "code_sha256": digest}
 
 
 def async_limits(config: PPOConfig) -> AsyncLimits:

@@ -19,7 +19,7 @@ from torch import nn
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.datasets.conventions import as_recognised, news
+from openrlhf.datasets.conventions import Recognised, as_recognised, news, undecided
 from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
@@ -58,14 +58,10 @@ Progress = Callable[[int, int], None]  # rows done, rows in all
 NUM_CHECKED_SAMPLES = 100
 
 
-class RowSamples(SampleSet[Any], Protocol):
+class RowSamples(SampleSet[Any], Recognised, Protocol):
     """Samples made from the rows of a data set."""
 
     notices: list[str]  # what a person should be told about left-out rows, one line each
-
-    @property
-    def recognised(self) -> Mapping[str, object]:
-        """Settings of the config, dotted, that say how the rows are read."""
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +142,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     if not topology.is_main:
         show_bars_on(None)  # one rank draws for all
     inputs = prepare_inputs(recipe, config, goes_first=topology.local_rank == 0)
-    config = as_recognised(config, inputs.samples.recognised)
+    config = as_recognised(config, inputs.samples, inputs.eval_samples)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.train.seed,
@@ -175,7 +171,8 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     )
     checkpointer.resume()
     if strategy.is_main:  # what is refused leaves the folder as it was
-        save_resolved(config, run_dir / "config.yaml")
+        unsaid = undecided(config, inputs.samples, inputs.eval_samples)
+        save_resolved(config, run_dir / "config.yaml", without=unsaid)
         say_start(recipe, run, trainer)
     trainer.fit(after_step=checkpointer.save_if_due)
     recipe.export(run, run_dir)
@@ -339,6 +336,7 @@ def say_start(
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
     inputs, train, topology = run.inputs, run.config.train, run.strategy.topology
     trained = "" if num_trained == num_parameters else f", {format_count(num_trained)} trained"
+    asked, stage = run.config.ds.zero_stage, run.engine.zero_stage
     print_banner(
         {
             "model": {
@@ -348,7 +346,7 @@ def say_start(
             },
             "machine": {
                 "ranks": f"{topology.world_size} on {run.strategy.device.type}",
-                "ZeRO stage": run.config.ds.zero_stage,
+                "ZeRO stage": stage if stage == asked else f"{asked}, runs as {stage} here",
                 "threads": os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()),
             },
             "data": {

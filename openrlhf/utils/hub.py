@@ -1,8 +1,8 @@
 """The hub that models, tokenizers and data sets come from: what happens where it does not answer.
 
-The hub's own client tries each file again and again, for a minute in all. Here the hub is asked
-once; where it does not answer, only its cache is used from then on, in this process and in those it
-starts.
+The hub's own client tries each file again and again, for a minute in all. Here it has 10
+seconds; where it does not answer, only its cache is used from then on, in this process and in those
+it starts.
 """
 
 from __future__ import annotations
@@ -88,15 +88,22 @@ def _ask(endpoint: str, limit_s: float) -> str | None:
 def _try_all(endpoint: str, limit_s: float, outcome: list[str | None]) -> None:
     from huggingface_hub import get_session  # noqa: PLC0415
 
-    client = get_session()
+    try:
+        client = get_session()
+    except OSError as error:  # e.g. a file of certificates that is not there
+        outcome.append(str(error))
+        return
     # Its library is httpx or httpx2, by the version of the hub's package.
     library = importlib.import_module(type(client).__mro__[-2].__module__.partition(".")[0])
     for num_left in reversed(range(MAX_TRIES)):
         try:
             client.head(endpoint, timeout=limit_s)
-        except (library.TransportError, library.InvalidURL) as error:
+        except (library.TransportError, library.InvalidURL, OSError) as error:
             if not num_left:
                 outcome.append(str(error) or type(error).__name__)
+        except library.HTTPError:  # e.g. redirects without end: an answer
+            outcome.append(None)
+            return
         else:
             outcome.append(None)
             return

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf.config.local_paths import is_template_text, looks_local
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
 
@@ -308,9 +308,8 @@ def _load_problem(name_or_path: str, error: Exception) -> str:
             f"tokenizer {name_or_path} runs code of its own. "
             "Add --trust_remote_code if you trust it."
         )
-    first_line = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return (
-        f"tokenizer {name_or_path} cannot be loaded: {first_line} "
+        f"tokenizer {name_or_path} cannot be loaded: {first_line(error)} "
         "Give a folder with tokenizer files, or a hub name that can be reached."
     )
 

@@ -63,6 +63,11 @@ def load_module(path: str | Path) -> ModuleType:
     return module
 
 
+def code_digest(path: str | Path) -> str:
+    """What tells a file from another, and from what it was before an edit."""
+    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+
+
 def load_attribute(path: str | Path, name: str) -> object:
     """A class or function of a user's file; raises ConfigError that lists what the file has
     instead.

@@ -10,6 +10,7 @@ from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_trainer_async import async_limits
+from openrlhf.trainer.ray.agent_host import agent_limits
 from openrlhf.trainer.ray.cluster import role_counts
 from openrlhf.trainer.ray.placement import ClusterView
 
@@ -137,3 +138,20 @@ def test_steps_run_over_the_ends_of_episodes():
 def test_one_process_cannot_do_both():
     with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
         run_ppo_local(parse("--train_batch_size 64 --async_train").config)
+
+
+def test_a_cap_on_dropped_prompts_below_one_prompt_is_said():
+    line = "--train_batch_size 64 --reward_failure drop_group "
+    (notice,) = parse(line).notices
+    assert notice == (
+        "--reward_max_dropped 0.01 of 64 prompts is less than one: the first one without a reward "
+        "ends the run. To let one of them go, type --reward_max_dropped 0.02."
+    )
+    assert not parse(line + "--reward_max_dropped 0.02").notices
+    assert not parse("--train_batch_size 64").notices
+
+
+def test_deadlines_of_agents_are_flags():
+    flags = "--train_batch_size 64 --agent_timeout_s 7 --reward_timeout_s 2"
+    limits = agent_limits(parse(flags).config)
+    assert (limits.episode_timeout_s, limits.step_timeout_s) == (7.0, 2.0)

@@ -200,6 +200,18 @@ def test_what_is_there_or_may_be_elsewhere_passes(config_class: type, line: str)
     assert problems(config_class, line) == []
 
 
+def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text("save_path: ~/run\nckpt_path: ~/ckpt\n")
+    ckpt = parse_config(SFTConfig, [*SFT_NEEDS.split(), "--config", str(file)]).config.ckpt
+    assert (ckpt.output_dir, ckpt.path) == (f"{tmp_path}/run", f"{tmp_path}/ckpt")
+    words = ["--model_path", "org/m", "--lora_path", "adapter", "--output_path", "~/merged"]
+    assert parse_config(LoraCombinerConfig, words).config.output_path == f"{tmp_path}/merged"
+
+
 def test_a_comma_may_belong_to_a_name() -> None:
     words = ["--pretrain", "model", "--dataset", "odd, name.jsonl"]
     assert list(path_problems(parse_config(SFTConfig, words).config)) == []

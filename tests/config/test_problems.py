@@ -184,6 +184,7 @@ def notices(line):
             "group_norm, dr_grpo: GAE. Type gae.",
         ),
         ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
+        ("-use_wandb=secret", "-use_wandb has one dash. Type --use_wandb."),
         ("--fp16", "--fp16 is not a known name. Type --ds.param_dtype fp16."),
         ("--epsilon 0.1", "--epsilon is not a known name. Type --eps_clip."),
         ("--actor.adm.lr 4", "--actor.adm.lr is not a known name. Did you mean --actor.adam.lr?"),

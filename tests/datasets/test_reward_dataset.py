@@ -253,18 +253,26 @@ def test_a_pair_whose_sides_begin_otherwise_is_read_again_from_what_was_recognis
 def test_texts_that_hold_the_prompt_of_an_unnamed_column_have_it_once(tokenizer):
     rows = [
         {"prompt": "Q: ", "chosen": "Q: ab", "rejected": "Q: cd"},
-        {"prompt": "Q: ", "chosen": "Q: ab", "rejected": "cd"},
+        {"prompt": "R: ", "chosen": "R: a", "rejected": "R: d"},
     ]
     dataset = pairs(tokenizer, rows)
-    assert [shown(tokenizer, dataset, i)[0][0] for i in (0, 1)] == [
-        "Q: ab<|end|>",
-        "Q: Q: ab<|end|>",
-    ]
-    assert shown(tokenizer, dataset)[0][1] == "ab<|end|>" and dataset[0].margin == 0.0
-    assert "1 of 2 rows: both answers hold their prompt" in dataset.notices[-1]
+    texts = [shown(tokenizer, dataset, i)[0] for i in (0, 1)]
+    assert texts == [("Q: ab<|end|>", "ab<|end|>"), ("R: a<|end|>", "a<|end|>")]
+    assert dataset.notices[0].startswith("column 'prompt' was not used: both answers of every row")
     assert dataset.recognised["data.prompt_key"] is None
     named = pairs(tokenizer, rows, prompt_key="prompt")
     assert shown(tokenizer, named)[0][0] == "Q: Q: ab<|end|>"
+
+
+def test_an_answer_that_happens_to_begin_as_its_prompt_is_one_all_the_same(tokenizer):
+    rows = [
+        {"prompt": "ab", "chosen": "ab c", "rejected": "ab d"},
+        {"prompt": "ef", "chosen": "a", "rejected": "b"},
+    ]
+    dataset = pairs(tokenizer, rows)
+    assert [shown(tokenizer, dataset, i)[0][0] for i in (0, 1)] == ["abab c<|end|>", "efa<|end|>"]
+    assert dataset.notices[0].startswith("both answers of 1 of 2 rows begin with the text of")
+    assert dataset.recognised["data.prompt_key"] == "prompt"
 
 
 def test_a_template_without_a_prompt_to_wrap_is_said(tokenizer):

@@ -46,6 +46,13 @@ def _rank_main(rank: int, worker: Worker, world_size: int, port: int, folder: st
     torch.save(result, Path(folder) / f"world{world_size}-rank{rank}.pt")
 
 
+def meet_elsewhere() -> None:
+    """A world that meets anew needs another port: one rank may still know the last one's. All
+    ranks call this alike.
+    """
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 import transformers
 
 from openrlhf.cli.lora_combiner import main as combine
-from tests.distributed.spawn import run_ranks
+from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.integration.test_launchers import DOCUMENTED, documented_row
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.gradients import response_logprob
@@ -30,9 +29,9 @@ COMMON = (
 
 
 def train_all(folder: Path) -> None:
-    """Every command's adapter; a world that meets anew needs another port."""
+    """Every command's adapter."""
     for method, (flags, _, _) in DOCUMENTED.items():
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        meet_elsewhere()
         words = flags.format(root=folder).partition(" --use_wandb")[0].split()
         template = ["--input_template", "{}"] if method in ("sft", "kd") else []
         paths = (

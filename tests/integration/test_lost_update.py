@@ -1,5 +1,5 @@
-"""The second of two real engines does not get an update: the run ends before anything is sampled
-from old weights, and says which engine it was.
+"""The second of two real engines does not get an update: the run ends with that sync, before the
+step after it, and says which engine it was.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ def test_a_run_killed_twice_with_samples_made_ahead_and_filtered_goes_on(tmp_pat
     for step in (3, 5):
         run(command, stop_at=step, run_dir=run_dir)
     saved = max((run_dir / "ckpt").glob("global_step*"), key=lambda path: int(path.name[11:]))
+    assert [*(run_dir / "ckpt").glob("global_step*/finished_groups.json")]
     has_kept = (saved / "finished_groups.json").exists()
     output = run(command, run_dir=run_dir)
     assert f"resuming from {saved}" in output

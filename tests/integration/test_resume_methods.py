@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 from openrlhf.distributed.backend import shut_down
 from openrlhf.trainer.checkpointing import Checkpointer
-from tests.distributed.spawn import run_ranks
+from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.tiny import make_model, write_jsonl
 
 NUM_ROWS = 10  # three batches an epoch, the last one smaller: 6 steps
@@ -99,8 +98,7 @@ def make_inputs(root: Path) -> Path:
 
 def start(root: Path, run_dir: Path, case: str, *more: str) -> None:
     """One start of a case's command."""
-    # A world that meets anew needs another port: one rank may still know the last one's.
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    meet_elsewhere()
     method, *flags = CASES[case].format(root=root).split()
     command = importlib.import_module(f"openrlhf.cli.train_{method}")
     paths = f"--pretrain {root}/model --dataset {root}/rows.jsonl --eval_dataset {root}/rows.jsonl"

@@ -59,12 +59,12 @@ def parents(source, count):
     return Counter(result.extra_logs["parent"].int().tolist())
 
 
-digest_of, reward_nodes.digest_of = reward_nodes.digest_of, lambda path: "0" * 64
+code_digest, reward_nodes.code_digest = reward_nodes.code_digest, lambda path: "0" * 64
 try:
     run.on_every_node(pool)
 except ConfigError as error:
     told["other_file"] = str(error)
-reward_nodes.digest_of = digest_of
+reward_nodes.code_digest = code_digest
 for handle in run.reward_actors:
     ray.kill(handle)
 run.reward_actors.clear()

@@ -11,6 +11,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models import kernels
 from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import apply_liger, check_here, is_installed
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
@@ -108,6 +109,12 @@ def test_the_expert_kernel_without_gradients_is_refused(mixtral_dir):
         load_causal_lm(mixtral_dir, experts_implementation="deepgemm")
 
 
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine on which none of the optional packages is installed."""
+    monkeypatch.setattr(kernels, "is_installed", lambda package: False)
+
+
 def missing(**settings: object) -> list[str]:
     """What a machine without a GPU lacks for these settings."""
     try:
@@ -122,7 +129,7 @@ def test_settings_of_every_machine_lack_nothing():
         assert missing(attn_implementation=name, param_dtype="bf16", grad_accum_dtype="bf16") == []
 
 
-def test_everything_a_machine_lacks_is_said_at_once():
+def test_everything_a_machine_lacks_is_said_at_once(bare):
     assert missing(
         use_liger_kernel=True, attn_implementation="flash_attention_3", grad_accum_dtype="bf16"
     ) == [
@@ -136,7 +143,7 @@ def test_everything_a_machine_lacks_is_said_at_once():
     ]
 
 
-def test_an_attention_that_does_not_exist_is_refused_with_those_that_do():
+def test_an_attention_that_does_not_exist_is_refused_with_those_that_do(bare):
     [line] = missing(attn_implementation="flash_atention_2")
     assert line.startswith("--attn_implementation flash_atention_2 is not known. Type one of auto,")
     [line] = missing(attn_implementation="kernels-community/flash-attn2")

@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.file_download import http_get
 
-from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.quiet_loading import download_bar_class
 from tests.bars import Recorder, until
 
@@ -55,10 +54,3 @@ def test_a_file_that_is_downloaded_moves_a_bar_in_mebibytes(url, show_bars_on, c
     assert {text for text, _, _ in DISPLAY.shown} == {f"downloading {name} (MiB)"}
     assert not DISPLAY.open
     assert capsys.readouterr() == ("", "")
-
-
-def test_what_is_here_already_is_not_downloaded(tiny_model_dir, show_bars_on):
-    display = Recorder()
-    show_bars_on(display)
-    load_causal_lm(tiny_model_dir)
-    assert not any(text.startswith("downloading") for text in display.descriptions)

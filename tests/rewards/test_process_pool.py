@@ -337,10 +337,10 @@ def test_a_file_without_a_function_is_refused_at_start(
 def test_a_file_that_hangs_while_it_is_imported_is_refused_and_ended(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "LOAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(worker_process, "LOAD_TIMEOUT_S", 5.0)
     with pytest.raises(ConfigError) as caught:
         make_pool("import os, time; print(os.getpid()); time.sleep(1e6)")
-    assert "my_reward.py: the file did not end in 1 s while it was imported." in str(caught.value)
+    assert "my_reward.py: the file did not end in 5 s while it was imported." in str(caught.value)
     pid = int((tmp_path / "logs" / "reward-0.log").read_text().splitlines()[0])
     assert wait_until(lambda: not is_running(pid))
 

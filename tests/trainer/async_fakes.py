@@ -124,6 +124,10 @@ def samples(key: Key, scores: Sequence[float], versions: Sequence[int]) -> list:
     ]
 
 
+class TrainerBroke(Exception):
+    """Ends a run in the middle of a training step."""
+
+
 @dataclass
 class FakeActor:
     """Trains for `train_s`; has one rank."""
@@ -135,7 +139,7 @@ class FakeActor:
         assert method is PolicyModelActor.fit
         time.sleep(self.world.train_s)
         if self.world.train_error_at == self.world.policy_version:
-            raise ValueError("the trainer broke")
+            raise TrainerBroke
         self.world.policy_version += 1
         return lambda: [Metrics() for _ in shares]
 
@@ -219,7 +223,7 @@ def make_trainer(
             "eval": {"steps": 3},
             "actor": {"model_name_or_path": "m"},
             "data": {"prompt_dataset": "d"},
-            "reward": {"remote_url": "r.py"},
+            "reward": {"remote_url": "http://r"},
         }
     )
     prompts = [

@@ -82,7 +82,8 @@ class AgentExecutor(AgentExecutorBase):
 
 
 def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenizer):
-    engine = GrowingEngine(says(tiny_tokenizer, WORDS), delay_s=DELAY_S)
+    words = WORDS * 3  # not all sampled when the loop is left
+    engine = GrowingEngine(says(tiny_tokenizer, words), delay_s=DELAY_S)
     runner = make_runner(
         write_agent(tmp_path, BLOCKING), engine, tiny_tokenizer, step_timeout_s=0.2
     )
@@ -92,7 +93,7 @@ def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenize
         runner.close()
     assert found["slow"].reward == 1.0 and found["stuck"].failure.kind == "blocked"
     assert (len(engine.requests), engine.num_aborted) == (2, 1)  # the first was begun again
-    num_tokens = len(tiny_tokenizer.encode(WORDS)) + 1
+    num_tokens = len(tiny_tokenizer.encode(words)) + 1
     assert num_tokens < engine.num_sampled < 2 * num_tokens
 
 

@@ -14,16 +14,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.distributed.checkpoint import CheckpointStore
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
-from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.kept_groups import (
     TENSORS,
@@ -33,7 +34,13 @@ from openrlhf.trainer.ppo_utils.kept_groups import (
 )
 from openrlhf.trainer.ray.phases import DevicePhases
 from tests.tiny import make_tokenizer
-from tests.trainer.async_fakes import World, make_trainer, samples, staleness_histogram
+from tests.trainer.async_fakes import (
+    TrainerBroke,
+    World,
+    make_trainer,
+    samples,
+    staleness_histogram,
+)
 
 
 def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
@@ -52,7 +59,7 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
             groups.write(folder)
 
     trainer.settle = settle_and_save  # type: ignore[method-assign]
-    with suppress(ValueError):
+    with suppress(TrainerBroke):
         trainer.fit()
     return saved
 
@@ -102,6 +109,18 @@ def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path
     assert not kept_of(trainer, tmp_path).groups
 
 
+def test_samples_that_edited_code_would_reward_otherwise_are_made_again(tmp_path: Path) -> None:
+    code = tmp_path / "reward.py"
+    line = ["--pretrain", "m", "--prompt_data", "d", "--save_path", "s", "--async_train"]
+    line += ["--train_batch_size", "64", "--rollout_batch_size", "64", "--remote_rm_url", str(code)]
+    code.write_text("def reward_func(queries, prompts, labels): ...\n")
+    config = parse_config(PPOConfig, line).config
+    before = reward_origin(config)
+    assert reward_origin(config) == before
+    code.write_text("def reward_func(queries, prompts, labels): return 1\n")
+    assert reward_origin(config) != before
+
+
 def kept_pair() -> KeptGroups:
     rollouts = samples((0, 0), (0.0, 1.0), [0] * 4)
     return KeptGroups(SamplingSettings(), [KeptGroup((0, 0), 1, rollouts)])
@@ -147,7 +166,7 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
     first = checkpoints()
     trainer.parts.checkpoints.is_due = first.is_due
     trainer.parts.checkpoints.save = first.save
-    with suppress(ValueError):
+    with suppress(TrainerBroke):
         trainer.fit()
     world = World(policy_version=2)
     again = make_trainer(world, num_prompts=24)
@@ -203,8 +222,7 @@ def test_a_run_goes_on_from_any_step(
     trainer = make_trainer(first, **sizes)  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
         saved = run_until(trainer, stop, Path(folder))
-        if not saved:
-            return
+        assume(saved)
         finished = {group.key for group in kept_of(trainer, Path(folder)).groups}
         second = World(policy_version=stop, **fate)  # type: ignore[arg-type]
         trainer = make_trainer(second, **sizes)  # type: ignore[arg-type]

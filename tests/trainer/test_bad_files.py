@@ -135,6 +135,11 @@ CASES = {
         content(b'input,output\nq,a\nq,"a lo'),
         ":3: cut record: a quote that is not closed",
     ),
+    "cut inside a long header": (
+        "a.csv",
+        content(b'"input,output\n' + b"q,a\n" * 50_000),
+        ":1: cut record: a quote that is not closed",
+    ),
     "a cell too few": (
         "a.csv",
         content(b"input,output\nq,a\nq\n"),

@@ -228,11 +228,15 @@ def test_a_line_is_called_back_in_a_terminal(tiny_model_dir):
             text += os.read(master, 4096)
         return text
 
-    read_until(b"leave; Ctrl-C stops an answer, then the chat.\r\n> ")
-    os.write(master, b"/reset\n")
-    read_until(b"anew.\r\n> ")
-    os.write(master, b"\x1b[A\n")  # the arrow up
-    assert b"/reset\r\nThe conversation starts anew." in read_until(b"anew.\r\n> ")
-    os.write(master, b"\x04")
-    assert process.wait(timeout=60) == 0
-    os.close(master)
+    try:
+        read_until(b"leave; Ctrl-C stops an answer, then the chat.\r\n> ")
+        os.write(master, b"/reset\n")
+        read_until(b"anew.\r\n> ")
+        os.write(master, b"\x1b[A\n")  # the arrow up
+        assert b"/reset\r\nThe conversation starts anew." in read_until(b"anew.\r\n> ")
+        os.write(master, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

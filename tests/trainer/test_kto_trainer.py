@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from openrlhf.trainer.labelled_batch import MismatchedPairs, ReferencedAnswers, 
 from openrlhf.trainer.reference import FrozenReference
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tracking import NullTracker
-from tests.distributed.spawn import run_ranks
+from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.gradients import ListedSamples, response_logprob
 
@@ -152,8 +151,7 @@ def train_both_ways(folder: Path) -> None:
     for name, lora in (("full", ""), ("lora", "--lora_rank 4 --learning_rate 1e-2")):
         few = f"--max_epochs 2 --max_samples 41 {lora}"  # the last batch of an epoch is smaller
         for way, flags in (("asked", few), ("kept", f"{few} --precompute_ref_log_probs")):
-            # A world that meets anew needs another port: one rank may still know the last one's.
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+            meet_elsewhere()
             train(folder, f"{name}_{way}", flags)
 
 

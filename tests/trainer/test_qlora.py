@@ -40,6 +40,8 @@ LOSSES = {
     "rm_lora": "loss",
     "dpo_lora": "loss",
     "kd": "loss",
+    "kto_lora": "loss",
+    "prm_lora": "prm_loss",
 }
 
 

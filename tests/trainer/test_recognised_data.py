@@ -15,7 +15,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.datasets.conventions import as_recognised
+from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.dpo_trainer import DPORecipe
 from openrlhf.trainer.kto_trainer import KTORecipe
@@ -70,11 +70,29 @@ def test_a_saved_config_reads_the_data_as_it_was_recognised(
     config = parse_config(config_class, words).config
     samples = supervised_run.prepare_inputs(recipe(), config).samples
     assert [line for line in samples.notices if said in line]
-    save_resolved(as_recognised(config, samples.recognised), tmp_path / "config.yaml")
+    save_resolved(as_recognised(config, samples), tmp_path / "config.yaml")
     again = parse_config(config_class, ["--config", str(tmp_path / "config.yaml")]).config
     repeated = supervised_run.prepare_inputs(recipe(), again).samples
     assert repeated.fingerprint == samples.fingerprint
     assert repeated.recognised == samples.recognised
+
+
+def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "q", "completion": "a"}] * 4)
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": DIALOGUE}] * 2)
+    words = f"--pretrain {tiny_model_dir} --dataset {pairs} --eval_dataset {chats}"
+    config = parse_config(SFTConfig, f"{words} --save_path {tmp_path}".split()).config
+    inputs = supervised_run.prepare_inputs(SFTRecipe(), config)
+    data = (inputs.samples, inputs.eval_samples)
+    resolved = as_recognised(config, *data)
+    save_resolved(resolved, tmp_path / "c.yaml", without=undecided(resolved, *data))
+    again = parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]).config
+    repeated = supervised_run.prepare_inputs(SFTRecipe(), again)
+    assert repeated.eval_samples is not None and inputs.eval_samples is not None
+    assert repeated.samples.fingerprint == inputs.samples.fingerprint
+    assert repeated.eval_samples.fingerprint == inputs.eval_samples.fingerprint
 
 
 def test_prompts_of_a_saved_config_are_rendered_as_they_were(
@@ -91,7 +109,7 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     config = parse_config(PPOConfig, words.split()).config
     with ppo_setup.prepare_inputs(config, has_engines=False) as inputs:
         assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
-        resolved = as_recognised(config, inputs.prompts.recognised)
+        resolved = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         f"note: 'prompt' {SAID}",
         "warning: evaluation: 1 of 5 prompts are over 64 tokens and were left out",

@@ -14,7 +14,8 @@ import torch
 from openrlhf.errors import ConfigError, EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.process_pool import PoolSettings
-from openrlhf.trainer.ray.reward_nodes import NodePools, digest_of, same_file
+from openrlhf.trainer.ray.reward_nodes import NodePools, same_file
+from openrlhf.utils.user_code import code_digest
 
 
 class Pool:
@@ -121,7 +122,7 @@ def test_a_node_has_the_same_file_or_says_which_one_it_lacks(tmp_path: Path) -> 
     other.parent.mkdir()
     here.write_text("x = 1\n")
     other.write_text("x = 2\n")
-    digest = digest_of(here)
+    digest = code_digest(here)
     assert same_file([str(other), str(here)], digest) == str(here)
     with pytest.raises(ConfigError, match=r"old/reward\.py is another file on node \d"):
         same_file([str(other)], digest)

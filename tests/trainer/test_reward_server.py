@@ -17,11 +17,12 @@ import pytest
 import torch
 import transformers
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.reward_server.batcher import Batcher
-from openrlhf.trainer.reward_server.server import read_token
+from openrlhf.trainer.reward_server.server import read_token, serve_rewards
 from openrlhf.utils.packing import PackedBatch
 from tests.source import ROOT
 from tests.tiny import make_reward_model
@@ -367,3 +368,10 @@ def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         assert "Address already in use" in refused("--reward_pretrain", name, "--port", port)
+
+
+def test_an_attention_that_is_not_here_is_refused_before_a_model_is_looked_for():
+    words = ["--reward_pretrain", "org/none", "--attn_implementation", "flash_atention_2"]
+    config = parse_config(ServeRewardConfig, words).config
+    with pytest.raises(ConfigError, match=r"flash_atention_2 is not known\. Type one of auto,"):
+        serve_rewards(config)

@@ -130,6 +130,7 @@ def agent_limits(config: PPOConfig) -> AgentLimits:
         max_length=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         num_tasks=config.train.async_num_tasks,
         step_timeout_s=config.reward.timeout_s,
+        episode_timeout_s=config.train.agent_timeout_s,
     )
 
 

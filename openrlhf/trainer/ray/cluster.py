@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,7 +239,9 @@ class RayCluster:
                 engine.ready()
                 advance()
         if is_terminal():
-            self.relay = ProgressRelay(SCREEN, node_address())
+            with suppress(OSError):  # the node's address is another machine's: no bars of workers
+                self.relay = ProgressRelay(SCREEN, node_address())
+        if self.relay is not None:
             for group in self.groups:
                 group.call(ModelWorker.show_bars_at, self.relay.address)
 

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray._private import services
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
+from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import warn
@@ -59,9 +58,8 @@ def _connect() -> None:
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"the Ray cluster at {address} cannot be joined: {reason}. "
+                f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
                 "Start it with this environment's ray, or set RAY_ADDRESS=local."
             ) from error
         return
@@ -78,6 +76,8 @@ def find_cluster(asked: str | None) -> str | None:
     """
     if asked and asked.startswith("ray://"):  # Ray's client has limits of its own
         return asked
+    from ray._private import services  # noqa: PLC0415 - no public name says where a cluster is
+
     address = None
     try:
         address = services.canonicalize_bootstrap_address(asked or "auto")

@@ -5,7 +5,6 @@ Batches go to the node with the most room. A run on one node has the pool of its
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections import deque
@@ -27,6 +26,7 @@ from openrlhf.trainer.ray.launcher import get, worker_environment
 from openrlhf.trainer.ray.model_actor import node_address
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import warn
+from openrlhf.utils.user_code import code_digest
 
 GRACE_S = 30.0  # over what a pool may take for a batch, until its node is called lost
 
@@ -53,16 +53,11 @@ class PoolActor:
         return self.pool.score(batch)
 
 
-def digest_of(path: str | Path) -> str:
-    """What tells a file from another."""
-    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
-
-
 def same_file(paths: Sequence[str], digest: str) -> str:
     """The first of the paths that is the controller's file here as well; raises ConfigError."""
     there = [path for path in paths if Path(path).expanduser().is_file()]
     for path in there:
-        if digest_of(path) == digest:
+        if code_digest(path) == digest:
             return path
     where = node_address()
     if there:
@@ -220,7 +215,7 @@ def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
             max_concurrency=settings.num_workers + 1,
             runtime_env={"env_vars": worker_environment(1)},
         )
-        .remote(paths, digest_of(pool.path), settings, log_dir and f"{log_dir}/node-{node[:8]}")
+        .remote(paths, code_digest(pool.path), settings, log_dir and f"{log_dir}/node-{node[:8]}")
         for node in nodes
     ]
 

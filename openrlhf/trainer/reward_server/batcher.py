@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from openrlhf.errors import first_line
+
 Row = Sequence[int]  # token ids of one text
 ScoreRows = Callable[[int, Sequence[Row]], Sequence[float]]  # of the model with this index
 
@@ -173,8 +175,7 @@ class Batcher:
                 middle = len(rows) // 2
                 halves = (rows[:middle], rows[middle:])
                 return [s for half in halves for s in self._scores(score_rows, model, half)]
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            return [ScoringError(f"the model failed: {reason[0][:200]}")]
+            return [ScoringError(f"the model failed: {first_line(error)[:200]}")]
         return [score if math.isfinite(score) else _non_finite(score) for score in scores]
 
 

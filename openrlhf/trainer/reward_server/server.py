@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from openrlhf.config.reward_server import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.models.kernels import check_here
 from openrlhf.trainer.reward_server.app import build_app
 from openrlhf.trainer.reward_server.connection import KEEP_ALIVE_S, guarded_protocol
 from openrlhf.trainer.reward_server.model import load_order
@@ -96,6 +97,7 @@ class HttpServer:
 def serve_rewards(config: ServeRewardConfig) -> None:
     """Serve until a signal; raises ConfigError before anything listens that should not."""
     token = read_token(config)
+    check_here(config.ds)
     models = load_order(config)
     service = RewardService(config, models)
     listener = listen(config.host, config.port)
