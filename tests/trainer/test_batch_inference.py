@@ -145,11 +145,11 @@ def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path)
     assert not (folder / "killed.jsonl").exists()
     with (parts / "rank0.jsonl").open("a") as file:
         file.write('[17, [{"input": "half a li')
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "going on with what is done" in result.stdout
     straight = command_of(folder, "straight.jsonl", flags)
-    subprocess.run(straight, env=environment(), check=True, capture_output=True, timeout=120)
+    subprocess.run(straight, env=environment(), check=True, capture_output=True, timeout=300)
     killed = (folder / "killed.jsonl").read_text()
     assert killed == (folder / "straight.jsonl").read_text()
     assert len(killed.splitlines()) == 2 * 240
