@@ -9,12 +9,15 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from random import SystemRandom
 
 import torch
 
 PRELOADED = ("deepspeed", "peft", "transformers", "openrlhf.trainer.sft_trainer")
 Worker = Callable[[Path], object]
+NUM_MEETINGS = 160  # of one world, at most
 
 
 def run_ranks(worker: Worker, world_size: int, folder: Path) -> list[object]:
@@ -54,6 +57,12 @@ def meet_elsewhere() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port with free ones behind it, below those that the system hands out by itself."""
+    for _ in range(100):
+        first = SystemRandom().randrange(22_000, 32_000)
+        with ExitStack() as probes, suppress(OSError):
+            for port in range(first, first + NUM_MEETINGS):
+                probe = probes.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")

@@ -125,7 +125,7 @@ def kill_in_the_middle(command: list[str], parts: Path) -> int:
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:
-        while not (parts / "rank0.jsonl").exists():
+        while not (file := parts / "rank0.jsonl").exists() or not file.stat().st_size:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.005)
     finally:
