@@ -53,21 +53,27 @@ def schedule_problems(name: str) -> Iterator[str]:
 
 
 def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
-    """Weights of 4 bits carry adapters and stay whole; fp32 gradients are summed in fp32."""
-    if ds.load_in_4bit and ds.lora.rank == 0:
-        yield (
-            "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
-            "--load_in_4bit out."
-        )
-    if ds.load_in_4bit and ds.zero_stage == 3:
-        yield (
-            "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
-            "Type --zero_stage 2."
-        )
+    """What holds for weights of 4 bits; fp32 gradients are summed in fp32."""
+    if ds.load_in_4bit:
+        yield from four_bit_problems(ds, can_learn=ds.lora.rank > 0)
     if ds.param_dtype == "fp32" and ds.grad_accum_dtype in ("bf16", "fp16"):
         yield (
             f"--grad_accum_dtype {ds.grad_accum_dtype} with fp32 parameters: add --bf16 or leave "
             "it out."
+        )
+
+
+def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:
+    """Weights of 4 bits stay whole, and only an adapter on them can learn."""
+    if not can_learn:
+        yield (
+            "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+            "--load_in_4bit out."
+        )
+    if ds.zero_stage == 3:
+        yield (
+            "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
+            "Type --zero_stage 2."
         )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from openrlhf.config.base import Opens, is_given, value_at, walk
 from openrlhf.config.checks import is_blank
@@ -107,15 +108,26 @@ def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} cannot be written: no right to write to {place}. Type {remedy}."
 
 
-def _why_not_json(path: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object; None if nothing is."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object a file holds; raises ValueError, as the end of a sentence on the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        raise ValueError(f"cannot be read ({error.strerror})") from error
     except ValueError as error:
-        return f"is not JSON ({error})"
-    return None if isinstance(found, dict) else "holds no JSON object"
+        raise ValueError(f"is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError("holds no JSON object")
+    return found
+
+
+def _why_not_json(path: Path) -> str | None:
+    """What is wrong with a file that should hold a JSON object; None if nothing is."""
+    try:
+        read_json_object(path)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _path_of(opens: Opens, name: str) -> Path | None:

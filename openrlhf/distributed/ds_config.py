@@ -7,7 +7,6 @@ contradictions to flags named.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.local_paths import read_json_object
 from openrlhf.errors import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -119,7 +119,10 @@ def merge_user_config(config: Mapping[str, object], path: str) -> dict[str, obje
     """Lay a user's JSON over ours: "auto" takes our value, other keys win, contradictions to flags
     are errors.
     """
-    user = _read_json(path)
+    try:
+        user = read_json_object(Path(path))
+    except ValueError as error:
+        raise ConfigError(f"--deepspeed_config {path} {error}. Mend the file.") from None
     problems = list(_contradictions(config, user, path))
     if problems:
         raise ConfigError(problems)
@@ -191,24 +194,6 @@ def _precision(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, 
             "add --bf16 or leave it out."
         )
     return config
-
-
-def _read_json(path: str) -> dict[str, object]:
-    try:
-        user = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"--deepspeed_config {path} does not exist. Type the path of a file."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path} is not JSON ({error}). Mend the file."
-        ) from None
-    if not isinstance(user, dict):
-        raise ConfigError(
-            f"--deepspeed_config {path} holds no JSON object. Write {{...}} into the file."
-        )
-    return user
 
 
 def _contradictions(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from openrlhf.config.checks import four_bit_problems
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.backend import import_deepspeed, init_process_group, shut_down
@@ -144,20 +145,14 @@ class DeepSpeedStrategy:
         )
 
     def _check_quantized(self, model: nn.Module, *, is_trained: bool) -> None:
-        """Weights in 4 bits cannot be split over ranks, and only an adapter on them can learn."""
+        """The same as before a run, of the model itself: a folder may hold 4-bit weights too."""
         if not is_quantized(model):
             return
-        if self.ds.zero_stage == 3:
-            raise ConfigError(
-                "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
-                "Use --zero_stage 2."
-            )
         hf_model = hf_model_of(model)
-        if is_trained and base_model_of(hf_model) is hf_model:
-            raise ConfigError(
-                "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
-                "--load_in_4bit out."
-            )
+        can_learn = not is_trained or base_model_of(hf_model) is not hf_model
+        problems = list(four_bit_problems(self.ds, can_learn=can_learn))
+        if problems:
+            raise ConfigError(problems)
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over the data-parallel ranks."""

@@ -97,6 +97,10 @@ class SyncReceipt:
 class RolloutEngine(Protocol):
     """The calls every engine answers. `generate` may be called from several threads at once."""
 
+    @property
+    def who(self) -> str:
+        """The engine in the words of an error."""
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in their order."""
 

@@ -40,6 +40,7 @@ MAX_NAMES_SHOWN = 5
 class HFEngine:
     """A RolloutEngine over a causal LM of transformers; calls from several threads take turns."""
 
+    who = "the Hugging Face engine"
     weight_transfer_backend = SHM_BACKEND
 
     def __init__(

@@ -64,6 +64,8 @@ class VLLMEngineConfig:
 class VLLMEngine:
     """A RolloutEngine; all calls may come from any thread."""
 
+    who = "the vLLM engine"
+
     def __init__(self, config: VLLMEngineConfig) -> None:
         self.config = config
         self.weight_version = 0

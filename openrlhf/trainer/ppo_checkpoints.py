@@ -188,9 +188,14 @@ class PPOCheckpoints:
         """
         groups = state.finished_groups()
         content = state.state_dict()
+
+        def write_groups(staged: Staged) -> None:
+            if groups is not None:
+                groups.write(staged.states)
+
         is_saved = self.saver.save(
             state.global_step,
-            write=(self._write, lambda staged: groups.write(staged.states)),
+            write=(self._write, write_groups),
             export=lambda path: self._call("actor", PolicyModelActor.export, path),
             state=lambda: {RUN: content, **self.opened.notes},
         )

@@ -46,15 +46,11 @@ class RunState:
             "history": [dict(values) for values in self.history],
         }
 
-    def finished_groups(self) -> KeptGroups:
+    def finished_groups(self) -> KeptGroups | None:
         """Samples that wait for steps to come, where generation runs ahead; what `state_dict` says
         afterwards is of a state that still has all of them.
         """
-        return (
-            self.sampler.finished_groups()
-            if isinstance(self.sampler, RolloutQueue)
-            else KeptGroups()
-        )
+        return self.sampler.finished_groups() if isinstance(self.sampler, RolloutQueue) else None
 
     def load_groups(self, folder: Path) -> None:
         """Take up the samples that a folder keeps, after `load_state_dict`."""

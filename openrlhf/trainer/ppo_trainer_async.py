@@ -10,6 +10,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_utils.async_controller import AsyncLimits
+from openrlhf.trainer.ppo_utils.kept_groups import SampleOrigin
 from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -34,12 +35,11 @@ class PPOTrainerAsync(PPOTrainer):
         self.queue = RolloutQueue(
             self.sampler,
             parts.samples_generator.open_stream,
-            parts.sampling,
+            SampleOrigin(parts.sampling, reward_origin(config)),
             self.limits,
             wait_s=wait_s,
             say=self.say,
         )
-        self.queue.reward = reward_origin(config)
         self.state.sampler = self.queue
         cursor = self.sampler.cursor
         self.num_steps = -(-cursor.num_episodes * len(parts.prompts) // self.limits.batch_size)

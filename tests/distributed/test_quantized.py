@@ -40,7 +40,7 @@ def test_a_frozen_model_in_four_bits_keeps_its_types() -> None:
 
 def test_four_bits_are_refused_where_weights_are_split() -> None:
     strategy = strategy_of(zero_stage=3)
-    line = "--load_in_4bit with --zero_stage 3: .* Use --zero_stage 2"
+    line = "--load_in_4bit with --zero_stage 3: .* Type --zero_stage 2"
     with pytest.raises(ConfigError, match=line):
         strategy.prepare_eval(FourBitModel())
     with pytest.raises(ConfigError, match=line):

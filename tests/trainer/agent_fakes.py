@@ -147,7 +147,7 @@ def agents_over(
     file = write_agent(folder, code)
     hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
     try:
-        yield AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy())
+        yield AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy(4))
     finally:
         for host in hosts:
             host.close()

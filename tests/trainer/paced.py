@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import GroupScorer, SourceScorer
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ray.vllm_engine import EnginePool
 
 
@@ -70,7 +70,7 @@ def step_seconds(
     """How long generation and reward of one step take; every sample must come out once."""
     generator = SamplesGenerator(
         EnginePool(engines),  # type: ignore[arg-type]
-        GroupScorer(SourceScorer(source, batch_size)),
+        GroupScorer(SourceScorer(source, batch_size), FailurePolicy(len(prompts))),
         Words(),  # type: ignore[arg-type]
         vocab_size=10**6,
     )

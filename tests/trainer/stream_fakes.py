@@ -111,7 +111,7 @@ def open_stream(
     scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
     generator = SamplesGenerator(
         EnginePool(engines),  # type: ignore[arg-type]
-        GroupScorer(scorer, policy or FailurePolicy()),
+        GroupScorer(scorer, policy or FailurePolicy(4)),
         PromptTokenizer(),  # type: ignore[arg-type]
         vocab_size=1000,
     )

@@ -89,7 +89,7 @@ def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
 def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
     tmp_path, tiny_tokenizer
 ):
-    policy = FailurePolicy(drops=True, max_dropped=0.5)
+    policy = FailurePolicy(4, drops=True, max_dropped=0.5)
     batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
     assert [r.row_id for r in batch.rollouts] == [0, 0]
     assert list(batch.failed) == [1]
@@ -99,13 +99,13 @@ def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
 
 
 def test_too_many_dropped_groups_end_the_run(tmp_path, tiny_tokenizer):
-    policy = FailurePolicy(drops=True, max_dropped=0.4)
+    policy = FailurePolicy(4, drops=True, max_dropped=0.4)
     with pytest.raises(AgentError, match=r"more than --reward_max_dropped 0\.4 of a step"):
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
 
 
 def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):
-    policy = FailurePolicy(num_retries=1)
+    policy = FailurePolicy(4, num_retries=1)
     batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "shy"], num_samples=1, policy=policy)
     assert [r.row_id for r in batch.rollouts] == [0, 1]
     with pytest.raises(AgentError, match="bad at try 2"):
@@ -121,7 +121,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_to
             tmp_path,
             tiny_tokenizer,
             ["ok"],
-            policy=FailurePolicy(drops=True, max_dropped=1),
+            policy=FailurePolicy(4, drops=True, max_dropped=1),
             say=say,
         )
 

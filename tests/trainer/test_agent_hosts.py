@@ -95,7 +95,7 @@ def setup_of(tmp_path, tokenizer) -> AgentSetup:
 
 def generate(hosts, tokenizer, *, texts=("one", "two", "three"), **sampling):
     generator = AgentSamplesGenerator(
-        hosts, tokenizer, AgentLimits(max_length=64, num_tasks=32), FailurePolicy()
+        hosts, tokenizer, AgentLimits(max_length=64, num_tasks=32), FailurePolicy(4)
     )
     return generator.generate_samples(
         prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"

@@ -77,7 +77,7 @@ def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
 
 def test_a_group_with_a_failed_episode_is_handed_out_as_failed(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
-    policy = FailurePolicy(drops=True, max_dropped=0.5)
+    policy = FailurePolicy(4, drops=True, max_dropped=0.5)
     with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy, num_samples=2) as stream:
         submit(stream, tiny_tokenizer, ["ok", "bad"])
         groups = {group.key[1]: group for group in fetch(stream, 2)}
@@ -94,7 +94,7 @@ def test_a_stream_that_dropped_an_episode_ends_when_nothing_is_sampled_for_it(
     drained = []
     monkeypatch.setattr(AgentSamplesGenerator, "drain", lambda self: drained.append(self))
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
-    policy = FailurePolicy(drops=True, max_dropped=0.5)
+    policy = FailurePolicy(4, drops=True, max_dropped=0.5)
     with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
         submit(stream, tiny_tokenizer, texts)
         fetch(stream, len(texts))
@@ -104,7 +104,7 @@ def test_a_stream_that_dropped_an_episode_ends_when_nothing_is_sampled_for_it(
 
 def test_a_failed_episode_ends_the_stream_after_its_retries(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
-    policy = FailurePolicy(num_retries=1)
+    policy = FailurePolicy(4, num_retries=1)
     with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
         submit(stream, tiny_tokenizer, ["shy"])
         assert fetch(stream, 1)[0].failure is None
@@ -117,7 +117,7 @@ def test_an_engine_that_fails_ends_the_stream(tmp_path, tiny_tokenizer):
     def say(request):
         raise EngineError("the engine is down")
 
-    policy = FailurePolicy(drops=True, max_dropped=1)
+    policy = FailurePolicy(4, drops=True, max_dropped=1)
     with streaming(tmp_path, tiny_tokenizer, [StreamingEngine(say)], policy=policy) as stream:
         submit(stream, tiny_tokenizer, ["ok"])
         with pytest.raises(EngineError, match="t/0/0: the engine is down"):

@@ -30,6 +30,7 @@ from openrlhf.trainer.ppo_utils.kept_groups import (
     TENSORS,
     KeptGroup,
     KeptGroups,
+    SampleOrigin,
     read_groups,
 )
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -72,7 +73,8 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
     changed = replace(trainer.parts.sampling, **sampling)  # type: ignore[arg-type]
-    return read_groups(folder, trainer.parts.prompts, changed, trainer.queue.reward)
+    origin = replace(trainer.queue.origin, sampling=changed)
+    return read_groups(folder, trainer.parts.prompts, origin)
 
 
 def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
@@ -104,8 +106,7 @@ def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path
     run_until(trainer, 1, tmp_path)
     assert kept_of(trainer, tmp_path).groups
     assert not kept_of(trainer, tmp_path, temperature=0.5).groups
-    assert trainer.queue.reward is not None
-    trainer.queue.reward["remote_url"] = "other.py"
+    trainer.queue.origin.reward["remote_url"] = "other.py"  # type: ignore[index]
     assert not kept_of(trainer, tmp_path).groups
 
 
@@ -121,16 +122,19 @@ def test_samples_that_edited_code_would_reward_otherwise_are_made_again(tmp_path
     assert reward_origin(config) != before
 
 
+ORIGIN = SampleOrigin(SamplingSettings(), {})
+
+
 def kept_pair() -> KeptGroups:
     rollouts = samples((0, 0), (0.0, 1.0), [0] * 4)
-    return KeptGroups(SamplingSettings(), [KeptGroup((0, 0), 1, rollouts)])
+    return KeptGroups(ORIGIN, [KeptGroup((0, 0), 1, rollouts)])
 
 
 def test_samples_belong_to_the_row_of_the_file(tmp_path: Path) -> None:
     rows = Dataset.from_list([{"input": "a" * 9}, {"input": "b"}])
     prompts = PromptDataset(rows, make_tokenizer(tmp_path), PromptFormat(max_len=5))
     kept_pair().write(tmp_path)
-    [group] = read_groups(tmp_path, prompts, SamplingSettings()).groups
+    [group] = read_groups(tmp_path, prompts, ORIGIN).groups
     assert group.key == (0, 0) and {rollout.row_id for rollout in group.rollouts} == {1}
 
 
@@ -148,7 +152,7 @@ def test_what_the_disk_refuses_is_an_error_of_files(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_finished_nothing_is_written(tmp_path: Path) -> None:
-    KeptGroups().write(tmp_path)
+    KeptGroups(ORIGIN).write(tmp_path)
     assert not list(tmp_path.iterdir())
     assert not kept_of(make_trainer(World(), num_prompts=4), tmp_path).groups
 

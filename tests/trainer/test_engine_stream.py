@@ -26,7 +26,7 @@ from tests.trainer.stream_fakes import (
     until,
 )
 
-DROP = FailurePolicy(drops=True)
+DROP = FailurePolicy(4, drops=True)
 
 
 def failing_for(*rows: int) -> Callable[[RewardBatch], RewardResult]:
@@ -212,7 +212,7 @@ def test_a_group_without_reward_is_handed_out_as_failed_and_its_neighbour_is_kep
     stream.close()
 
 
-def test_more_dropped_than_allowed_of_those_that_run_at_once_end_the_stream():
+def test_more_dropped_than_allowed_of_a_step_end_the_stream():
     engine = HeldEngine()
     stream = open_stream([engine], HeldSource(answers=failing_for(1, 3, 4, 5)), policy=DROP)
     submit(stream, range(4))
@@ -238,7 +238,7 @@ def test_failures_are_tried_again_as_often_as_asked():
 
     for num_retries in (2, 1):
         engine, num_calls = HeldEngine(), 0
-        policy = FailurePolicy(num_retries=num_retries, retry_wait_s=0.01)
+        policy = FailurePolicy(4, num_retries=num_retries, retry_wait_s=0.01)
         stream = open_stream([engine], HeldSource(answers=third_time_lucky), policy=policy)
         submit(stream, [0])
         engine.answer("t/0")
@@ -315,7 +315,7 @@ def test_no_group_is_lost_whatever_finishes_first(data, num_engines, num_groups)
     bad = data.draw(st.sets(st.integers(0, num_groups - 1)), label="fail")
     engines = [HeldEngine() for _ in range(num_engines)]
     source = HeldSource(answers=failing_for(*bad))
-    policy = FailurePolicy(drops=True, max_dropped=1.0)
+    policy = FailurePolicy(4, drops=True, max_dropped=1.0)
     stream = open_stream(engines, source, policy=policy, batch_size=data.draw(st.integers(1, 6)))
     waiting = list(range(num_groups))
     came: list[FinishedGroup] = []

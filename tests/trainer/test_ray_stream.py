@@ -44,7 +44,7 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
 ):
     import ray
 
-    scorer = GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy())
+    scorer = GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4))
     generator = SamplesGenerator(
         EnginePool(engines), scorer, tiny_tokenizer, vocab_size=len(tiny_tokenizer)
     )

@@ -24,7 +24,8 @@ from openrlhf.trainer.ppo_utils.scoring import (
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.paced import PacedEngine, Prompt, step_seconds
 
-DROP = FailurePolicy(drops=True)
+FAIL = FailurePolicy(4)
+DROP = FailurePolicy(4, drops=True)
 Answers = Callable[[RewardBatch], object]
 
 
@@ -94,7 +95,7 @@ def run(
 
 def test_groups_are_sent_as_soon_as_they_fill_a_batch_and_come_back_in_order() -> None:
     source = Source(by_label)
-    scoring = GroupScorer(SourceScorer(source, batch_size=4)).begin()
+    scoring = GroupScorer(SourceScorer(source, batch_size=4), FAIL).begin()
     for index, sent in ((2, 0), (0, 1), (1, 1)):
         scoring.add(group(index))
         assert len(source.asked) == sent
@@ -110,7 +111,7 @@ def test_a_small_group_is_sent_at_once_where_somebody_has_nothing_to_do() -> Non
         has_room: bool = True
 
     source = Idle(by_label)
-    scoring = GroupScorer(SourceScorer(source, batch_size=4)).begin()
+    scoring = GroupScorer(SourceScorer(source, batch_size=4), FAIL).begin()
     scoring.add(group(0))
     assert source.asked == [["0/0", "0/1"]]
     source.has_room = False
@@ -136,13 +137,13 @@ def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> 
 )
 def test_groups_are_not_cut(num_samples: int, batch_size: int, sizes: list[int]) -> None:
     source = Source(by_label)
-    run(source, [group(i, num_samples) for i in range(3)], FailurePolicy(), batch_size)
+    run(source, [group(i, num_samples) for i in range(3)], FAIL, batch_size)
     assert [len(ids) for ids in source.asked] == sizes
 
 
 def test_by_default_a_reward_that_cannot_be_had_ends_the_run() -> None:
     with pytest.raises(RewardError, match="cannot score 1"):
-        run(Source(failing_for(1)), [group(0), group(1)], FailurePolicy())
+        run(Source(failing_for(1)), [group(0), group(1)], FAIL)
 
 
 def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None:
@@ -174,19 +175,23 @@ def test_failures_are_tried_again_as_often_as_asked() -> None:
             raise RewardError("not yet")
         return by_label(batch)
 
-    policy = FailurePolicy(num_retries=2, retry_wait_s=0.01)
+    policy = FailurePolicy(4, num_retries=2, retry_wait_s=0.01)
     scored = run(Source(third_time_lucky), [group(5)], policy)
     assert [r.reward for r in scored.rollouts] == [5.0, 5.0]
     assert scored.metrics["num_reward_retries"] == 2
     num_calls = 0
     with pytest.raises(RewardError, match="not yet"):
-        run(Source(third_time_lucky), [group(5)], FailurePolicy(num_retries=1, retry_wait_s=0.01))
+        run(
+            Source(third_time_lucky), [group(5)], FailurePolicy(4, num_retries=1, retry_wait_s=0.01)
+        )
 
 
 def test_the_policy_is_read_from_the_flag() -> None:
-    assert FailurePolicy.parse("fail", 0.5) == FailurePolicy()
-    assert FailurePolicy.parse("drop_group", 0.1) == FailurePolicy(drops=True, max_dropped=0.1)
-    assert FailurePolicy.parse("retry(12)", 0.5) == FailurePolicy(num_retries=12)
+    assert FailurePolicy.parse("fail", 0.5, step_size=4) == FAIL
+    dropping = FailurePolicy(4, drops=True, max_dropped=0.1)
+    assert FailurePolicy.parse("drop_group", 0.1, step_size=4) == dropping
+    retrying = FailurePolicy(4, num_retries=12)
+    assert FailurePolicy.parse("retry(12)", 0.5, step_size=4) == retrying
 
 
 def test_scores_for_some_samples_only_are_an_error() -> None:
@@ -195,7 +200,7 @@ def test_scores_for_some_samples_only_are_an_error() -> None:
         return {"rewards": by_label(batch), "scores": scores}
 
     with pytest.raises(RewardError, match="sample 1/0 has no score"):
-        run(Source(answer), [group(0), group(1)], FailurePolicy(), batch_size=2)
+        run(Source(answer), [group(0), group(1)], FAIL, batch_size=2)
 
 
 def forward(values: list[float]) -> object:
@@ -217,7 +222,7 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
 ) -> None:
     models = {"helpful": forward([1.0, 2.0, 3.0]), "safe": forward([0.5, 0.0, -4.0])}
     scorer = ModelScorer(models, [1.0, 0.5], is_sequential=is_sequential)  # type: ignore[arg-type]
-    scoring = GroupScorer(scorer).begin()
+    scoring = GroupScorer(scorer, FAIL).begin()
     assert not scoring.is_streaming
     scoring.add(group(0, 2))
     scoring.add(group(1, 1))
@@ -228,7 +233,7 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
 
 
 def test_one_model_is_not_logged_twice_and_weighs_one() -> None:
-    scoring = GroupScorer(ModelScorer({"m": forward([3.0, 4.0])})).begin()  # type: ignore[dict-item]
+    scoring = GroupScorer(ModelScorer({"m": forward([3.0, 4.0])}), FAIL).begin()  # type: ignore[dict-item]
     scoring.add(group(0))
     scored = scoring.finish()
     assert [r.reward for r in scored.rollouts] == [3.0, 4.0]

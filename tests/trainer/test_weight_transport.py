@@ -100,6 +100,7 @@ class FakeMemory:
 
     def __init__(self, gpu: str = "GPU-0") -> None:
         self.gpu = gpu
+        self.who = f"the engine on {gpu}"
         self.num_exports = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -121,6 +122,8 @@ class FakeEngine:
     """What every engine does in an update; subclasses say how tensors come in."""
 
     weight_transfer_backend = ""
+
+    who = "vllm-0"
 
     def __init__(self) -> None:
         self.init_info: dict = {}
@@ -154,6 +157,7 @@ class IpcEngine(FakeEngine):
     def __init__(self, gpu: str = "GPU-0") -> None:
         super().__init__()
         self.gpu = gpu
+        self.who = f"the engine on {gpu}"
 
     def receive(self, info: dict) -> dict[str, Tensor]:
         [buffer] = info["ipc_handles"][self.gpu]
@@ -275,7 +279,7 @@ def test_a_rank_whose_copy_differs_is_found(monkeypatch):
     handles = {"GPU-1": (torch.zeros(64, dtype=torch.uint8),)}
     monkeypatch.setattr(weight_transport, "all_gather_object", lambda own: [own, handles])
     transport = IpcTransport(40, FakeMemory("GPU-0"), has_reader=True)
-    with pytest.raises(WeightSyncError, match="engine 1: 4 tensors differ"):
+    with pytest.raises(WeightSyncError, match="^the engine on GPU-1: 4 tensors differ"):
         send_weights(WEIGHTS, [IpcEngine("GPU-0"), IpcEngine("GPU-1")], 1, writer=transport)
 
 

@@ -19,10 +19,10 @@ class GroupOutlet:
     def __init__(self, policy: FailurePolicy) -> None:
         self.policy = policy
         self.num_running = 0  # begun and not yet fetched
-        self._most_running = 0
         self._out: queue.SimpleQueue[FinishedGroup | BaseException] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._recent: deque[bool] = deque()  # whether the last groups failed
+        # Whether the last groups failed, as many as a step has.
+        self._recent: deque[bool] = deque(maxlen=policy.step_size)
         self._metrics = Metrics()
         self._lock = threading.Lock()  # of the metrics
 
@@ -30,12 +30,6 @@ class GroupOutlet:
         """Count a group in; raises what ended the stream."""
         self._check()
         self.num_running += 1
-        self._most_running = max(self._most_running, self.num_running)
-
-    @property
-    def _window(self) -> int:
-        """How many groups the cap on dropped ones is a share of."""
-        return self.policy.step_size or self._most_running
 
     def fetch(self, wait_s: float) -> list[FinishedGroup]:
         """See GroupStream.finished."""
@@ -68,12 +62,12 @@ class GroupOutlet:
         if not self.policy.drops:
             raise error
         self._note(is_failed=True)
-        num_failed = sum(self._recent)
-        if num_failed > self.policy.max_dropped * self._window:
+        num_failed, step_size = sum(self._recent), self.policy.step_size
+        if num_failed > self.policy.max_dropped * step_size:
             raise type(error)(
                 f"{num_failed} of the last {len(self._recent)} prompts got no rewards, more than "
-                f"--reward_max_dropped {self.policy.max_dropped:g} of the {self._window} of a "
-                f"step: {error}"
+                f"--reward_max_dropped {self.policy.max_dropped:g} of the {step_size} of a step: "
+                f"{error}"
             ) from error
         self._out.put(FinishedGroup(key, failure=str(error)))
 
@@ -94,8 +88,6 @@ class GroupOutlet:
 
     def _note(self, *, is_failed: bool) -> None:
         self._recent.append(is_failed)
-        while len(self._recent) > self._window:
-            self._recent.popleft()
         if self.policy.drops:
             metrics = Metrics()
             metrics.add("num_dropped_groups", int(is_failed), reduction="sum")

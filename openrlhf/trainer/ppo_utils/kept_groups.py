@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,18 @@ PLAIN = (
 
 
 @dataclass(frozen=True)
+class SampleOrigin:
+    """How samples are made and rewarded; those of another origin are not taken up."""
+
+    sampling: SamplingSettings
+    reward: Mapping[str, Any]  # what decides the reward of a sample, as JSON
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as it is read back from JSON."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
 class KeptGroup:
     """The scored samples of a prompt that wait for their step."""
 
@@ -52,9 +64,8 @@ class KeptGroup:
 class KeptGroups:
     """What is finished and not trained on, in the order of finishing."""
 
-    sampling: SamplingSettings | None = None  # that the samples were made with
+    origin: SampleOrigin
     groups: Sequence[KeptGroup] = ()
-    reward: Mapping[str, Any] | None = None  # settings that decide the samples' rewards, as JSON
 
     def write(self, folder: Path) -> None:
         """Write all into a folder; no file where there is nothing. Raises OSError."""
@@ -73,33 +84,18 @@ class KeptGroups:
             {"key": group.key, "age": group.age, "rollouts": list(map(_notes, group.rollouts))}
             for group in self.groups
         ]
-        notes = {**self._origin, "groups": groups}
+        notes = {"origin": self.origin.as_json(), "groups": groups}
         (folder / NOTES).write_text(json.dumps(notes))
 
-    @property
-    def _origin(self) -> dict[str, Any]:
-        """How the samples were made and rewarded, as JSON."""
-        sampling = None if self.sampling is None else asdict(self.sampling)
-        return json.loads(json.dumps({"sampling": sampling, "reward": self.reward}))
 
-    def _are_made_as(self, notes: Mapping[str, Any]) -> bool:
-        return all(notes.get(name) == value for name, value in self._origin.items())
-
-
-def read_groups(
-    folder: Path,
-    prompts: PromptDataset,
-    sampling: SamplingSettings,
-    reward: Mapping[str, Any] | None = None,
-) -> KeptGroups:
+def read_groups(folder: Path, prompts: PromptDataset, origin: SampleOrigin) -> KeptGroups:
     """What `KeptGroups.write` wrote; nothing where samples are made or rewarded in another way
     now.
     """
     path = folder / NOTES
     notes = json.loads(path.read_text()) if path.exists() else None
-    empty = KeptGroups(sampling, reward=reward)
-    if notes is None or not empty._are_made_as(notes):
-        return empty
+    if notes is None or notes.get("origin") != origin.as_json():
+        return KeptGroups(origin)
     facts = [rollout for group in notes["groups"] for rollout in group["rollouts"]]
     tensors = safetensors.torch.load_file(folder / TENSORS)
     sizes = {name: [fact["num_tokens"] for fact in facts] for name in PER_TOKEN}
@@ -122,7 +118,7 @@ def read_groups(
             for fact in group["rollouts"]
         ]
         groups.append(KeptGroup((episode, row), group["age"], rollouts))
-    return replace(empty, groups=groups)
+    return KeptGroups(origin, groups)
 
 
 def _notes(rollout: Rollout) -> dict[str, Any]:

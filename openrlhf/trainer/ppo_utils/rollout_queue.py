@@ -22,7 +22,12 @@ from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
-from openrlhf.trainer.ppo_utils.kept_groups import KeptGroup, KeptGroups, read_groups
+from openrlhf.trainer.ppo_utils.kept_groups import (
+    KeptGroup,
+    KeptGroups,
+    SampleOrigin,
+    read_groups,
+)
 from openrlhf.trainer.ppo_utils.scoring import check_scores
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics, timed
@@ -45,20 +50,19 @@ class RolloutQueue:
         self,
         sampler: StepSampler,
         open_stream: Callable[[SamplingSettings], GroupStream],
-        sampling: SamplingSettings,
+        origin: SampleOrigin,
         limits: AsyncLimits,
         *,
         wait_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`wait_s`: the longest that samples, or the end of running ones, are waited for; `say` is
-        given a line when that takes long.
+        """`origin`: how samples are made now. `wait_s`: the longest that samples, or the end of
+        running ones, are waited for; `say` is given a line when that takes long.
         """
         self.sampler = sampler
-        self.sampling = sampling
+        self.origin = origin
         self.limits = limits
         self.wait_s = wait_s
-        self.reward: dict[str, Any] | None = None  # settings that decide rewards, as JSON
         self._say = say
         self._open_stream = open_stream
         self._changed = threading.Condition()  # held for everything below
@@ -158,12 +162,11 @@ class RolloutQueue:
             groups = [
                 KeptGroup(key, self._core.age(key), self._groups[key]) for key in self._core.ready
             ]
-        return KeptGroups(self.sampling, groups, self.reward)
+        return KeptGroups(self.origin, groups)
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
-        prompts = self.sampler.prompts
-        self._kept = read_groups(folder, prompts, self.sampling, self.reward).groups
+        self._kept = read_groups(folder, self.sampler.prompts, self.origin).groups
 
     def take_metrics(self) -> Metrics:
         """Metrics of generation, rewards and waiting since the last call."""
@@ -234,7 +237,7 @@ class RolloutQueue:
 
     def _produce(self) -> None:
         """The producer's thread."""
-        stream = self._stream = self._open_stream(self.sampling)
+        stream = self._stream = self._open_stream(self.origin.sampling)
         try:
             while not self._is_closed:
                 self._start_groups(stream)

@@ -61,18 +61,18 @@ class Scorer(Protocol):
 class FailurePolicy:
     """What is done about groups without a reward: `--reward_failure`."""
 
+    step_size: int  # groups of a step
     drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends
     num_retries: int = 0
     max_dropped: float = 0.5
-    step_size: int = 0  # groups of a step; 0: as many as run at once
     retry_wait_s: float = 1.0  # before the first retry; doubles with each
 
     @classmethod
-    def parse(cls, text: str, max_dropped: float, *, step_size: int = 0) -> FailurePolicy:
+    def parse(cls, text: str, max_dropped: float, *, step_size: int) -> FailurePolicy:
         """The policy called "fail", "drop_group" or "retry(3)"."""
         if text.startswith("retry("):
-            return cls(num_retries=int(text[6:-1]))
-        return cls(drops=text == "drop_group", max_dropped=max_dropped, step_size=step_size)
+            return cls(step_size, num_retries=int(text[6:-1]))
+        return cls(step_size, drops=text == "drop_group", max_dropped=max_dropped)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class GroupScorer:
     """A scorer with its failure policy."""
 
     scorer: Scorer
-    policy: FailurePolicy = FailurePolicy()
+    policy: FailurePolicy
 
     def begin(self) -> Scoring:
         """The scoring of a step."""

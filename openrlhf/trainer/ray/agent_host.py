@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import RolloutEngine
@@ -102,6 +102,14 @@ class RayEpisodeHost:
         return get(reference, self.name, CALL_TIMEOUT_S)
 
 
+@runtime_checkable
+class HostsEpisodes(Protocol):
+    """An engine elsewhere that runs episodes beside it."""
+
+    def episode_host(self, setup: AgentSetup) -> EpisodeHost:
+        """The engine's host, ready for episodes; raises ConfigError for a file that cannot act."""
+
+
 def agent_samples_generator(
     config: PPOConfig,
     tokenizer: Tokenizer,
@@ -140,13 +148,9 @@ def episode_hosts(
     """One host for each engine; without engines one in this process, on what generates there."""
     if not engines:
         return [setup.make_runner(generator)]
-    hosts: list[EpisodeHost] = []
-    for engine in engines:
-        handle = getattr(engine, "handle", None)
-        if handle is None:
-            hosts.append(setup.make_runner(engine))
-        else:
-            remote = RayEpisodeHost(handle, str(getattr(engine, "who", "engine")))
-            remote.start_agents(setup)
-            hosts.append(remote)
-    return hosts
+    return [
+        engine.episode_host(setup)
+        if isinstance(engine, HostsEpisodes)
+        else setup.make_runner(engine)
+        for engine in engines
+    ]

@@ -112,7 +112,7 @@ class PolicyModelActor(TrainedWorker):
                 hooks=UpdateHooks(self.compute_text_loss, after_step, advance),
             )
         self.weight_version += 1
-        return _renamed(metrics, {"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
+        return metrics.renamed({"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
@@ -384,7 +384,3 @@ def find_policy_loss(name: str) -> PolicyLoss:
     if isinstance(function, PolicyLoss):
         return function
     return PolicyLoss(cast(Callable[..., PolicyLossTerms], function))
-
-
-def _renamed(metrics: Metrics, names: dict[str, str]) -> Metrics:
-    return Metrics({names.get(name, name): cell for name, cell in metrics.cells.items()})

@@ -65,8 +65,7 @@ class CriticModelActor(TrainedWorker):
                 reduce_max=self.strategy.all_reduce_max,
                 hooks=UpdateHooks(advance=advance),
             )
-        names = {"lr": "critic_lr", "grad_norm": "critic_grad_norm"}
-        return Metrics({names.get(name, name): cell for name, cell in metrics.cells.items()})
+        return metrics.renamed({"lr": "critic_lr", "grad_norm": "critic_grad_norm"})
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics

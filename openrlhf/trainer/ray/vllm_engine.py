@@ -28,7 +28,7 @@ from openrlhf.trainer.ppo_utils.engine_stream import RequestHost
 from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.agent_host import AgentHost
+from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import node_address
 from openrlhf.trainer.ray.placement import Slot
@@ -88,6 +88,12 @@ class RayEngine:
     def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
         reference = getattr(self.handle, method.__name__).remote(*args, **options)
         return get(reference, self.who, self.timeout_s)
+
+    def episode_host(self, setup: AgentSetup) -> RayEpisodeHost:
+        """See HostsEpisodes."""
+        host = RayEpisodeHost(self.handle, self.who)
+        host.start_agents(setup)
+        return host
 
     def ready(self) -> None:
         """Wait until the engine is up."""

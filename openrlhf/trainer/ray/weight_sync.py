@@ -82,9 +82,8 @@ def send_weights(
     finally:
         writer.close()
         pool.shutdown(wait=False)
-    for index, (engine, receipt) in enumerate(zip(engines, receipts, strict=True)):
-        name = str(getattr(engine, "who", f"engine {index}"))
-        check_receipt(receipt, report, weight_version, engine_name=name)
+    for engine, receipt in zip(engines, receipts, strict=True):
+        check_receipt(receipt, report, weight_version, engine_name=engine.who)
     return report
 
 
