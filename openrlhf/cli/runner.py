@@ -106,7 +106,7 @@ def loading_libraries() -> Iterator[None]:
     """A block of slow imports, with a bar; one rank of several draws it."""
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
 
-    with progress("loading libraries", is_shown=os.environ.get("RANK", "0") == "0"):
+    with progress("loading libraries", is_shown=Topology.from_env().is_main):
         yield
 
 

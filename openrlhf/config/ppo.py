@@ -314,8 +314,9 @@ class PPOConfig(RunConfig):
     def check_reward_failure_policy(self) -> Iterator[str]:
         """The policy is one of three."""
         value = self.reward.failure
-        if not re.fullmatch(r"fail|drop_group|retry\(\d+\)", value):
-            yield f"--reward_failure is unknown: {value}. Type fail, drop_group or retry(3)."
+        if not re.fullmatch(r"fail|drop_group|retry(\(0*[1-9]\d*\))?", value):
+            known = "fail, drop_group, retry or 'retry(5)'"
+            yield f"--reward_failure is unknown: {value}. Type {known}."
 
     def check_learning_rate_schedules(self) -> Iterator[str]:
         """The schedules have names that exist."""
@@ -351,13 +352,6 @@ class PPOConfig(RunConfig):
                 "first one without a reward ends the run. To let one of them go, type "
                 f"--reward_max_dropped {math.ceil(100 / num_prompts) / 100:g}."
             )
-
-    def note_sleep_without_sharing(self) -> Iterator[str]:
-        """Engines sleep to make room for training on the same GPUs."""
-        if self.vllm.enable_sleep and not self.engines_share_devices:
-            shared = self.train.colocate_all
-            why = "with --async_train" if shared else "without --colocate_all_models"
-            yield f"--vllm_enable_sleep has no effect {why}."
 
     def note_stale_samples_are_not_corrected(self) -> Iterator[str]:
         """The ratio of the loss is taken to the policy of the step, not to the one that sampled."""

@@ -14,6 +14,11 @@ def has_critic(config: Any) -> bool:
     return bool(config.algo.advantage.estimator == "gae")
 
 
+def has_no_engines(config: Any) -> bool:
+    """Whether the policy was told to generate itself."""
+    return bool(config.vllm.num_engines == 0)
+
+
 TEXT_PATHS = ("data.pretrain_probs", "data.pretrain_split", "data.pretrain_key", "actor.ptx_coef")
 HAS_NO_CRITIC = "without a critic (--advantage_estimator gae has one)"
 IDLE = (
@@ -30,12 +35,17 @@ IDLE = (
         HAS_NO_CRITIC,
     ),
     Idle(
+        ("algo.advantage.lambd",),
+        lambda config: not has_critic(config),
+        "without --advantage_estimator gae",
+    ),
+    Idle(
         ("reward.normalize_enable",),
         lambda config: is_blank(config.reward.model_name_or_path),
         "without --reward_pretrain, whose config has the mean and std",
     ),
     Idle(
-        ("algo.kl.target", "algo.kl.horizon"),
+        ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss"),
         lambda config: config.algo.kl.init_coef == 0,
         "with --init_kl_coef 0",
     ),
@@ -62,6 +72,55 @@ IDLE = (
         ("algo.loss_aggregation",),
         lambda config: config.actor.policy_loss_type == "gspo" and not has_critic(config),
         "with --policy_loss_type gspo, which is defined with seq_mean",
+    ),
+    Idle(
+        ("actor.dual_clip",),
+        lambda config: config.actor.policy_loss_type == "cispo",
+        "with --policy_loss_type cispo",
+    ),
+    Idle(
+        ("actor.dual_clip", "actor.eps_clip", "actor.eps_clip_low_high"),
+        lambda config: config.actor.policy_loss_type == "sapo",
+        "with --policy_loss_type sapo, which has no clip range",
+    ),
+    Idle(
+        ("actor.eps_clip",),
+        lambda config: (
+            config.actor.eps_clip_low_high is not None and config.actor.policy_loss_type != "sapo"
+        ),
+        "with --eps_clip_low_high",
+    ),
+    Idle(
+        ("actor.sapo_tau",),
+        lambda config: config.actor.policy_loss_type in ("ppo", "gspo", "cispo"),
+        "without --policy_loss_type sapo",
+    ),
+    Idle(
+        ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
+        lambda config: not config.train.dynamic_batch_enable,
+        "without --use_dynamic_batch",
+    ),
+    Idle(
+        (
+            "vllm.enable_prefix_caching",
+            "vllm.enable_sleep",
+            "vllm.enforce_eager",
+            "vllm.gpu_memory_utilization",
+            "vllm.sync_backend",
+            "vllm.tensor_parallel_size",
+        ),
+        has_no_engines,
+        "with --vllm_num_engines 0",
+    ),
+    Idle(
+        ("vllm.enable_sleep",),
+        lambda config: not (has_no_engines(config) or config.train.colocate_all),
+        "without --colocate_all_models",
+    ),
+    Idle(
+        ("vllm.enable_sleep",),
+        lambda config: config.train.colocate_all and config.train.async_enable,
+        "with --async_train",
     ),
     Idle(
         ("ckpt.best_metric_key",),

@@ -164,7 +164,9 @@ class RewardConfig(Base):
         opens="code",
     )
     failure: str = option(
-        "fail", "When a reward cannot be had: fail, drop_group or retry(n).", "reward_failure"
+        "fail",
+        "When a reward cannot be had: fail, drop_group, retry or retry(n).",
+        "reward_failure",
     )
     max_dropped: float = option(
         0.01,

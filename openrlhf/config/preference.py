@@ -18,6 +18,7 @@ from openrlhf.config.common import (
     timed_name,
 )
 from openrlhf.config.idle import Idle, idle_settings
+from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
     PACKED_WEIGHTS,
     AnsweredDataConfig,
@@ -230,6 +231,14 @@ class DPOConfig(SupervisedConfig):
             yield (
                 "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type "
                 f"--label_smoothing {EXO_LABEL_SMOOTHING}."
+            )
+
+    def note_robust_loss_has_wrong_labels_to_expect(self) -> Iterator[str]:
+        """Where no label is taken as wrong, its formula is that of DPO."""
+        if self.model.loss_type == "robust" and self.model.label_smoothing == 0:
+            yield Caution(
+                "--loss_type robust with --label_smoothing 0.0 is plain DPO, --loss_type sigmoid. "
+                "Type --label_smoothing with the part of the labels that may be wrong, such as 0.1."
             )
 
     @property

@@ -290,7 +290,7 @@ def _run_template(
         return render_chat(
             encoder.tokenizer,
             [_hide(encoder, message) for message in messages],
-            tools=_tool_list(tools),
+            tools=_hide_value(encoder, _tool_list(tools)),
             add_generation_prompt=add_generation_prompt,
             wants_spans=wants_spans,
         )
@@ -310,12 +310,17 @@ def _refuse_unreadable(error: TemplateError) -> None:
         ) from error
 
 
-def _tool_list(tools: object) -> list[dict] | None:
+def _tool_list(tools: object) -> list | None:
+    """The tools of a row, without the nulls that a table puts where other rows have a key; those
+    of JSON text are its own.
+    """
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
             raise RowError(f"'tools' is no JSON: {error}") from error
+    else:
+        tools = _without_nulls(tools)
     if tools is not None and not isinstance(tools, Sequence):
         raise RowError(f"'tools' is {type(tools).__name__}, not a list")
     return list(tools) if tools else None
@@ -342,16 +347,26 @@ def _to_message(item: object) -> Message:
 
 def _hide(encoder: TextEncoder, message: Message) -> Message:
     return {
-        key: value if key == "role" else _hide_value(encoder, value)
+        key: value if key == "role" else _hide_value(encoder, _without_nulls(value))
         for key, value in message.items()
     }
 
 
-def _hide_value(encoder: TextEncoder, value: object) -> object:
+def _hide_value(encoder: TextEncoder, value: Any) -> Any:
+    """The value with a stand-in for every special token in its texts, those of keys included."""
     if isinstance(value, str):
         return encoder.hide(value)
     if isinstance(value, Mapping):
-        return {k: _hide_value(encoder, v) for k, v in value.items() if v is not None}
+        return {_hide_value(encoder, k): _hide_value(encoder, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_hide_value(encoder, item) for item in value]
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_nulls(item) for item in value]
     return value

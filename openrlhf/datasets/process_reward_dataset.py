@@ -16,6 +16,8 @@ from torch import Tensor
 
 from openrlhf.datasets.chat import RowError, plain_text
 from openrlhf.datasets.conventions import pick_column, recognised_line
+from openrlhf.datasets.model_limits import ModelLimits, unknown_id
+from openrlhf.datasets.problems import row_place
 from openrlhf.datasets.segments import (
     Segment,
 )
@@ -28,7 +30,7 @@ from openrlhf.datasets.tokenized import (
     TokenizedDataset,
     Tokens,
 )
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import Tokenizer, encode_text
 
 STEPWISE_COLUMNS = ("prompt", "completions", "labels")
@@ -86,6 +88,27 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         is_soft = isinstance(values[0], float)
         labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
         return ProcessExample(tokens[index], marker_mask, labels[: int(marker_mask.sum())], is_soft)
+
+    def check_fits(self, limits: ModelLimits) -> None:
+        """Raise DataError where a model of these sizes cannot read an example or say a label."""
+        super().check_fits(limits)
+        if limits.num_embeddings is None:
+            return
+        if (found := self._label_from(limits.num_embeddings)) is not None:
+            raise DataError(unknown_id(*found, limits))
+
+    def _label_from(self, least: int) -> tuple[str, int] | None:
+        """Where a label's token first has an id of at least `least`, and that id."""
+        named = zip(self._format.reward_tokens, self.reward_token_ids, strict=True)
+        for text, token_id in named:
+            if token_id >= least:
+                return f"--reward_tokens {text}", token_id
+        for row_id, labels in zip(self.row_ids, self._content.extras, strict=True):
+            assert isinstance(labels, list), "_draft"
+            for label in labels:
+                if isinstance(label, int) and label >= least:
+                    return f"a label of {row_place(self._rows, row_id)}", label
+        return None
 
     def _check_columns(self) -> None:
         form, columns = self._format, self._rows.column_names

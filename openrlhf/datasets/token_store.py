@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,16 @@ class TokenStore:
         """Token count of every sequence, (len,) int64."""
         ends = torch.tensor(self._ends.tolist(), dtype=torch.int64)
         return torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
+
+    def first_id_from(self, least: int) -> tuple[int, int] | None:
+        """The first sequence with an id of at least `least`, and that id; None without one."""
+        if not self._ids:
+            return None
+        ids = torch.frombuffer(self._ids, dtype=torch.int32)
+        if int(ids.max()) < least:
+            return None
+        place = int((ids >= least).int().argmax())
+        return bisect_right(self._ends, place), int(ids[place])
 
     def fingerprint(self) -> str:
         """SHA-256 over ids, masks and boundaries."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import RowError, has_placeholder
 from openrlhf.datasets.conventions import image_notices, unread_notices
+from openrlhf.datasets.model_limits import ModelLimits, check_fits
 from openrlhf.datasets.problems import Problems, row_place
 from openrlhf.datasets.segments import LeftOutError, Segment
 from openrlhf.datasets.token_cache import (
@@ -128,6 +129,10 @@ class TokenizedDataset(ABC, Generic[FormatT]):
     def fingerprint(self) -> str:
         """A hash of all examples, to notice on resume that the data changed."""
         return self._content.fingerprint()
+
+    def check_fits(self, limits: ModelLimits) -> None:
+        """Raise DataError where a model of these sizes cannot read an example."""
+        check_fits(self._content, self._rows, limits)
 
     @abstractmethod
     def _check_columns(self) -> None:

@@ -168,12 +168,15 @@ class DeepSpeedStrategy:
 
 
 def set_seed(seed: int, *, full_determinism: bool = False) -> None:
-    """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels."""
+    """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels, and
+    has those of flash attention sum in a fixed order.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers at every call
         torch.use_deterministic_algorithms(mode=True)
 
 

@@ -30,6 +30,7 @@ class ServerState:
     num_tries: int = 0  # in all
     num_failures: int = 0  # in a row
     closed_until_s: float = 0.0  # on the monotonic clock; no try before
+    models: dict[str, object] | None = None  # name to hash, as its first answer had them
 
     def has_room_at(self, now_s: float) -> bool:
         """Whether a try may go there now, as far as its circuit is concerned."""

@@ -8,7 +8,6 @@ Programs of models you do not trust belong into a container or a virtual machine
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark
+from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark, process_limit
 
 MIB = 1024**2
 MAX_SHOWN = 10_000  # characters of output that are kept
@@ -92,7 +91,7 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
         max(int(limits.timeout_s + 1), 1),
         limits.memory_mib * MIB,
         limits.file_mib * MIB,
-        _num_processes() + limits.num_processes,
+        process_limit(limits.num_processes),
         os.getpid(),
     )
     mark = new_mark()
@@ -125,17 +124,6 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
                 os.killpg(process.pid, signal.SIGKILL)
             end_marked(mark, but=process.pid)
             process.wait()
-
-
-def _num_processes() -> int:
-    """Processes and threads of this user now: the kernel's limit counts them all."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    own, count = os.getuid(), 0
-    for status in Path("/proc").glob("[0-9]*/task"):
-        with suppress(OSError):
-            if status.stat().st_uid == own:
-                count += len(os.listdir(status))
-    return count if soft == resource.RLIM_INFINITY else min(count, soft)
 
 
 def _start_of(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""Rewards from HTTP servers: POST {query, prompts, labels}, answered by {rewards, scores?,
-extra_logs?}.
+"""Rewards from HTTP servers: POST {query, prompts, labels, ids}, answered by {rewards, scores?,
+extra_logs?, ids?, models?}.
 
 Every batch is answered exactly once, by one of the servers, or ends in a RewardError. Tries are
 repeated after 5xx answers and broken connections only, at another server first.
@@ -8,7 +8,6 @@ repeated after 5xx answers and broken connections only, at another server first.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import threading
@@ -23,14 +22,15 @@ from typing import Any
 import httpx
 
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, joined, result_from_answer
+from openrlhf.rewards.base import RewardBatch, RewardResult, joined
 from openrlhf.rewards.circuit import ServerState, check_urls, is_loopback
+from openrlhf.rewards.remote_messages import body_of, result_of, start_of
 from openrlhf.utils.logging import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
 MAX_ANSWER_BYTES = 64 * 1024**2
-MAX_TEXT_SHOWN = 200
 POLL_S = 0.05  # between two looks at whether a server may be tried again
+WHOLE_TRY = 0.9  # of --reward_try_timeout_s: after less without an answer no server is to blame
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RemoteSettings:
     """Sizes and limits of the client."""
 
     batch_size: int = 8  # most samples in a request
-    timeout_s: float = 300.0  # for all tries of a request
+    timeout_s: float = 300.0  # for all tries of a request and its waits for a slot
     try_timeout_s: float = 60.0
     num_tries: int = 3  # of a request at each server
     max_in_flight: int = 64  # requests at each server
@@ -49,6 +49,10 @@ class RemoteSettings:
 
 class _TryAgain(Exception):
     """A try failed in a way that may pass: 5xx, no connection, no answer in time."""
+
+
+class _OutOfTime(Exception):
+    """The time of a request ran out before the server had had its time for a try."""
 
 
 class RemoteReward:
@@ -128,7 +132,7 @@ class RemoteReward:
             await client.aclose()
 
     async def _score(self, batch: RewardBatch) -> RewardResult:
-        body = _body(batch)
+        body = body_of(batch)
         headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
         async with self._places:  # the time limit begins when it is this request's turn
             return await self._tries(batch, body, headers)
@@ -147,30 +151,34 @@ class RemoteReward:
                     f"{tries.seconds:.1f} s (--reward_timeout_s {limit:g}): {tries.last_problem}"
                 )
             try:
-                async with server.slots:
+                async with _Slot(server, tries):
                     answer = await self._one_try(server.url, body, headers, tries.seconds_left)
+            except _OutOfTime as problem:
+                tries.last_problem = f"{server.url}: {problem}"
             except _TryAgain as problem:
                 tries.note_failure(server, f"{server.url}: {problem}")
             else:
                 server.note_success()
-                return _result(answer, batch, server.url)
+                return result_of(answer.status_code, answer.content, batch, server)
             finally:
                 server.note_end()
 
     async def _one_try(
         self, url: str, body: bytes, headers: dict[str, str], seconds_left: float
     ) -> httpx.Response:
-        timeout_s = min(self.settings.try_timeout_s, max(seconds_left, 0.0))
+        whole_s = self.settings.try_timeout_s
+        timeout_s = min(whole_s, max(seconds_left, 0.0))
         try:
             answer = await asyncio.wait_for(self._post(url, body, headers), timeout_s)
         except asyncio.TimeoutError as error:
-            raise _TryAgain(f"no answer in {timeout_s:.1f} s") from error
+            kind = _TryAgain if timeout_s >= WHOLE_TRY * whole_s else _OutOfTime
+            raise kind(f"no answer in {timeout_s:.1f} s") from error
         except httpx.TransportError as error:
             raise _TryAgain(f"{type(error).__name__} {error}".strip()) from error
         except httpx.DecodingError as error:
             raise RewardError(f"{url}: the answer cannot be decoded: {error}") from error
         if answer.status_code >= 500:
-            raise _TryAgain(f"answered {answer.status_code}: {_start_of(answer)}")
+            raise _TryAgain(f"answered {answer.status_code}: {start_of(answer.content)}")
         return answer
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
@@ -236,39 +244,19 @@ class _Tries:
             warn(f"reward server left alone for {self.settings.cooldown_s:g} s: {problem}")
 
 
-def _body(batch: RewardBatch) -> bytes:
-    fields = {
-        "query": list(batch.queries),
-        "prompts": list(batch.prompts),
-        "labels": list(batch.labels),
-    }
-    try:
-        return json.dumps(fields).encode()
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"the labels of {batch.names()} cannot be sent to a reward server: {error}. "
-            "Use a --label_key column of text, numbers or lists."
-        ) from error
+@dataclass(frozen=True)
+class _Slot:
+    """A block that runs once the server has a slot for it; _OutOfTime when none is free in time."""
 
+    server: ServerState
+    tries: _Tries
 
-def _result(answer: httpx.Response, batch: RewardBatch, url: str) -> RewardResult:
-    if answer.status_code != 200:
-        raise RewardError(
-            f"{url}: answered {answer.status_code} for {batch.names()}: {_start_of(answer)}"
-        )
-    try:
-        fields = json.loads(answer.content)
-    except (ValueError, RecursionError) as error:
-        raise RewardError(
-            f"{url}: the answer for {batch.names()} is not JSON: {_start_of(answer)}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise RewardError(
-            f"{url}: the answer for {batch.names()} is a {type(fields).__name__}, not an object"
-        )
-    return result_from_answer(fields, batch=batch, source=url)
+    async def __aenter__(self) -> None:
+        try:
+            await asyncio.wait_for(self.server.slots.acquire(), self.tries.seconds_left)
+        except asyncio.TimeoutError as error:
+            self.tries.counts[self.server] -= 1  # it was never made
+            raise _OutOfTime("all its slots were taken by other requests") from error
 
-
-def _start_of(answer: httpx.Response) -> str:
-    text = answer.content[:MAX_TEXT_SHOWN].decode(errors="replace")
-    return " ".join(text.split()) or "an empty body"
+    async def __aexit__(self, *error: object) -> None:
+        self.server.slots.release()

@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.family import TaskLimit
 from openrlhf.rewards.user_function import UserFunction
 
 PR_SET_PDEATHSIG = 1
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     connection = Connection(int(socket))
     die_with_parent(int(parent))
     own_pid = os.getpid()
+    limit = TaskLimit()
+    limit.renew()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     try:
         function = UserFunction(path)
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             batch = connection.recv()
+            limit.renew()
             try:
                 reply = function.answer(batch).as_dict()
             except RewardError as error:

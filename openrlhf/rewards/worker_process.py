@@ -18,16 +18,22 @@ from typing import Any
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.answers import RewardBatch
+from openrlhf.rewards.family import FamilyWatch
 from openrlhf.rewards.worker import DUMP_SIGNAL
-from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark
+from openrlhf.utils.processes import (
+    MARK_VARIABLE,
+    ProcessTable,
+    end_all,
+    end_marked,
+    new_mark,
+    resident_gib,
+)
 
 LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 TIMED_OUT = "did not end in"
 POLL_S = 0.05  # between two looks at a worker's clock and memory
 DUMP_S = 0.1  # for a hanging worker to write its stack
 EXIT_S = 1.0  # for a worker that hung up to end by itself, and say how
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-GIB = 1024.0**3
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class WorkerLimits:
     """What a worker may take."""
 
     timeout_s: float = 300.0  # for one call of the function
-    memory_gib: float = 8.0  # resident, of the worker's own process
+    memory_gib: float = 8.0  # resident, of the worker and what it started
+    num_processes: int = 256  # the worker and what it started
 
 
 class WorkerProcess:
@@ -63,7 +70,7 @@ class WorkerProcess:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it holds more memory than it may."""
+        """Whether its own process holds more memory than it may."""
         return resident_gib(self.process.pid) > self.limits.memory_gib
 
     def answer(self, batch: RewardBatch) -> dict[str, Any]:
@@ -84,8 +91,10 @@ class WorkerProcess:
 
     def end(self) -> None:
         """End it and what it started, from any thread; a call in progress fails."""
+        family = ProcessTable().family(self.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        end_all(pid for pid in family if pid != self.process.pid)
         end_marked(self.mark, but=self.process.pid)
 
     def kill(self) -> int:
@@ -108,6 +117,7 @@ class WorkerProcess:
     ) -> bool:
         """Wait for an answer; False when the worker has ended without one."""
         deadline = time.monotonic() + timeout_s
+        family = FamilyWatch(self.process.pid, self.limits.num_processes, self.limits.memory_gib)
         while not self.connection.poll(POLL_S):
             if not self.is_alive:  # what it started may still hold the connection
                 return self.connection.poll()
@@ -120,6 +130,9 @@ class WorkerProcess:
                 raise problem(
                     f"took more than {self.limits.memory_gib:g} GiB (--reward_memory_gib)"
                 )
+            if excess := family.excess():
+                self.kill()
+                raise problem(excess)
         return True
 
     def _load_problem(self, what: str) -> ConfigError:
@@ -136,15 +149,6 @@ class WorkerProcess:
     def _wait(self, seconds: float) -> None:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-
-
-def resident_gib(pid: int) -> float:
-    """Memory a process holds; 0 where /proc does not tell."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
-    return pages * PAGE_BYTES / GIB
 
 
 def _start(

@@ -49,6 +49,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     RewardRules,
 )
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.samples_generator import (
     Generator,
@@ -58,10 +59,8 @@ from openrlhf.trainer.ppo_utils.samples_generator import (
 from openrlhf.trainer.ppo_utils.scoring import (
     FailurePolicy,
     GroupScorer,
-    ModelScorer,
     Scorer,
     SourceScorer,
-    model_names,
 )
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
 from openrlhf.trainer.ray.agent_host import agent_samples_generator
@@ -272,7 +271,9 @@ def _samples_generator(
         return agent_samples_generator(
             config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
         )
-    scorer = cluster.shared(_scorer(config, inputs.reward_source, groups, turn))
+    has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
+    scorer = _scorer(config, inputs.reward_source, groups, models_stream=has_own_devices, turn=turn)
+    scorer = cluster.shared(scorer)
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
 
 
@@ -280,6 +281,8 @@ def _scorer(
     config: PPOConfig,
     source: StreamingSource | None,
     groups: Groups,
+    *,
+    models_stream: bool,
     turn: AbstractContextManager[object],
 ) -> GroupScorer:
     reward = config.reward
@@ -292,8 +295,13 @@ def _scorer(
                 model_names(reward.model_paths), reward_roles(config), strict=True
             )
         }
-        is_sequential = config.train.colocate_all
-        scorer = ModelScorer(forwards, reward.weights, is_sequential=is_sequential, turn=turn)
+        scorer = ModelScorer(
+            forwards,
+            reward.weights,
+            is_sequential=config.train.colocate_all,
+            is_streaming=models_stream,
+            turn=turn,
+        )
     policy = FailurePolicy.parse(
         reward.failure, reward.max_dropped, step_size=config.rollout.batch_size
     )

@@ -21,17 +21,17 @@ from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_installed import check_vllm_is_installed
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import load_config
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.worker_process import WorkerLimits
+from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
-from openrlhf.utils.adapter_folder import refuse_adapter
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.progress import counter
-from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 from openrlhf.utils.user_code import import_function
 
 
@@ -80,13 +80,9 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
     model_path = _name(config.actor.model_name_or_path)
     if config.train.agent_func_path:
         AgentFile(config.train.agent_func_path)
-    vocab_size = _check_models(config, has_engines=has_engines)
-    tokenizer = load_tokenizer(
-        model_path,
-        chat_template=config.data.tokenizer_chat_template,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
+    vocab_size = check_models(config, has_engines=has_engines)
+    tokenizer = load_policy_tokenizer(config)
+    say_notices(check_tokens(config, tokenizer))
     stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
     prompts, eval_prompts, texts = _data(config, tokenizer)
     rollout = config.rollout
@@ -172,51 +168,13 @@ def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
 def only_busy_samples_count(config: PPOConfig) -> bool:
     """Whether a sample without an advantage moves nothing, so that no forward is made for it."""
     actor = config.actor
-    has_bonus = bool(actor.entropy_coef) or actor.aux_loss_coef > 0
+    has_bonus = actor.entropy_coef is not None or actor.aux_loss_coef > 0
     return not (needs_critic(config) or needs_reference(config) or has_bonus)
 
 
 def _name(value: str | None) -> str:
     assert value is not None, "checked by the configuration"
     return value
-
-
-def _check_models(config: PPOConfig, *, has_engines: bool) -> int:
-    """Check that every model named is there; answers the policy's vocabulary size."""
-    trust = config.trust_remote_code
-    names = [config.critic.model_name_or_path]
-    names += config.reward.model_paths
-    problems = []
-    for name in filter(None, names):
-        try:
-            load_config(name, trust_remote_code=trust)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    path = _name(config.actor.model_name_or_path)
-    if has_engines:
-        refuse_adapter(path, "--pretrain")
-    policy = load_config(path, trust_remote_code=trust)
-    for name in (path, *config.reward.model_paths):
-        _check_positions(config, name)
-    return int(policy.get_text_config().vocab_size)
-
-
-def _check_positions(config: PPOConfig, name: str) -> None:
-    """A model reads prompt and response as a whole."""
-    model = load_config(name, trust_remote_code=config.trust_remote_code).get_text_config()
-    num_positions = model.to_dict().get("max_position_embeddings")
-    prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
-    if num_positions is not None and prompt + response > num_positions:
-        remedy = f"{num_positions - response} or a smaller --generate_max_len"
-        if response >= num_positions:  # no prompt is short enough
-            half = num_positions // 2
-            remedy = f"{half} --generate_max_len {num_positions - half}"
-        raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
-            f"{num_positions} positions of the model {name}. Type --prompt_max_len {remedy}."
-        )
 
 
 def _data(

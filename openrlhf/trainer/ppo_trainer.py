@@ -13,7 +13,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, RewardError
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
@@ -83,6 +83,7 @@ class PPOTrainer:
             num_at_once=config.rollout.vllm_generate_batch_size,
         )
         self.state = RunState(self.sampler, self.kl_controller, parts.texts)
+        self.unlogged = Metrics()  # of the steps since the last line
 
     def fit(self) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
@@ -96,9 +97,8 @@ class PPOTrainer:
             metrics = Metrics()
             with timed("step_total", metrics):
                 rollouts = self.generate(state.global_step + 1, metrics)
-                if not rollouts:
-                    self.say("the last prompts had no signal to learn from")
-                    break
+                if not rollouts:  # no prompt had a signal, or a reward
+                    continue
                 state.global_step += 1
                 metrics.merge(self.train_step(rollouts, state.global_step))
             self.settle()
@@ -106,10 +106,22 @@ class PPOTrainer:
             if self.is_eval_step(state.global_step):
                 self.evaluate(state.global_step)
             self.save_if_due()
+        self.log(state.global_step)
+        self.check_has_learnt()
         if state.evaluated_step != state.global_step:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.parts.tracker.close()
+
+    def check_has_learnt(self) -> None:
+        """Raise RewardError when no prompt of the whole run could be trained on."""
+        if self.state.global_step == 0:
+            ledger = self.sampler.ledger
+            outcomes = ", ".join(f"{count} {name}" for name, count in ledger.outcomes.items())
+            raise RewardError(
+                f"no prompt could be trained on: {ledger.num_drawn} drawn, {outcomes}: pass rate "
+                "0 %. Look at the rewards; nothing was saved."
+            )
 
     @property
     def is_over(self) -> bool:
@@ -267,18 +279,30 @@ class PPOTrainer:
             )
 
     def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
-        """One line, the metrics file, the sinks, the rollouts."""
-        values = metrics.values()
-        values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
-        values["kl_coef"] = self.kl_controller.coef
+        """Hints, the rollouts; every `--logging_steps` the line and the log of all steps since."""
+        self.unlogged.merge(metrics)
         if global_step % self.config.logger.logging_steps == 0:
-            self.parts.tracker.log(global_step, values)
-            self.say(step_line(global_step, self.num_steps, values))
+            self.log(global_step)
+        values = self.values_of(metrics)
         for line in hints(values, self.state.history):
             self.say(line)
         self.state.remember(values)
         if self.parts.rollout_writer is not None:
             self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+
+    def log(self, global_step: int) -> None:
+        """One line, the metrics file, the sinks; nothing where all steps are logged."""
+        if self.unlogged.cells:
+            values, self.unlogged = self.values_of(self.unlogged), Metrics()
+            self.parts.tracker.log(global_step, values)
+            self.say(step_line(global_step, self.num_steps, values))
+
+    def values_of(self, metrics: Metrics) -> dict[str, float]:
+        """The reduced numbers of one step or several, and what follows from them."""
+        values = metrics.values()
+        values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
+        values["kl_coef"] = self.kl_controller.coef
+        return values
 
     def say(self, line: str) -> None:
         """Print a line, once for all controllers."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -22,14 +23,15 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.conventions import Recognised, as_recognised, news, undecided
 from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
+from openrlhf.distributed import collectives
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
@@ -45,6 +47,7 @@ from openrlhf.utils.logging import (
     print_banner,
     redirect_framework_logs,
     say_notices,
+    warn,
 )
 from openrlhf.utils.progress import counter, show_bars_on
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -52,10 +55,11 @@ from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PretrainedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Progress = Callable[[int, int], None]  # rows done, rows in all
-NUM_CHECKED_SAMPLES = 100
+EVALUATION = "evaluation"  # among the settings in a checkpoint: the hash of its evaluation data
 
 
 class RowSamples(SampleSet[Any], Recognised, Protocol):
@@ -66,6 +70,9 @@ class RowSamples(SampleSet[Any], Recognised, Protocol):
     @property
     def fingerprint(self) -> str:
         """A hash of all tokens and labels, to notice on resume that the data changed."""
+
+    def check_fits(self, limits: ModelLimits) -> None:
+        """Raise DataError where a model of these sizes cannot read a sample."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +167,12 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts, config)
+    opened = with_evaluation(opened, inputs.eval_samples)
     if opened.is_done(run_dir, is_at_end=is_at_end(opened, config.train.max_epochs)):
         strategy.shut_down()
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
     trainer = recipe.make_trainer(run)
-    check_vocabulary(trainer, run)
     checkpointer = Checkpointer(
         trainer, opened, config.ckpt, export=lambda path: recipe.export(run, path)
     )
@@ -180,6 +187,20 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")
     strategy.shut_down()
+
+
+def with_evaluation(opened: Opened, samples: RowSamples | None) -> Opened:
+    """The checkpoints with a note of the evaluation data; where a run goes on with other data than
+    before, that is said.
+    """
+    saved, now = opened.saved, None if samples is None else samples.fingerprint
+    before = None if saved is None else saved.state.get("settings", {}).get(EVALUATION)
+    if saved is not None and collectives.is_main() and None not in (before, now) and before != now:
+        warn(
+            f"the evaluation data changed since {saved.path} was written: its metrics of before "
+            "and of now are not of the same samples"
+        )
+    return replace(opened, settings={**opened.settings, EVALUATION: now})
 
 
 def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool = True) -> Inputs:
@@ -210,9 +231,23 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
             lambda: _eval_samples(recipe, config, tokenizer, is_shown=goes_first),
             about="evaluation: ",
         )
+    limits = limits_of(model_config, model_path)
+    for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
+        if found is not None:
+            gathered.attempt(partial(found.check_fits, limits), about=about)
     gathered.raise_if_any()
     assert samples is not None, "or else problems were raised"
     return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+
+
+def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
+    """The sizes in a model's config, where a family may have other names for them, or none."""
+    text = config.get_text_config()
+    return ModelLimits(
+        path,
+        num_embeddings=getattr(text, "vocab_size", None),
+        num_positions=getattr(text, "max_position_embeddings", None),
+    )
 
 
 def _rows(config: SupervisedConfig) -> Dataset:
@@ -312,19 +347,6 @@ def hf_part(module: nn.Module) -> nn.Module:
     model = getattr(module, "model", None)
     assert isinstance(model, nn.Module), f"{type(module).__name__} holds no model"
     return model
-
-
-def check_vocabulary(trainer: BaseTrainer[Any, Any], run: SupervisedRun[Any]) -> None:
-    """Token ids beyond the embeddings would read other memory or fail deep in a kernel."""
-    samples = run.inputs.samples
-    first = [samples[index] for index in range(min(NUM_CHECKED_SAMPLES, len(samples)))]
-    largest = int(trainer.collate(first).token_ids.max())
-    num_embeddings = hf_part(run.model).get_input_embeddings().num_embeddings
-    if largest >= num_embeddings:
-        raise ConfigError(
-            f"The tokenizer gives id {largest}, but the model has {num_embeddings} embeddings. "
-            "Use the model's own tokenizer."
-        )
 
 
 def say_start(

@@ -109,7 +109,8 @@ class AgentInstanceBase(ABC):
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Judge a turn: `states` has observation_text, action_text, label and sampling_params.
+        """Judge a turn: `states` has observation_text, action_text, label, sampling_params and
+        is_truncated (the turn was cut at a length limit).
 
         Answers rewards, environment_feedback (text or token ids) and done; scores, extra_logs and
         sampling_params if it likes.

@@ -74,6 +74,7 @@ class Turns:
             "action_text": output.text,
             "label": label,
             "sampling_params": sampling_params,
+            "is_truncated": output.finish_reason == "length",
         }
         self._append(output.token_ids, output.text, is_action=True)
         # A turn that stops at a limit of its own is as long as the agent wanted it.

@@ -7,6 +7,7 @@ vLLM, Ray and DeepSpeed are known here only by the names of their loggers and sw
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -277,17 +278,33 @@ def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:
     return Path(run_dir) / "logs" / f"{role}{suffix}.log"
 
 
+def new_log(run_dir: Path | str, role: str) -> Path:
+    """Make the log of a role's next attempt: an empty file that no earlier attempt has, and that
+    no other process is given.
+    """
+    paths = (log_path(run_dir, role, attempt=attempt) for attempt in itertools.count())
+    return next(path for path in paths if _is_made_now(path))
+
+
+def _is_made_now(path: Path) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def redirect_framework_logs(
-    run_dir: Path | str, role: str, *, attempt: int = 0, capture_streams: bool = False
+    run_dir: Path | str, role: str, *, capture_streams: bool = False
 ) -> Path:
     """Send what vLLM, Ray, DeepSpeed and Python warnings say to a file, from children too.
 
-    Call it early; a library imported before or after it is caught alike. `capture_streams` also
-    points this process' stdout and stderr at the file: for workers, whose native code prints too.
-    Answers the file.
+    Every call is an attempt with a file of its own. Call it early; a library imported before or
+    after it is caught alike. `capture_streams` also points this process' stdout and stderr at the
+    file: for workers, whose native code prints too. Answers the file.
     """
-    path = log_path(run_dir, role, attempt=attempt)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = new_log(run_dir, role)
     quiet_frameworks()
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_write_vllm_config(path))
     handler = logging.FileHandler(path, delay=True)

@@ -1,17 +1,23 @@
-"""Ends what other people's code started, wherever it went: processes know each other by a word in
-the environment that they were given.
+"""Finds, counts and ends what other people's code started, wherever it went: processes know each
+other by a word in the environment that they were given.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import signal
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 MARK_VARIABLE = "OPENRLHF_STARTED_BY"
-MAX_ROUNDS = 5  # of killing: what is killed may just have started others
+MAX_END_S = 5.0  # of killing: what is killed may just have started others
+ROUND_S = 0.01  # between two rounds of it
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+KIB, GIB = 1024.0, 1024.0**3
 
 
 def new_mark() -> str:
@@ -24,13 +30,19 @@ def end_marked(mark: str, *, but: int) -> None:
 
     What was started in a session of its own, or has lost its parent, is found by it as well.
     """
-    for _ in range(MAX_ROUNDS):
-        found = [pid for pid in marked(mark) if pid != but]
-        if not found:
+    deadline = time.monotonic() + MAX_END_S
+    while found := [pid for pid in marked(mark) if pid != but]:
+        end_all(found)
+        if time.monotonic() > deadline:
             return
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        time.sleep(ROUND_S)
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """End processes that may have ended already."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def marked(mark: str) -> list[int]:
@@ -41,3 +53,74 @@ def marked(mark: str) -> list[int]:
             if word in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
+
+
+class ProcessTable:
+    """All processes of the machine at one moment, and who belongs to whom; empty where there is no
+    /proc.
+
+    Reads what the kernel tells without waiting for the processes: one that forks all the time can
+    keep a reader of its environment waiting.
+    """
+
+    def __init__(self) -> None:
+        self._followers: dict[int, list[int]] = {}  # children, and members of a leader's session
+        for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc").is_dir() else ()):
+            with suppress(OSError, ValueError):
+                line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+                state, parent, _, session, *_ = line.rpartition(")")[2].split()
+                if state != "Z":
+                    self._followers.setdefault(int(parent), []).append(int(pid))
+                    self._followers.setdefault(int(session), []).append(int(pid))
+
+    def family(self, pid: int) -> list[int]:
+        """A process, its descendants and all in their sessions; not what left both."""
+        found, queue = {pid}, [pid]
+        while queue:
+            new = set(self._followers.get(queue.pop(), ())) - found
+            found |= new
+            queue += new
+        return sorted(found)
+
+
+def resident_gib(pid: int) -> float:
+    """Memory a process holds, shared or not; 0 where /proc does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * PAGE_BYTES / GIB
+
+
+def joint_gib(pids: Sequence[int]) -> float:
+    """Memory that processes hold together, what they share counted once.
+
+    Takes milliseconds a GiB: ask `resident_gib` first.
+    """
+    return sum(map(_share_gib, pids))
+
+
+def _share_gib(pid: int) -> float:
+    """Memory of a process, what it shares with n others counted as an n-th."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended, or the kernel does not tell
+        return resident_gib(pid)
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * KIB / GIB
+
+
+def process_limit(more: int) -> int:
+    """The RLIMIT_NPROC that lets this user have so many more processes, at most the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = num_tasks() + more
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+def num_tasks() -> int:
+    """Processes and threads of this user now: the kernel's limit counts them all."""
+    own, count = os.getuid(), 0
+    for status in Path("/proc").glob("[0-9]*/task"):
+        with suppress(OSError):
+            if status.stat().st_uid == own:
+                count += len(os.listdir(status))
+    return count

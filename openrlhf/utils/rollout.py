@@ -60,7 +60,11 @@ class Rollout:
 
 
 def check_completion(
-    sample_id: str, token_ids: Sequence[int], logprobs: Sequence[float], *, vocab_size: int
+    sample_id: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    *,
+    vocab_size: int,
 ) -> None:
     """Refuse what an engine cannot mean: no token, ids outside the vocabulary, missing or
     impossible log-probs.
@@ -76,7 +80,7 @@ def check_completion(
             raise EngineError(
                 f"sample {sample_id}: token {token} at {position} is outside 0..{vocab_size - 1}"
             )
-        if not math.isfinite(logprob) or logprob > 1e-3:
+        if logprob is None or not math.isfinite(logprob) or logprob > 1e-3:
             raise EngineError(f"sample {sample_id}: log-prob {logprob} at {position}")
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from openrlhf.cli import runner
 from openrlhf.cli.runner import Command, hide_from_process_list, run_command
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.utils import progress
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
@@ -177,6 +179,22 @@ def test_the_wrong_use_of_a_key_flag_does_not_print_the_key():
     done = run("-m", "openrlhf.cli.train_sft", *NEEDS, "--use_wandb", "canary-5", "stray")
     assert done.returncode == 2
     assert "canary" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("rank", "is_shown"), [("0", True), ("1", False)])
+def test_one_rank_of_several_draws_that_libraries_are_loaded(rank, is_shown, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    drawn: list[bool] = []
+
+    def noted(what, *, is_shown):
+        drawn.append(is_shown)
+        return nullcontext()
+
+    monkeypatch.setattr(progress, "progress", noted)
+    with runner.loading_libraries():
+        pass
+    assert drawn == [is_shown]
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "note: a\nnote: b\n"), ("1", "")])

@@ -10,6 +10,7 @@ from openrlhf.config.base import value_at, walk
 from openrlhf.config.cli import parse_config
 from openrlhf.config.distillation import KDConfig
 from openrlhf.config.flags import plain_flag
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig
@@ -27,6 +28,7 @@ NEEDS = {
     PRMConfig: f"{ROWS} --placeholder_token <step>",
     KDConfig: f"{ROWS} --teacher_model t",
     ChatConfig: "--pretrain m",
+    PPOConfig: "--pretrain m --prompt_data d --remote_rm_url r.py",
 }
 # Read inside the config alone: other leaves and properties follow from them.
 READ_BY_CONFIG = {"model.ipo_enable", "rollout.greedy_sampling", "limits.max_body_mib"}
@@ -137,6 +139,62 @@ def test_who_types_a_setting_without_effect_is_told(path):
         (ChatConfig, "--top_p 0.5 --greedy_sampling", "with --greedy_sampling"),
         (ChatConfig, "--top_p 0.5 --temperature 0", "with --temperature 0"),
         (ChatConfig, "--input_template {} --apply_chat_template", "with --apply_chat_template"),
+        (PPOConfig, "--train_max_tokens_per_gpu 99", "without --use_dynamic_batch"),
+        (PPOConfig, "--rollout_max_tokens_per_gpu 99", "without --use_dynamic_batch"),
+        (PPOConfig, "--use_kl_loss --init_kl_coef 0", "with --init_kl_coef 0"),
+        (
+            PPOConfig,
+            "--lambd 0.9 --advantage_estimator reinforce",
+            "without --advantage_estimator gae",
+        ),
+        (
+            PPOConfig,
+            "--dual_clip 3 --policy_loss_type sapo",
+            "with --policy_loss_type sapo, which has no clip range",
+        ),
+        (
+            PPOConfig,
+            "--eps_clip 0.3 --policy_loss_type sapo",
+            "with --policy_loss_type sapo, which has no clip range",
+        ),
+        (
+            PPOConfig,
+            "--eps_clip_low_high 0.2 0.3 --policy_loss_type sapo",
+            "with --policy_loss_type sapo, which has no clip range",
+        ),
+        (PPOConfig, "--dual_clip 3 --policy_loss_type cispo", "with --policy_loss_type cispo"),
+        (PPOConfig, "--eps_clip 0.3 --eps_clip_low_high 0.2 0.3", "with --eps_clip_low_high"),
+        (PPOConfig, "--sapo_tau 1 2", "without --policy_loss_type sapo"),
+        (
+            PPOConfig,
+            "--vllm_gpu_memory_utilization 0.5 --vllm_num_engines 0",
+            "with --vllm_num_engines 0",
+        ),
+        (PPOConfig, "--vllm_enable_sleep --vllm_num_engines 0", "with --vllm_num_engines 0"),
+        (
+            PPOConfig,
+            "--vllm_enable_sleep --vllm_num_engines 0 --colocate_all_models",
+            "with --vllm_num_engines 0",
+        ),
+        (
+            PPOConfig,
+            "--vllm_tensor_parallel_size 2 --vllm_num_engines 0",
+            "with --vllm_num_engines 0",
+        ),
+        (PPOConfig, "--vllm_sync_backend gloo --vllm_num_engines 0", "with --vllm_num_engines 0"),
+        (PPOConfig, "--enforce_eager --vllm_num_engines 0", "with --vllm_num_engines 0"),
+        (PPOConfig, "--enable_prefix_caching --vllm_num_engines 0", "with --vllm_num_engines 0"),
+        (PPOConfig, "--vllm_enable_sleep", "without --colocate_all_models"),
+        (
+            PPOConfig,
+            "--vllm_enable_sleep --async_train --enable_vllm_is_correction",
+            "without --colocate_all_models",
+        ),
+        (
+            PPOConfig,
+            "--vllm_enable_sleep --colocate_all_models --async_train --enable_vllm_is_correction",
+            "with --async_train",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, expected):
@@ -160,6 +218,17 @@ def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, ex
         (KTOConfig, "--ref_offload"),
         (ChatConfig, "--csft_prompt x --enable_csft --top_p 0.5"),
         (SFTConfig, "--max_ckpt_num 3 --lora_alpha 16"),  # the defaults
+        (
+            PPOConfig,
+            "--train_max_tokens_per_gpu 99 --rollout_max_tokens_per_gpu 99 --use_dynamic_batch",
+        ),
+        (PPOConfig, "--use_kl_loss --kl_estimator k3 --lambd 0.9 --eps_clip 0.3 --dual_clip 3"),
+        (PPOConfig, "--eps_clip 0.3 --dual_clip 3 --policy_loss_type gspo"),
+        (PPOConfig, "--eps_clip 0.3 --policy_loss_type cispo"),
+        (PPOConfig, "--sapo_tau 1 2 --policy_loss_type sapo"),
+        (PPOConfig, "--sapo_tau 1 2 --dual_clip 3 --policy_loss_type mine.py:loss"),
+        (PPOConfig, "--vllm_gpu_memory_utilization 0.5 --vllm_enable_sleep --colocate_all_models"),
+        (PPOConfig, "--vllm_num_engines 0 --lambd 1 --eps_clip 0.2"),  # the defaults
     ],
 )
 def test_a_setting_that_is_read_is_not_talked_about(config_class, line):

@@ -106,7 +106,7 @@ def notices(line):
         ),
         (
             "--reward_failure ignore",
-            "--reward_failure is unknown: ignore. Type fail, drop_group or retry(3).",
+            "--reward_failure is unknown: ignore. Type fail, drop_group, retry or 'retry(5)'.",
         ),
         (
             "--lr_scheduler cosin",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from datasets import Dataset
 
-from openrlhf.algorithms.balancing import token_budget_batches
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.packing import PackedBatch
@@ -341,23 +339,6 @@ def test_what_a_template_writes_behind_a_cut_answer_is_left_out(tokenizer):
     rows = [row, row | {"finish_reason": "stop"}]
     dataset = examples(tokenizer, rows, apply_chat_template=True)
     assert dict(dataset.dropped) == {"cut answer that the chat template rewrites": 1}
-
-
-def test_rows_of_log_normal_lengths_go_through_the_model_without_padding(tokenizer):
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(64, generator=generator) * 0.7 + 4.5).exp().clamp(16, 512).int()
-    rows = [{"input": "a", "output": "b" * int(n)} for n in lengths]
-    dataset = examples(tokenizer, rows, output_key="output")
-    sizes = dataset.lengths.tolist()
-    batches = token_budget_batches(sizes, 1024)
-    packed = [
-        PackedBatch.from_sequences(
-            [dataset[i].token_ids for i in batch], [dataset[i].loss_mask for i in batch]
-        )
-        for batch in batches
-    ]
-    assert sum(len(batch.token_ids) for batch in packed) == sum(sizes)
-    assert max(len(batch.token_ids) for batch in packed) <= 1024
 
 
 def test_multiturn_without_a_chat_template_is_refused(tokenizer):

@@ -28,7 +28,8 @@ from tests.tiny import make_model, make_reward_model
 from tests.trainer.test_experience import rollout
 
 STAGES = {1: (0, 3), 2: (0, 2, 3)}  # on one rank stage 2 is stage 0
-CLIP, VALUE_CLIP, KL_COEF, ENTROPY_COEF = 0.2, 0.5, 0.1, 0.01
+# None of them is the default of its flag.
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP, VALUE_CLIP, KL_COEF, ENTROPY_COEF = 0.1, 0.3, 1.5, 0.3, 0.1, 0.02
 TEMPERATURE, MAX_NEW_TOKENS, PTX_COEF = 0.8, 32, 0.3
 # name -> aggregation; "idle" has samples without advantage and no other term, so they are left out;
 # "text" has pre-training text beside the samples
@@ -74,8 +75,8 @@ def ragged_set(count: int) -> Experience:
     parts[1::3] = [torch.zeros_like(part) for part in parts[1::3]]
     return experience.with_columns(
         advantages=torch.cat(parts),
-        old_logprobs=-4.2 + 0.3 * noise[1],
-        ref_logprobs=-4.2 + 0.3 * noise[2],
+        old_logprobs=-5.6 + 0.3 * noise[1],  # about those of the policy, one of 262 tokens
+        ref_logprobs=-5.6 + 0.3 * noise[2],
         values=noise[3],
         returns=noise[3] + noise[4],
     )
@@ -132,9 +133,16 @@ def textbook_policy_loss(model: torch.nn.Module, experience: Experience, variant
     logprobs_N = distribution_N.log_prob(ids.roll(-1, dims=1)[is_predicting])
     ratio_N = (logprobs_N - experience.old_logprobs).exp()
     free_N = ratio_N * experience.advantages
-    clipped_N = ratio_N.clip(1 - CLIP, 1 + CLIP) * experience.advantages
-    assert len(experience) < 64 or (clipped_N < free_N).any(), "nothing is clipped"
-    terms_N = -torch.minimum(free_N, clipped_N)
+    clipped_N = ratio_N.clip(1 - CLIP_LOW, 1 + CLIP_HIGH) * experience.advantages
+    gain_N = torch.minimum(free_N, clipped_N)
+    floor_N = torch.where(experience.advantages < 0, DUAL_CLIP * experience.advantages, -torch.inf)
+    for is_bound_N in (
+        (ratio_N < 1 - CLIP_LOW) & (clipped_N < free_N),
+        (ratio_N > 1 + CLIP_HIGH) & (clipped_N < free_N),
+        gain_N < floor_N,
+    ):
+        assert len(experience) < 64 or is_bound_N.any(), "a bound holds no token"
+    terms_N = -torch.maximum(gain_N, floor_N)
     if variant != "idle":
         log_ref_ratio_N = experience.ref_logprobs - logprobs_N
         terms_N = terms_N + KL_COEF * (log_ref_ratio_N.exp() - 1 - log_ref_ratio_N)
@@ -185,7 +193,12 @@ def textbook_gradient(folder: Path, variant: str, count: int) -> Tensor:
 
 def make_config(folder: Path, zero_stage: int) -> PPOConfig:
     optim = {"max_norm": 1e9, "adam": {"lr": 0.0}}  # steps are made, weights stay
-    actor = {"model_name_or_path": str(folder / "policy"), "eps_clip": CLIP, **optim}
+    actor = {
+        "model_name_or_path": str(folder / "policy"),
+        "eps_clip_low_high": (CLIP_LOW, CLIP_HIGH),
+        "dual_clip": DUAL_CLIP,
+        **optim,
+    }
     critic = {"model_name_or_path": str(folder / "critic"), "value_clip": VALUE_CLIP, **optim}
     return PPOConfig.model_validate(
         {

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
+from tests.source import modules
 
 
 def test_a_process_without_a_launcher_is_a_world_of_one():
     topology = Topology.from_env(env={})
     assert (topology.world_size, topology.rank, topology.dp_size, topology.dp_rank) == (1, 0, 1, 0)
     assert topology.is_main
+
+
+def test_a_rank_outside_the_world_is_refused():
+    with pytest.raises(ConfigError, match=r"RANK is 1 in the environment, of WORLD_SIZE 1.*Unset"):
+        Topology.from_env(env={"RANK": "1"})
+
+
+def test_no_other_module_reads_the_rank_or_the_size_of_the_world():
+    readers = {
+        module.name
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE")
+    }
+    assert readers == {"openrlhf.distributed.topology"}
 
 
 def test_the_launchers_local_rank_argument_wins_over_the_environment():

@@ -88,6 +88,23 @@ def test_slots_are_refilled_and_answers_keep_their_order(model):
             assert largest_gap(model, prompt, answer, 1.0) < 1e-4
 
 
+def test_a_slot_that_becomes_free_is_refilled_at_once(model):
+    forwards = []
+    hook = model.register_forward_hook(lambda *_: forwards.append(1))
+    lengths = (4, 4, 4, 16, 4)  # the longest prompt, which is begun with, has the longest answer
+    asked = [request(RAGGED[k], max_new_tokens=n) for k, n in enumerate(lengths)]
+    try:
+        answers = HFEngine(model, max_num_rows=2).generate(asked)
+    finally:
+        hook.remove()
+    assert tuple(len(answer.token_ids) for [answer] in answers) == lengths
+    # While one slot samples 16 tokens the other samples 4 + 4 + 4 + 4. A prompt's forward gives the
+    # first token and each of the others takes one more: 15 in all, beside the two prompts at the
+    # start, which go together, and three refills. Whole batches would take 3 + 15 + 3 + 3 forwards,
+    # one by one 5 + 15 + 12.
+    assert len(forwards) == 15 + 1 + 3
+
+
 def test_every_stop_id_stops_and_belongs_to_the_answer(model):
     greedy_tokens = greedy(model, 24)
     stop = greedy_tokens[10]

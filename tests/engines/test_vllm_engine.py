@@ -196,6 +196,21 @@ def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
         assert largest_gap(trained, LONG_PROMPT, after, 1.0) < 1e-3
 
 
+def test_a_prefix_is_computed_once_for_samples_and_for_repeated_prompts(engine, monkeypatch):
+    num_cached = []
+    make = engine._stepper._completions
+
+    def note(output):
+        num_cached.append(output.num_cached_tokens)  # of the sample that was finished last
+        return make(output)
+
+    monkeypatch.setattr(engine._stepper, "_completions", note)
+    once, thrice = (7, *LONG_PROMPT), (8, *LONG_PROMPT)  # 192 tokens are whole blocks
+    for prompt, num_samples in ((once, 1), (once, 1), (thrice, 3)):
+        engine.generate([request(prompt, num_samples=num_samples, max_new_tokens=4)])
+    assert num_cached == [0, 192, 192]
+
+
 def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
     named = weights(model)
     some_layer = "model.layers.1.self_attn.k_proj.weight"

@@ -24,11 +24,12 @@ from tests.integration.test_learning import (  # noqa: F401 - values is a fixtur
 )
 from tests.tiny import write_jsonl
 
-FLAGS = (
-    "--async_train --advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
-    "--rollout_batch_size 4 --train_batch_size 8 --micro_train_batch_size 8 "
-    "--actor_learning_rate 1e-3 --vllm_num_engines 1 --enforce_eager --label_key answer "
+SIZES = (
+    "--async_train --n_samples_per_prompt 2 --rollout_batch_size 4 --train_batch_size 8 "
+    "--micro_train_batch_size 8 --actor_learning_rate 1e-3 --vllm_num_engines 1 --enforce_eager "
+    "--label_key answer "
 )
+FLAGS = SIZES + "--advantage_estimator reinforce_baseline --init_kl_coef 0 "
 
 
 @pytest.fixture
@@ -258,6 +259,40 @@ def test_the_asynchronous_agent_of_the_documents_learns(
     assert gain(steps) > MIN_GAIN
     assert 0 < max(histogram(steps)) <= 1
     assert trainers[0].sampler.ledger.outcomes == {"trained": 16 * NUM_STEPS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_agent", [False, True], ids=["reward_model", "agent"])
+def test_ppo_with_its_critic_and_reference_runs_asynchronously(
+    ray_cluster: None,
+    tiny_model_dir: Path,
+    reward_model_dir: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    trainers: list[PPOTrainerAsync],
+    is_agent: bool,
+) -> None:
+    (tmp_path / "agent_func.py").write_text(AGENT_FUNC)
+    source = (
+        {"agent_func_path": tmp_path / "agent_func.py"}
+        if is_agent
+        else {"reward_pretrain": reward_model_dir}
+    )
+    steps = run(
+        SIZES + "--advantage_estimator gae --init_kl_coef 0.01 --critic_learning_rate 1e-3 "
+        "--num_episodes 3 --max_len 128",
+        pretrain=tiny_model_dir,
+        critic_pretrain=reward_model_dir,
+        prompt_data=prompt_file,
+        save_path=tmp_path / "run",
+        **source,
+    )
+    check(steps, trainers[0], limit=1)
+    for step in steps:
+        assert math.isfinite(step["critic_loss"]) and step["critic_grad_norm"] > 0
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert abs(steps[-1]["kl"]) > 1e-4  # the policy has left its reference
 
 
 @pytest.mark.slow

@@ -89,15 +89,23 @@ def test_a_temperature_that_one_side_forgot_ends_the_first_step(
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--dynamic_filtering_max_empty 3 --num_episodes 9", "3 batches in a row"),
+        ("--max_samples 4", "no prompt could be trained on: 4 drawn, 4 filtered:no signal"),
+    ],
+    ids=["many prompts", "few prompts"],
+)
 def test_a_constant_reward_ends_a_filtered_run(
-    values: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    values: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, reason: str
 ) -> None:
     code_file = tmp_path / "constant.py"
     code_file.write_text("def reward_func(queries, prompts, labels): return [0.3] * len(queries)\n")
     values["remote_rm_url"] = code_file
-    flags = "--dynamic_filtering --dynamic_filtering_max_empty 3 --num_episodes 9"
-    code, error = run(capsys, flags, **values)
+    code, error = run(capsys, f"--dynamic_filtering {flags}", **values)
     assert code == 3
-    assert "3 batches in a row" in error and "pass rate 0 %" in error
+    assert reason in error and "pass rate 0 %" in error
+    assert not [*(tmp_path / "run").glob("*.safetensors")]
     path = tmp_path / "run" / "metrics.jsonl"
     assert not path.exists() or not [r for r in read_metrics(path) if "reward" in r]

@@ -48,11 +48,14 @@ def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) ->
 
 
 @pytest.mark.timeout(400)
-def test_the_same_command_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
+def test_the_same_command_goes_on_exactly_after_a_kill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_model(tmp_path / "model")
     rows = [{"input": f"{i}+{i}=", "output": str(2 * i)} for i in range(NUM_ROWS)]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    subprocess.run(command(tmp_path, "straight"), check=True, capture_output=True)
+    train_sft.main(command(tmp_path, "straight")[3:])
+    shut_down()
 
     killed = tmp_path / "killed"
     process = subprocess.Popen(
@@ -62,11 +65,10 @@ def test_the_same_command_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (killed / "model.safetensors").exists()
-    again = subprocess.run(
-        command(tmp_path, "killed", "--load_checkpoint"), capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stdout + again.stderr
+    train_sft.main(command(tmp_path, "killed", "--load_checkpoint")[3:])
+    shut_down()
+    said = capsys.readouterr()
+    assert "resuming from" in said.out + said.err
 
     straight = tmp_path / "straight"
     expected, found = (load_file(path / "model.safetensors") for path in (straight, killed))

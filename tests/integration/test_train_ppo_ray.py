@@ -113,7 +113,7 @@ def test_grpo_with_kl_loss(
     [
         # What reaches the engine is merged, out of the parts that two ranks hold.
         "rloo --lora_rank 4 --actor_learning_rate 1e-3 --zero_stage 3 --actor_num_gpus_per_node 2",
-        "reinforce_baseline --top_p 0.9 --temperature 0.7",
+        "reinforce --top_p 0.9 --temperature 0.7",
     ],
 )
 def test_every_estimator_with_a_reward_function(
@@ -141,7 +141,11 @@ def test_every_estimator_with_a_reward_function(
 
 
 @pytest.mark.parametrize(
-    ("model", "estimator"), [("tiny_model_dir", "reinforce"), ("tiny_tied_model_dir", "dr_grpo")]
+    ("model", "estimator"),
+    [
+        ("tiny_tied_model_dir", "dr_grpo"),
+        pytest.param("tiny_model_dir", "reinforce_baseline", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_and_two_engines_stay_in_sync(
     request: pytest.FixtureRequest,

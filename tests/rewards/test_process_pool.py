@@ -201,7 +201,7 @@ def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
     start = time.monotonic()
     with pytest.raises(RewardError) as caught:
         pool.score(batch_of(word, 2, 3, 4, 5))
-    assert time.monotonic() - start < 6  # not the default 300 s
+    assert time.monotonic() - start < 0.4 + 2  # the limit and two seconds, whatever it did
     text = str(caught.value)
     assert (
         f"{tmp_path}/my_reward.py: the reward function {message} while it scored samples " in text

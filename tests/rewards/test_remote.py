@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
+from openrlhf.config.reward_server import ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
+from openrlhf.rewards.remote_messages import body_of
+from openrlhf.trainer.reward_server.request import read_request
 from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
 
 QUICK = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=2, backoff_s=0.02, cooldown_s=0.2)
+PAIRS = replace(QUICK, batch_size=2)
 
 
 def batch_of(size: int) -> RewardBatch:
@@ -42,10 +49,12 @@ def always(answer: Answer | None) -> RewardServer:
     return RewardServer(lambda server, body: answer)
 
 
-def test_queries_prompts_and_labels_are_sent_and_all_parts_come_back() -> None:
+def test_queries_prompts_labels_and_ids_are_sent_and_all_parts_come_back() -> None:
     with always(rewards([0.0], scores=[1], extra_logs={"a": [2.5], "b": 3}, id="x")) as server:
         result = score(server.url)
-    assert server.requests == [{"query": ["q"], "prompts": ["p"], "labels": [{"answer": 0}]}]
+    assert server.requests == [
+        {"query": ["q"], "prompts": ["p"], "labels": [{"answer": 0}], "ids": ["step1/0/0"]}
+    ]
     assert result.rewards.tolist() == [0.0]
     assert result.scores is not None and result.scores.tolist() == [1.0]
     assert {k: v.tolist() for k, v in result.extra_logs.items()} == {"a": [2.5], "b": [3.0]}
@@ -168,6 +177,21 @@ def test_after_failures_in_a_row_a_server_is_left_alone_and_then_tried_once() ->
         assert len(bad.requests) > opened + 2  # answered: it takes its share again
 
 
+def test_pauses_between_tries_double_and_are_not_the_same_for_all() -> None:
+    random.seed(1)
+    settings = RemoteSettings(batch_size=1, backoff_s=0.4, failures_to_open=1000)
+    with always((500, b"")) as server, pytest.raises(RewardError, match="after 3 tries"):
+        score(server.url, 16, settings)
+    pauses_s = server.pauses_s
+    assert len(pauses_s) == 16
+    # Up to POLL_S late, and what a busy machine adds.
+    assert all(0.2 <= first < 0.4 + 0.35 for first, _ in pauses_s)
+    assert all(0.4 <= second < 0.8 + 0.35 for _, second in pauses_s)
+    for which in range(2):
+        spread_s = max(p[which] for p in pauses_s) - min(p[which] for p in pauses_s)
+        assert spread_s > 0.1 * (which + 1)  # of 0.2 and 0.4 s: they do not come back together
+
+
 def slow(server: RewardServer, body: dict[str, object]) -> Answer:
     server.stopping.wait(10)
     return lengths(server, body)
@@ -180,6 +204,109 @@ def test_a_slow_server_ends_at_the_limit_of_all_tries() -> None:
         score(server.url, settings=settings)
     assert time.monotonic() - start < 2
     assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
+
+
+def test_the_wait_for_a_slot_is_part_of_the_limit_and_no_fault_of_the_server() -> None:
+    settings = RemoteSettings(batch_size=1, timeout_s=0.4, max_in_flight=1, failures_to_open=1)
+    with RewardServer() as server, closing(RemoteReward(server.url, settings)) as source:
+        [state] = source._servers
+        source._run(state.slots.acquire()).result()  # by a request that never ends
+        with pytest.raises(RewardError) as caught:
+            source.submit(batch_of(1)).result(5)
+        assert "after 0 tries in 0." in str(caught.value)
+        assert f"{server.url}: all its slots were taken" in str(caught.value)
+        source._loop.call_soon_threadsafe(state.slots.release)
+        assert source.score(batch_of(1)).rewards.tolist() == [1.0]
+
+
+def test_a_server_is_not_left_alone_because_the_time_of_a_request_was_short() -> None:
+    def slow_once(server: RewardServer, body: dict[str, object]) -> Answer:
+        return slow(server, body) if len(server.requests) == 1 else lengths(server, body)
+
+    settings = RemoteSettings(batch_size=1, timeout_s=0.5, try_timeout_s=5, failures_to_open=1)
+    with RewardServer(slow_once) as server, closing(RemoteReward(server.url, settings)) as source:
+        with pytest.raises(RewardError, match=r"no answer in 0\.5 s"):
+            source.score(batch_of(1))
+        assert source.score(batch_of(1)).rewards.tolist() == [1.0]
+
+
+def test_a_server_that_had_the_whole_time_of_a_try_is_left_alone() -> None:
+    settings = RemoteSettings(batch_size=1, timeout_s=0.3, try_timeout_s=0.3, failures_to_open=1)
+    with RewardServer(slow) as server, closing(RemoteReward(server.url, settings)) as source:
+        for problem in ("no answer in 0.3 s", "every server is left alone"):
+            with pytest.raises(RewardError, match=problem):
+                source.score(batch_of(1))
+    assert len(server.requests) == 1
+
+
+def echoing(change: Callable[[list[str]], object]) -> RewardServer:
+    """A server that gives the ids back as this leaves them."""
+    return RewardServer(
+        lambda server, body: rewards([1.0] * len(body["query"]), ids=change(body["ids"]))
+    )
+
+
+def test_ids_that_come_back_as_they_were_or_not_at_all_are_fine() -> None:
+    for change in (lambda ids: ids, lambda ids: None):
+        with echoing(change) as server:
+            assert score(server.url, 2, PAIRS).rewards.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda ids: ids[::-1],
+            "the answer is for sample 'step1/1/0', where step1/0/0 was asked for",
+        ),
+        (lambda ids: [ids[0], None], "is for sample None, where step1/1/0 was asked for"),
+        (lambda ids: ids[:1], "ids are not one for each of samples step1/0/0, step1/1/0"),
+        (lambda ids: "step1/0/0", "ids are not one for each of samples step1/0/0, step1/1/0"),
+    ],
+)
+def test_the_answer_to_other_samples_is_an_error(
+    change: Callable[[list[str]], object], message: str
+) -> None:
+    with echoing(change) as server, pytest.raises(RewardError) as caught:
+        score(server.url, 2, PAIRS)
+    assert message in str(caught.value) and server.url in str(caught.value)
+    assert len(server.requests) == 1
+
+
+def test_serve_rm_takes_what_is_sent() -> None:
+    request = read_request(body_of(batch_of(2)), ServerLimitsConfig())
+    assert request.queries == ["q", "qq"] and request.ids == ["step1/0/0", "step1/1/0"]
+
+
+def test_samples_without_ids_are_sent_without() -> None:
+    with echoing(lambda ids: ids) as server, closing(RemoteReward(server.url, QUICK)) as source:
+        server.behaviour = lambda server, body: rewards([2.0], ids=["its own"])
+        assert source.score(RewardBatch(["q"], ["p"], ["r"], [None])).rewards.tolist() == [2.0]
+    assert "ids" not in server.requests[0]
+
+
+def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_back() -> None:
+    answers = [rewards([1.0], models={"judge": digits}) for digits in ("aa", "aa", "bb", "aa")]
+    with in_turn(*answers) as server, closing(RemoteReward(server.url, QUICK)) as source:
+        for _ in range(2):
+            source.score(batch_of(1))
+        with pytest.raises(RewardError) as caught:
+            source.score(batch_of(1))
+        assert source.score(batch_of(1)).rewards.tolist() == [1.0]
+    assert f"{server.url}: another reward model answers now: judge (bb)" in str(caught.value)
+    assert "before it was judge (aa). Serve that one again" in str(caught.value)
+
+
+def test_servers_may_serve_different_models_and_say_other_things_under_that_name() -> None:
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(always(rewards([1.0], models={"judge": digits})))
+            for digits in ("aa", "bb")
+        )
+        score(f"{one.url},{two.url}", 6)
+        assert one.requests and two.requests
+    with in_turn(*[rewards([1.0], models={"seconds": x}) for x in (1, 2)]) as server:
+        score(server.url, 2)
 
 
 def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> None:

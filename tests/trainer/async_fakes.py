@@ -181,10 +181,15 @@ class Records:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
+        self.step_numbers: list[int] = []
         self.evaluations: list[dict[str, float]] = []
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        (self.steps if "reward" in values else self.evaluations).append(dict(values))
+        if "reward" in values:
+            self.steps.append(dict(values))
+            self.step_numbers.append(step)
+        else:
+            self.evaluations.append(dict(values))
 
     def close(self) -> None: ...
 

@@ -196,10 +196,12 @@ def test_a_turn_cut_by_a_limit_of_the_agents_own_does_not_cut_the_episode(tmp_pa
     body = (
         "states['sampling_params'].max_tokens = 1\n"
         "is_second = states['action_text'] == 'o'\n"
-        "return {**DONE, 'done': is_second, 'sampling_params': states['sampling_params']}"
+        "answer = {'done': is_second, 'sampling_params': states['sampling_params']}\n"
+        "return {**DONE, **answer, 'rewards': float(states['is_truncated'])}"
     )
     result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
     assert result.failure is None
+    assert result.reward == 1.0  # the second turn says that it was cut, the first that it was not
     assert (result.num_turns, result.is_truncated) == (2, False)
 
 

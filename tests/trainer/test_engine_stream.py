@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, ModelScorer
+from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.phases import DevicePhases
 from tests.trainer.stream_fakes import (
     HeldEngine,

@@ -299,6 +299,24 @@ def test_an_entropy_bonus_raises_the_entropy(tiny_model_dir: Path, tmp_path: Pat
     assert sorted(entropies) == entropies and entropies[-1] > entropies[0] + 1e-3
 
 
+def test_the_logged_entropy_is_of_idle_samples_too(tiny_model_dir: Path, tmp_path: Path) -> None:
+    still = {"entropy_coef": 0.0, "adam": {"lr": 0.0}}
+    actor = make_actor(tiny_model_dir, tmp_path, actor=still)
+    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    first = int(experience.num_actions[:4].sum())
+    assert experience.advantages is not None
+    silent = experience.advantages.clone()
+    silent[first:] = 0
+
+    def entropy(samples: Experience) -> float:
+        [steps] = plan_updates(samples, 1, train_batch_size=8, max_epochs=1, seed=0)
+        return actor.fit(steps, 0.0).values()["entropy"]
+
+    of_all = entropy(experience)
+    assert entropy(experience.with_columns(advantages=silent)) == pytest.approx(of_all, rel=1e-6)
+    assert entropy(experience.select(range(4))) != pytest.approx(of_all, rel=1e-5)
+
+
 def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Path) -> None:
     actor = make_actor(
         tiny_model_dir,

@@ -63,14 +63,14 @@ def test_either_side_may_be_slower(queue_size, keeps_running, times):
 
 def test_generation_and_training_overlap():
     def seconds(queue_size, train_s):
-        world = World(seconds_of=lambda key: 0.05, train_s=train_s)
+        world = World(seconds_of=lambda key: 0.1, train_s=train_s)
         trainer = make_trainer(world, num_prompts=32, queue_size=queue_size)
         start = time.monotonic()
         trainer.fit()
         return time.monotonic() - start
 
-    one_after_the_other = 8 * (0.05 + 0.05)
-    assert seconds(1, 0.05) < 0.8 * one_after_the_other
+    one_after_the_other = 8 * (0.1 + 0.1)
+    assert seconds(1, 0.1) < 0.8 * one_after_the_other
 
 
 def test_a_slow_sample_is_trained_on_and_holds_nobody_up_before_it_is_due():
@@ -167,6 +167,22 @@ def test_rewards_without_a_signal_end_the_run():
     world = World(scores_of=lambda key: (1.0, 1.0))
     trainer = make_trainer(world, num_prompts=40, with_filter=True)
     with pytest.raises(RewardError, match=r"3 batches in a row .* pass rate 0 %"):
+        trainer.fit()
+
+
+def test_a_line_of_several_steps_has_all_of_them_and_the_last_line_is_not_left_out():
+    trainer = make_trainer(World(), num_prompts=26)  # six steps of 4 prompts, one of 2
+    logger = trainer.config.logger.model_copy(update={"logging_steps": 3})
+    trainer.config = trainer.config.model_copy(update={"logger": logger})
+    trainer.fit()
+    assert trainer.parts.tracker.step_numbers == [3, 6, 7]
+    assert sum(staleness_histogram(trainer).values()) == 52
+
+
+def test_a_run_that_trained_on_nothing_is_an_error():
+    world = World(scores_of=lambda key: (1.0, 1.0))
+    trainer = make_trainer(world, num_prompts=8, with_filter=True)
+    with pytest.raises(RewardError, match=r"8 drawn, 8 filtered:no signal: pass rate 0 %"):
         trainer.fit()
 
 

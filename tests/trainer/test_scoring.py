@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +14,17 @@ import torch
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.scoring import (
     FailurePolicy,
     GroupScorer,
-    ModelScorer,
     ScoredGroups,
     SourceScorer,
-    model_names,
 )
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.paced import PacedEngine, Prompt, step_seconds
+from tests.trainer.stream_fakes import until
 
 FAIL = FailurePolicy(4)
 DROP = FailurePolicy(4, drops=True)
@@ -192,6 +194,7 @@ def test_the_policy_is_read_from_the_flag() -> None:
     assert FailurePolicy.parse("drop_group", 0.1, step_size=4) == dropping
     retrying = FailurePolicy(4, num_retries=12)
     assert FailurePolicy.parse("retry(12)", 0.5, step_size=4) == retrying
+    assert FailurePolicy.parse("retry", 0.5, step_size=4) == FailurePolicy(4, num_retries=3)
 
 
 def test_scores_for_some_samples_only_are_an_error() -> None:
@@ -246,6 +249,50 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scoring.add(group(0))
     scoring.add(group(1))
     assert scoring.finish().failed == {100: "sample 0/1: the reward model m answered nan"}
+
+
+class HeldForward:
+    """A reward model whose forwards end when they are let go; it notes what it was given."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.may_end = threading.Semaphore(0)
+        self.num_at_once: list[int] = []
+        self._num_running = 0
+
+    def start(self, experience: Experience) -> Callable[[], torch.Tensor]:
+        self._num_running += 1
+        self.num_at_once.append(self._num_running)
+        self.sizes.append(len(experience))
+
+        def answer() -> torch.Tensor:
+            assert self.may_end.acquire(timeout=10)
+            self._num_running -= 1
+            return torch.arange(float(len(experience)))
+
+        return answer
+
+
+def test_models_of_their_own_devices_score_while_others_still_generate() -> None:
+    model = HeldForward()
+    scorer = ModelScorer({"m": model}, is_streaming=True)  # type: ignore[dict-item]
+    scoring = GroupScorer(scorer, FAIL).begin()
+    assert scoring.is_streaming
+    scoring.add(group(0, 2))
+    until(lambda: model.sizes == [2])
+    for index in (1, 2):  # they come while the model is busy, and go together
+        scoring.add(group(index, 2))
+    model.may_end.release()
+    until(lambda: scorer.has_room)
+    scoring.add(group(3, 1))
+    until(lambda: model.sizes == [2, 5])
+    other = GroupScorer(scorer, FAIL).begin()  # an evaluation beside it
+    other.add(group(4, 1))
+    scoring.add(group(5, 1))
+    model.may_end.release(3)
+    assert [r.reward for r in scoring.finish().rollouts] == [0, 1, 0, 1, 2, 3, 4, 0]
+    assert [r.reward for r in other.finish().rollouts] == [0]
+    assert model.num_at_once == [1, 1, 1, 1]
 
 
 def test_parts_have_the_names_of_their_models() -> None:

@@ -25,6 +25,7 @@ from openrlhf.trainer.ray.weight_transport import (
     NcclTransport,
     SharedMemoryTransport,
     TransferGroup,
+    check_one_machine,
     choose_transport,
     make_transport,
 )
@@ -86,6 +87,11 @@ def test_host_memory_does_not_reach_other_machines():
             is_one_machine=False,
             has_rank_on_every_engine_gpu=True,
         )
+    check_one_machine(["10.0.0.1", "10.0.0.1"])
+    with pytest.raises(
+        ConfigError, match=r"are on 10\.0\.0\.1, 10\.0\.0\.2\. Set RAY_ADDRESS=local"
+    ):
+        check_one_machine(["10.0.0.2", "10.0.0.1"])
 
 
 def test_the_engine_is_started_with_it():
@@ -279,7 +285,7 @@ def test_a_rank_whose_copy_differs_is_found(monkeypatch):
     handles = {"GPU-1": (torch.zeros(64, dtype=torch.uint8),)}
     monkeypatch.setattr(weight_transport, "all_gather_object", lambda own: [own, handles])
     transport = IpcTransport(40, FakeMemory("GPU-0"), has_reader=True)
-    with pytest.raises(WeightSyncError, match="^the engine on GPU-1: 4 tensors differ"):
+    with pytest.raises(WeightSyncError, match=r"^the engine on GPU-1: 4 tensors differ"):
         send_weights(WEIGHTS, [IpcEngine("GPU-0"), IpcEngine("GPU-1")], 1, writer=transport)
 
 

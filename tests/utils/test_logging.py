@@ -6,7 +6,9 @@ import io
 import logging
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import peft
@@ -104,7 +106,7 @@ sys.path.insert(0, {root!r})
 from openrlhf.utils.logging import notice, redirect_framework_logs
 early = logging.getLogger("ray")
 early.addHandler(logging.StreamHandler(sys.stdout))
-path = redirect_framework_logs("run", "actor", attempt=1)
+path = redirect_framework_logs("run", "actor")
 late = logging.getLogger("DeepSpeed")
 late.addHandler(logging.StreamHandler(sys.stdout))
 early.warning("early chatter")
@@ -121,9 +123,56 @@ def test_framework_chatter_goes_to_the_role_log(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout == "said aloud\n"
     assert result.stderr == ""
-    text = (tmp_path / "run/logs/actor.attempt1.log").read_text()
+    text = (tmp_path / "run/logs/actor.log").read_text()
     for said in ("early chatter", "late chatter", "child chatter", "python warning", "said aloud"):
         assert said in text
+
+
+SECOND_START = """
+import logging, os, sys
+sys.path.insert(0, {root!r})
+from openrlhf.utils.logging import notice, redirect_framework_logs
+print(redirect_framework_logs("run", "actor").name, os.environ["VLLM_LOGGING_CONFIG_PATH"])
+notice("start {number}")
+"""
+
+
+def test_a_second_start_writes_a_second_file_and_leaves_the_first_as_it_was(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    logs = tmp_path / "run" / "logs"
+    names = ["actor.log", "actor.attempt1.log", "actor.attempt2.log"]
+    told = [f"{name} run/logs/{Path(name).stem}.vllm.json" for name in names]
+    for number, line in enumerate(told):
+        before = {path: path.read_bytes() for path in logs.glob("*")}
+        result = run_python(SECOND_START.format(root=root, number=number), tmp_path)
+        assert (result.stdout, result.stderr) == (f"{line}\nstart {number}\n", "")
+        assert {path: path.read_bytes() for path in before} == before
+    for number, name in enumerate(names):
+        assert (logs / name).read_text().endswith(f"start {number}\n")
+    assert sorted(path.name for path in logs.glob("*.log")) == sorted(names)
+
+
+def test_a_process_that_redirects_again_goes_on_in_a_new_file(tmp_path):
+    root = str(Path(__file__).resolve().parents[2])
+    again = SECOND_START.format(root=root, number=0) + SECOND_START.format(root=root, number=1)
+    result = run_python(again, tmp_path)
+    assert result.returncode == 0, result.stderr
+    files = [tmp_path / "run/logs" / name for name in ("actor.log", "actor.attempt1.log")]
+    said = [[line.rpartition(": ")[2] for line in f.read_text().splitlines()] for f in files]
+    assert said == [["start 0"], ["start 1"]]
+
+
+def test_processes_that_start_at_the_same_time_never_share_a_file(tmp_path):
+    gate = threading.Barrier(8)
+
+    def start(role: str) -> Path:
+        gate.wait()
+        return console.new_log(tmp_path, role)
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(start, ["actor-0"] * 6 + ["actor-1"] * 2))
+    names = {f"actor-0{suffix}.log" for suffix in ("", *(f".attempt{n}" for n in range(1, 6)))}
+    assert {path.name for path in paths} == {*names, "actor-1.log", "actor-1.attempt1.log"}
 
 
 def test_vllm_configuration_sends_its_lines_to_the_same_file(tmp_path):

@@ -6,16 +6,12 @@ A group is the samples of one prompt; its outcome is its scored rollouts, or a R
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import (
@@ -25,12 +21,10 @@ from openrlhf.rewards.base import (
     StreamingSource,
     handed_to,
 )
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import start_thread
 
+NUM_RETRIES = 3  # of plain "retry"
 MAX_RETRY_WAIT_S = 30.0
 TRUNCATED_COLUMN = "is_truncated"  # given to functions beside the row's own columns
 
@@ -43,8 +37,12 @@ class Scorer(Protocol):
     """Whatever gives rollouts their rewards: user code, servers, models."""
 
     @property
+    def is_streaming(self) -> bool:
+        """Whether groups may be scored while others still generate."""
+
+    @property
     def batch_size(self) -> int | None:
-        """Most samples of one submission; None: all of a step at once, after generation."""
+        """Most samples of one submission, which fail together; None: any number."""
 
     @property
     def has_room(self) -> bool:
@@ -69,9 +67,9 @@ class FailurePolicy:
 
     @classmethod
     def parse(cls, text: str, max_dropped: float, *, step_size: int) -> FailurePolicy:
-        """The policy called "fail", "drop_group" or "retry(3)"."""
-        if text.startswith("retry("):
-            return cls(step_size, num_retries=int(text[6:-1]))
+        """The policy called "fail", "drop_group", "retry" or "retry(5)"."""
+        if text.startswith("retry"):
+            return cls(step_size, num_retries=int(text[6:-1] or NUM_RETRIES))
         return cls(step_size, drops=text == "drop_group", max_dropped=max_dropped)
 
 
@@ -123,17 +121,18 @@ class GroupScoring:
     @property
     def is_streaming(self) -> bool:
         """See Scoring."""
-        return self.scorer.batch_size is not None
+        return self.scorer.is_streaming
 
     def add(self, group: Group) -> None:
         """See Scoring. Groups are not cut; small ones wait until they fill a batch, unless
         somebody has nothing to do.
         """
-        size = self.scorer.batch_size
-        if size is not None and sum(map(len, self._waiting)) + len(group) > size:
+        size = self.scorer.batch_size or math.inf
+        if sum(map(len, self._waiting)) + len(group) > size:
             self._send()
         self._waiting.append(group)
-        if size is not None and (sum(map(len, self._waiting)) >= size or self.scorer.has_room):
+        is_full = sum(map(len, self._waiting)) >= size
+        if self.is_streaming and (is_full or self.scorer.has_room):
             self._send()
 
     def finish(self) -> ScoredGroups:
@@ -166,7 +165,7 @@ class GroupScoring:
         begins with a second look at each group alone.
         """
         shares_a_batch = any(len(groups) > 1 for groups, _ in self._sent)
-        isolates = self.policy.drops and self.is_streaming and shares_a_batch
+        isolates = self.policy.drops and self.scorer.batch_size is not None and shares_a_batch
         return self.policy.num_retries or int(isolates and bool(failed))
 
     def _once_more(
@@ -201,6 +200,8 @@ class GroupScoring:
 class SourceScorer:
     """Rewards from a source that scores texts: user code or servers."""
 
+    is_streaming = True
+
     def __init__(self, source: StreamingSource, batch_size: int) -> None:
         self.source = source
         self.batch_size: int | None = batch_size
@@ -225,91 +226,6 @@ class SourceScorer:
         answer = self.source.submit(texts_of([r for group in groups for r in group]))
         answer.add_done_callback(settle)
         return outcomes
-
-
-class ModelScorer:
-    """Rewards from local reward models: the weighted sum of what each answers."""
-
-    batch_size: int | None = None
-    has_room = False
-
-    def __init__(
-        self,
-        models: Mapping[str, ForwardPass],
-        weights: Sequence[float] | None = None,
-        *,
-        is_sequential: bool = False,
-        turn: AbstractContextManager[object] | None = None,
-    ) -> None:
-        """`is_sequential`: models that share devices take turns. `turn` is held while they score,
-        where others compute on their devices too.
-        """
-        self.models = dict(models)
-        self.weights = list(weights or [1.0] * len(models))
-        self.is_sequential = is_sequential
-        self.turn = nullcontext() if turn is None else turn
-        assert len(self.weights) == len(self.models), "one weight for each model"
-
-    def submit(self, groups: Sequence[Group]) -> Wait:
-        """See Scorer. The forwards are made when the answer is waited for."""
-        return lambda: self._score(groups)
-
-    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """See Scorer. The forwards are made in a thread."""
-        outcomes: Future[list[Outcome]] = Future()
-        start_thread(
-            "reward-models",
-            lambda: outcomes.set_result(self._score(groups)),
-            outcomes.set_exception,
-        )
-        return outcomes
-
-    def _score(self, groups: Sequence[Group]) -> list[Outcome]:
-        rollouts = [rollout for group in groups for rollout in group]
-        unscored = [replace(rollout, reward=0.0) for rollout in rollouts]
-        experience = Experience.from_rollouts(unscored)
-        with self.turn:
-            parts = self._forward(experience)
-        outcomes: list[Outcome] = []
-        start = 0
-        for group in groups:
-            stop = start + len(group)
-            share = {name: values[start:stop].tolist() for name, values in parts.items()}
-            outcomes.append(self._outcome(group, share))
-            start = stop
-        return outcomes
-
-    def _forward(self, experience: Experience) -> dict[str, Tensor]:
-        """What each model answers, (B,) each."""
-        if self.is_sequential:
-            return {name: forward(experience) for name, forward in self.models.items()}
-        pending = {name: forward.start(experience) for name, forward in self.models.items()}
-        return {name: wait() for name, wait in pending.items()}
-
-    def _outcome(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Outcome:
-        scored = []
-        for k, rollout in enumerate(group):
-            values = {name: column[k] for name, column in parts.items()}
-            for name, value in values.items():
-                if not torch.isfinite(torch.tensor(value)):
-                    return RewardError(
-                        f"sample {rollout.sample_id}: the reward model {name} answered {value}"
-                    )
-            reward = sum(w * v for w, v in zip(self.weights, values.values(), strict=True))
-            parts_logged = values if len(values) > 1 else {}
-            scored.append(replace(rollout, reward=reward, reward_parts=parts_logged))
-        return scored
-
-
-def model_names(paths: Sequence[str]) -> list[str]:
-    """How the parts of several reward models are logged: the last word of each path, with a number
-    where two have the same.
-    """
-    words = [PurePosixPath(path).name for path in paths]
-    return [
-        word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
-        for k, word in enumerate(words)
-    ]
 
 
 def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:

@@ -22,7 +22,7 @@ from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
-from openrlhf.trainer.ray.weight_transport import choose_transport
+from openrlhf.trainer.ray.weight_transport import check_one_machine, choose_transport
 from openrlhf.utils.logging import is_terminal, notice
 from openrlhf.utils.progress import SCREEN, progress
 from openrlhf.utils.progress_relay import ProgressRelay
@@ -238,6 +238,9 @@ class RayCluster:
             for engine in self.engines:
                 engine.ready()
                 advance()
+        if self.engines and self.weight_transfer_backend == SHM_BACKEND:
+            [actor] = [group for group in self.groups if group.role == "actor"]
+            check_one_machine([actor.nodes[0], *(engine.node for engine in self.engines)])
         if is_terminal():
             with suppress(OSError):  # the node's address is another machine's: no bars of workers
                 self.relay = ProgressRelay(SCREEN, node_address())

@@ -37,13 +37,13 @@ from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.user_code import import_function
 
 AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
@@ -219,7 +219,8 @@ class PolicyModelActor(TrainedWorker):
     def _every_sample_counts(self, kl_coef: float) -> bool:
         has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
         actor = self.config.actor
-        return has_kl_loss or bool(actor.entropy_coef) or actor.aux_loss_coef > 0
+        # With the coefficient 0 the entropy is a metric, and one of all samples.
+        return has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0
 
     def broadcast_to_vllm(
         self, engines: Sequence[RolloutEngine], keep_running: bool = False
@@ -312,11 +313,7 @@ class PolicyModelActor(TrainedWorker):
         self._together(lambda: self._export(path))
 
     def _export(self, path: str, tensors: NamedTensors | None = None) -> None:
-        tokenizer = load_tokenizer(
-            self.config.actor.model_name_or_path,
-            chat_template=self.config.data.tokenizer_chat_template,
-            trust_remote_code=self.config.trust_remote_code,
-        )
+        tokenizer = load_policy_tokenizer(self.config)
         export_hf(self.engine, self.actor.model, tokenizer, Path(path), tensors=tensors)
 
     def own_state(self) -> dict[str, Any]:

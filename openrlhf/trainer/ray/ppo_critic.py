@@ -15,11 +15,11 @@ from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tokenizer import load_tokenizer
 
 
 class CriticModelActor(TrainedWorker):
@@ -92,7 +92,5 @@ class CriticModelActor(TrainedWorker):
 
     def save_model(self, path: str) -> None:
         """Export in Hugging Face format; all ranks take part, rank 0 writes."""
-        tokenizer = load_tokenizer(
-            self.config.actor.model_name_or_path, trust_remote_code=self.config.trust_remote_code
-        )
+        tokenizer = load_policy_tokenizer(self.config)
         export_hf(self.engine, self.critic.model, tokenizer, Path(path))

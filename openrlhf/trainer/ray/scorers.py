@@ -6,9 +6,14 @@ from torch import Tensor
 
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.vocabulary import (
+    TextReader,
+    load_policy_tokenizer,
+    other_tokenizer,
+)
 from openrlhf.trainer.ray.model_actor import ModelWorker
 
 
@@ -40,10 +45,12 @@ class RewardModelActor(ModelWorker):
     """One rank of a local reward model."""
 
     engine: EvalEngine
+    reader: TextReader | None = None  # of samples in another vocabulary than the model's
 
     def init_model(self, path: str) -> int:
         """Load the reward model; answers the parameter count."""
         config = self.config
+        self.reader = self._reader_for(path)
         model = RewardModel.from_pretrained(
             path,
             normalize_reward=config.reward.normalize_enable,
@@ -57,4 +64,15 @@ class RewardModelActor(ModelWorker):
 
     def compute_rewards(self, experience: Experience) -> Tensor:
         """Rewards (B,) of the share's samples, read at their last token."""
+        if self.reader is not None and len(experience):
+            experience = self.reader.read(experience)
         return self.forward_in_micro_batches(experience, self.engine, what="rewards")
+
+    def _reader_for(self, path: str) -> TextReader | None:
+        policy = load_policy_tokenizer(self.config)
+        own = other_tokenizer(self.config, path, policy)
+        if own is None:
+            return None
+        facts = load_config(path, trust_remote_code=self.config.trust_remote_code)
+        limit = facts.get_text_config().to_dict().get("max_position_embeddings")
+        return TextReader(policy, own, max_len=limit)

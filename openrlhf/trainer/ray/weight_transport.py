@@ -46,6 +46,17 @@ class WeightTransport(BucketWriter, Protocol):
         """What the other ranks do while rank 0 sends the same tensors."""
 
 
+def check_one_machine(nodes: Iterable[str]) -> None:
+    """Raise ConfigError unless all addresses of nodes are the same: host memory ends there."""
+    places = sorted(set(nodes))
+    if len(places) > 1:
+        raise ConfigError(
+            "Weights can pass through host memory on one machine only, and without GPUs there is "
+            f"no other way: the trainer and the engines are on {', '.join(places)}. Set "
+            "RAY_ADDRESS=local to run on this one, or type --vllm_num_engines 0."
+        )
+
+
 def choose_transport(
     sync_backend: str,
     *,

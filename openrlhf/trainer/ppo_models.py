@@ -1,0 +1,84 @@
+"""The models that an RL run names, looked at before any is loaded: whether they are there, have the
+parts that are used, and mean the same by a token.
+"""
+
+from __future__ import annotations
+
+from openrlhf.config.notices import Caution
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import is_value_model, load_config
+from openrlhf.models.value_head import RewardScale
+from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
+from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
+from openrlhf.utils.tokenizer import Tokenizer
+
+
+def check_models(config: PPOConfig, *, has_engines: bool) -> int:
+    """Raise ConfigError for models that cannot be used; answers the policy's vocabulary size."""
+    path = config.actor.model_name_or_path
+    assert path is not None, "checked by the configuration"
+    problems: list[str] = []
+    for name in filter(None, [config.critic.model_name_or_path, *config.reward.model_paths]):
+        try:
+            load_config(name, trust_remote_code=config.trust_remote_code)
+            if name in config.reward.model_paths:
+                _check_head(config, name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if has_engines:
+        refuse_adapter(path, "--pretrain")
+    policy = load_config(path, trust_remote_code=config.trust_remote_code)
+    for name in (path, *config.reward.model_paths):
+        _check_positions(config, name)
+    return int(policy.get_text_config().vocab_size)
+
+
+def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
+    """Cautions about reward models of another vocabulary; raises ConfigError for such a critic."""
+    source = config.critic_source
+    if config.has_critic and source and other_tokenizer(config, source, tokenizer) is not None:
+        raise ConfigError(
+            f"The critic would start from {source}, which has another vocabulary than --pretrain. "
+            f"Type --critic_pretrain {config.actor.model_name_or_path}, or a model of its family."
+        )
+    return [
+        Caution(
+            f"--reward_pretrain {path} has another vocabulary than --pretrain: it reads samples as "
+            "text, in which the policy's special tokens are letters"
+        )
+        for path in config.reward.model_paths
+        if other_tokenizer(config, path, tokenizer) is not None
+    ]
+
+
+def _check_head(config: PPOConfig, path: str) -> None:
+    """A reward model has a value head, and a scale where scores are normalised."""
+    if base_of_adapter(path) is not None:  # both are known when it is merged
+        return
+    facts = load_config(path, trust_remote_code=config.trust_remote_code)
+    if not is_value_model(facts):
+        raise ConfigError(
+            f"--reward_pretrain {path} has no value head. Give a reward model, such as train_rm "
+            "makes."
+        )
+    if config.reward.normalize_enable:
+        RewardScale.of(facts)
+
+
+def _check_positions(config: PPOConfig, name: str) -> None:
+    """A model reads prompt and response as a whole."""
+    model = load_config(name, trust_remote_code=config.trust_remote_code).get_text_config()
+    num_positions = model.to_dict().get("max_position_embeddings")
+    prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
+    if num_positions is not None and prompt + response > num_positions:
+        remedy = f"{num_positions - response} or a smaller --generate_max_len"
+        if response >= num_positions:  # no prompt is short enough
+            half = num_positions // 2
+            remedy = f"{half} --generate_max_len {num_positions - half}"
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
+            f"{num_positions} positions of the model {name}. Type --prompt_max_len {remedy}."
+        )

@@ -1,0 +1,120 @@
+"""Rewards from local reward models, as a Scorer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import torch
+from torch import Tensor
+
+from openrlhf.errors import RewardError
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.scoring import Group, Outcome, Wait
+from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
+from openrlhf.utils.threads import start_thread
+
+
+class ModelScorer:
+    """Rewards from local reward models: the weighted sum of what each answers.
+
+    One forward at a time: ranks meet in it, and must come to the same one.
+    """
+
+    batch_size: int | None = None
+
+    def __init__(
+        self,
+        models: Mapping[str, ForwardPass],
+        weights: Sequence[float] | None = None,
+        *,
+        is_sequential: bool = False,
+        is_streaming: bool = False,
+        turn: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`is_sequential`: models that share devices take turns. `is_streaming`: they may score
+        beside generation. `turn` is held while they score, where others compute on their devices
+        too.
+        """
+        self.models = dict(models)
+        self.weights = list(weights or [1.0] * len(models))
+        self.is_sequential = is_sequential
+        self.is_streaming = is_streaming
+        self.turn = nullcontext() if turn is None else turn
+        self._one_at_a_time = threading.Lock()
+        self._latest: Future[list[Outcome]] | None = None
+        assert len(self.weights) == len(self.models), "one weight for each model"
+
+    @property
+    def has_room(self) -> bool:
+        """See Scorer."""
+        return self._latest is None or self._latest.done()
+
+    def submit(self, groups: Sequence[Group]) -> Wait:
+        """See Scorer. Forwards that may not run beside generation are made when the answer is
+        waited for.
+        """
+        if self.is_streaming:
+            return self.start(groups).result
+        return lambda: self._score(groups)
+
+    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
+        """See Scorer. The forwards are made in a thread."""
+        outcomes = self._latest = Future()
+        start_thread(
+            "reward-models",
+            lambda: outcomes.set_result(self._score(groups)),
+            outcomes.set_exception,
+        )
+        return outcomes
+
+    def _score(self, groups: Sequence[Group]) -> list[Outcome]:
+        rollouts = [rollout for group in groups for rollout in group]
+        unscored = [replace(rollout, reward=0.0) for rollout in rollouts]
+        experience = Experience.from_rollouts(unscored)
+        with self._one_at_a_time, self.turn:
+            parts = self._forward(experience)
+        outcomes: list[Outcome] = []
+        start = 0
+        for group in groups:
+            stop = start + len(group)
+            share = {name: values[start:stop].tolist() for name, values in parts.items()}
+            outcomes.append(self._outcome(group, share))
+            start = stop
+        return outcomes
+
+    def _forward(self, experience: Experience) -> dict[str, Tensor]:
+        """What each model answers, (B,) each."""
+        if self.is_sequential:
+            return {name: forward(experience) for name, forward in self.models.items()}
+        pending = {name: forward.start(experience) for name, forward in self.models.items()}
+        return {name: wait() for name, wait in pending.items()}
+
+    def _outcome(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Outcome:
+        scored = []
+        for k, rollout in enumerate(group):
+            values = {name: column[k] for name, column in parts.items()}
+            for name, value in values.items():
+                if not torch.isfinite(torch.tensor(value)):
+                    return RewardError(
+                        f"sample {rollout.sample_id}: the reward model {name} answered {value}"
+                    )
+            reward = sum(w * v for w, v in zip(self.weights, values.values(), strict=True))
+            parts_logged = values if len(values) > 1 else {}
+            scored.append(replace(rollout, reward=reward, reward_parts=parts_logged))
+        return scored
+
+
+def model_names(paths: Sequence[str]) -> list[str]:
+    """How the parts of several reward models are logged: the last word of each path, with a number
+    where two have the same.
+    """
+    words = [PurePosixPath(path).name for path in paths]
+    return [
+        word if words.count(word) == 1 else f"{word}_{words[: k + 1].count(word)}"
+        for k, word in enumerate(words)
+    ]

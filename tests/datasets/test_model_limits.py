@@ -1,0 +1,102 @@
+"""Every token of a data set held against the sizes of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.model_limits import ModelLimits
+from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
+from openrlhf.datasets.token_store import TokenStore
+from openrlhf.errors import DataError
+from openrlhf.utils.tokenizer import Tokenizer
+from tests.tiny import make_tokenizer
+
+SOFT_HYPHEN = "\u00ad"  # its second byte is id 261, the tokenizer's last
+FREE = ModelLimits("m", num_embeddings=None, num_positions=None)
+NARROW = ModelLimits("m", num_embeddings=261, num_positions=None)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return make_tokenizer(tmp_path)
+
+
+def pairs(tokenizer: Tokenizer, *sides: tuple[str, str]) -> PreferenceDataset:
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer, PreferenceFormat())
+
+
+def problems(data: PreferenceDataset | ProcessRewardDataset, limits: ModelLimits) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        data.check_fits(limits)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("long", [("a" * 9, "b"), ("a", "b" * 9)])
+def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple[str, str]) -> None:
+    data = pairs(tokenizer, ("a", "b"), long, ("aa", "bb" * 3))
+    data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=10))  # 9 letters and the end
+    assert problems(data, ModelLimits("m", num_embeddings=262, num_positions=6)) == [
+        "2 of 3 rows are longer than the 6 positions of the model m: row 1 has 10 tokens. "
+        "Type --max_len 6."
+    ]
+
+
+@pytest.mark.parametrize("wide", [(SOFT_HYPHEN, "b"), ("a", SOFT_HYPHEN)])
+def test_either_side_of_a_pair_may_have_an_id_too_large(
+    tokenizer: Tokenizer, wide: tuple[str, str]
+) -> None:
+    data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
+    [line] = problems(data, NARROW)
+    assert line.startswith("row 1 has token id 261, and the model m has 261 embeddings. ")
+
+
+def test_both_problems_are_said_and_a_model_of_unknown_sizes_is_left_alone(
+    tokenizer: Tokenizer,
+) -> None:
+    data = pairs(tokenizer, (SOFT_HYPHEN, "b" * 9))
+    data.check_fits(FREE)
+    assert len(problems(data, ModelLimits("m", num_embeddings=9, num_positions=9))) == 2
+
+
+def steps(tokenizer: Tokenizer, *labels: list, **options: tuple) -> ProcessRewardDataset:
+    form = ProcessFormat(placeholder_token="#", **options)  # type: ignore[arg-type]
+    rows = [{"input": "a#" * len(given), "label": given} for given in labels]
+    return ProcessRewardDataset(Dataset.from_list(rows), tokenizer, form)
+
+
+@pytest.mark.parametrize("label", ["<good>", 0.5])
+def test_a_reward_token_without_a_logit_is_refused(tokenizer: Tokenizer, label: object) -> None:
+    tokenizer.add_tokens(["<good>", "<bad>"])
+    data = steps(tokenizer, [label], reward_tokens=("<good>", "<bad>"))
+    data.check_fits(ModelLimits("m", num_embeddings=264, num_positions=None))
+    data.check_fits(FREE)
+    [line] = problems(data, ModelLimits("m", num_embeddings=263, num_positions=None))
+    assert line.startswith("--reward_tokens <bad> has token id 263, and the model m has 263 embed")
+
+
+def test_a_label_without_a_logit_is_refused(tokenizer: Tokenizer) -> None:
+    tokenizer.add_tokens(["<good>"])
+    data = steps(tokenizer, ["a"], ["a", "<good>"])
+    [line] = problems(data, ModelLimits("m", num_embeddings=262, num_positions=None))
+    assert line.startswith("a label of row 1 has token id 262, and the model m has 262 embeddings.")
+
+
+def test_the_first_sequence_with_a_large_id_is_found() -> None:
+    store = TokenStore()
+    assert store.first_id_from(0) is None
+    for ids in ([1, 2], [], [3, 9], [8]):
+        store.append(ids)
+    assert [store.first_id_from(least) for least in (1, 3, 4, 9)] == [
+        (0, 1),
+        (2, 3),
+        (2, 9),
+        (2, 9),
+    ]
+    assert store.first_id_from(10) is None
+    store.append([10])  # the buffer can still grow
+    assert store.first_id_from(10) == (4, 10)

@@ -1,0 +1,207 @@
+"""What the six supervised commands say before a model is loaded: rows that it cannot read, a loss
+that is another one, evaluation data that is not that of before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.notices import Caution
+from openrlhf.config.preference import DPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.checkpoint import Saved
+from openrlhf.distributed.run_checkpoints import DataFacts, Opened
+from openrlhf.trainer import supervised_run
+from openrlhf.trainer.checkpointing import open_checkpoints
+from openrlhf.trainer.sft_trainer import SFTRecipe
+from openrlhf.trainer.supervised_run import limits_of, prepare_inputs, run_supervised
+from tests.tiny import make_model, write_jsonl
+
+LATE = 150  # a row behind more than a hundred good ones
+NUM_POSITIONS = 64
+PRM = "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -"
+COMMANDS = {
+    "sft": "--input_key input --output_key output",
+    "rm": "--prompt_key input",
+    "dpo": "--prompt_key input",
+    "kto": "--input_key input --output_key output",
+    "prm": PRM,
+    "kd": "--input_key input --output_key output --teacher_model {teacher}",
+}
+
+
+def make_row(text: str) -> dict:
+    """A row that every command can read; in a pair the rejected answer holds the text."""
+    return {
+        "input": "q",
+        "output": text,
+        "chosen": "a",
+        "rejected": text,
+        "label": 1,
+        "steps": f"{text}#",
+        "labels": ["+"],
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with few positions, and one without an embedding for the tokenizer's last token."""
+    root = tmp_path_factory.mktemp("models")
+    make_model(root / "short", max_position_embeddings=NUM_POSITIONS)
+    make_model(root / "narrow", vocab_size=261)
+    return root
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Runs a command on rows; answers its exit code and what it said."""
+    # Weights that cannot be read: a command that got as far would say so.
+    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
+
+    def run(command: str, model: Path, rows: list[dict], *more: str) -> tuple[object, str]:
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+        flags = COMMANDS[command].format(teacher=model).split()
+        paths = f"--pretrain {model} --dataset {data} --save_path {tmp_path / 'run'}".split()
+        module = importlib.import_module(f"openrlhf.cli.train_{command}")
+        with pytest.raises(SystemExit) as stop:
+            module.main([*paths, *flags, *more])
+        return stop.value.code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_row_longer_than_the_positions_is_refused(
+    command: str, root: Path, tmp_path: Path, refuse
+) -> None:
+    rows = [make_row("a")] * LATE + [make_row("b" * 100), make_row("b" * 80)]
+    code, error = refuse(command, root / "short", rows)
+    assert code == 2, error
+    [line] = error.splitlines()
+    start = "error: 2 of 152 rows are longer than the 64 positions of the model "
+    assert line.startswith(f"{start}{root}/short: {tmp_path}/rows.jsonl: row {LATE} has 1")
+    assert line.endswith(f"tokens. Type --max_len {NUM_POSITIONS}.")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "kd"])  # says it before
+def test_an_id_without_an_embedding_is_found_in_a_late_row(
+    command: str, root: Path, tmp_path: Path, refuse
+) -> None:
+    rows = [make_row("a")] * LATE + [make_row("\u00ad"), make_row("a")]
+    code, error = refuse(command, root / "narrow", rows)
+    assert (code, error) == (
+        2,
+        f"error: {tmp_path}/rows.jsonl: row {LATE} has token id 261, and the model {root}/narrow "
+        "has 261 embeddings. Type a --pretrain whose folder holds the model's own tokenizer, or "
+        "give the model embeddings for the tokens that were added.\n",
+    )
+
+
+def test_rows_of_the_evaluation_are_held_against_the_model_too(
+    root: Path, tmp_path: Path, refuse
+) -> None:
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row("a"), make_row("b" * 100)])
+    rows = [make_row("\u00ad" * 60)]
+    _, error = refuse("sft", root / "short", rows, "--eval_dataset", str(held_out))
+    first, second = error.splitlines()
+    assert first.startswith("error: 1 of 1 rows are longer than")
+    assert second.startswith("error: evaluation: 1 of 2 rows are longer than")
+    assert f"{held_out}: row 1 has" in second
+
+
+@pytest.mark.parametrize(("flags", "num_left"), [("", 1), ("--overlong_rows truncate", 2)])
+def test_what_the_length_limit_leaves_is_read(
+    root: Path, tmp_path: Path, flags: str, num_left: int
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [make_row("a" * 44), make_row("b" * 100)])
+    line = f"--pretrain {root / 'short'} --dataset {data} {COMMANDS['sft']} {flags}"
+    config = parse_config(SFTConfig, [*line.split(), "--max_len", str(NUM_POSITIONS)]).config
+    samples = prepare_inputs(SFTRecipe(), config).samples
+    assert samples.lengths.tolist() == [NUM_POSITIONS] * num_left  # the first one just fits
+
+
+def test_the_sizes_of_a_model_are_those_of_its_config() -> None:
+    # Learnt positions with another name in the file; positions without end; text beside images.
+    found = [
+        limits_of(transformers.GPT2Config(n_positions=99, vocab_size=7), "m"),
+        limits_of(transformers.BloomConfig(vocab_size=7), "m"),
+        limits_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 5}), "m"),
+    ]
+    assert [limits.num_positions for limits in found] == [99, None, 5]
+    assert [limits.num_embeddings for limits in found] == [7, 7, 262208]
+
+
+def test_a_robust_loss_that_expects_no_wrong_label_is_said_to_be_dpo() -> None:
+    def notices(flags: str) -> tuple[str, ...]:
+        return parse_config(DPOConfig, f"--pretrain m --dataset d {flags}".split()).notices
+
+    [line] = notices("--loss_type robust")
+    assert isinstance(line, Caution) and line == (
+        "--loss_type robust with --label_smoothing 0.0 is plain DPO, --loss_type sigmoid. Type "
+        "--label_smoothing with the part of the labels that may be wrong, such as 0.1."
+    )
+    assert notices("--loss_type robust --label_smoothing 0.1") == notices("--beta 0.2") == ()
+
+
+class Prepared(Exception):
+    """A command that would load its model now."""
+
+
+@pytest.fixture
+def said(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Starts a command over a checkpoint whose note of the evaluation data is given; answers what
+    it warned of and what its own checkpoints would note.
+    """
+    warned: list[str] = []
+    noted: list[object] = []
+
+    def prepare_run(*args: object) -> None:
+        noted.append(args[-1].notes["settings"].get("evaluation"))  # type: ignore[attr-defined]
+        raise Prepared
+
+    monkeypatch.setattr(supervised_run, "prepare_run", prepare_run)
+    monkeypatch.setattr(supervised_run, "warn", warned.append)
+
+    def start(answer: str | None, before: object) -> tuple[list[str], object]:
+        warned.clear()
+
+        def opened(config: CheckpointConfig, data: DataFacts, command: SFTConfig) -> Opened:
+            state = {"settings": {"evaluation": before}, "loop": {"position": {"epoch": 0}}}
+            saved = Saved(tmp_path / "global_step7", 7, state)
+            return replace(open_checkpoints(config, data, command), saved=saved)
+
+        monkeypatch.setattr(supervised_run, "open_checkpoints", opened)
+        data = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
+        line = f"--pretrain {tiny_model_dir} --dataset {data} {COMMANDS['sft']} --save_path "
+        line += f"{tmp_path / 'run'} --ckpt_path {tmp_path / 'ckpt'}"
+        if answer is not None:
+            held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row(answer)])
+            line += f" --eval_dataset {held_out}"
+        with pytest.raises(Prepared):
+            run_supervised(SFTRecipe(), parse_config(SFTConfig, line.split()).config)
+        return list(warned), noted[-1]
+
+    yield start
+    shut_down()
+
+
+def test_a_run_that_goes_on_with_other_evaluation_data_says_so(said, tmp_path: Path) -> None:
+    silent, first = said("a", None)  # a checkpoint that knows of none
+    assert silent == [] and isinstance(first, str)
+    assert said("a", first) == ([], first)
+    assert said(None, first) == ([], None)
+    [line], second = said("b", first)
+    assert second != first
+    assert line == (
+        f"the evaluation data changed since {tmp_path / 'global_step7'} was written: its metrics "
+        "of before and of now are not of the same samples"
+    )

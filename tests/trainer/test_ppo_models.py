@@ -1,0 +1,196 @@
+"""The models of an RL run fit together, or one line says why not before any is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.models.value_head import RewardModel
+from openrlhf.trainer.ppo_models import check_models, check_tokens
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.vocabulary import (
+    TextReader,
+    load_policy_tokenizer,
+    other_tokenizer,
+)
+from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.scorers import RewardModelActor
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.tokenizer import load_tokenizer
+from tests.tiny import make_reward_model, make_tokenizer
+
+TEXTS = ("hello there<|end|>", "good")
+
+
+def config_of(policy: Path, reward: Path, flags: str = "") -> PPOConfig:
+    words = f"--pretrain {policy} --reward_pretrain {reward} --prompt_data d {flags}"
+    return parse_config(PPOConfig, words.split()).config
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("rm") / "same")
+
+
+@pytest.fixture(scope="module")
+def foreign_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model whose ids are others than the policy's."""
+    merges = [("h", "e"), ("l", "l"), ("o", "o")]
+    path = make_reward_model(tmp_path_factory.mktemp("rm") / "foreign", vocab_size=280)
+    tokenizer = make_tokenizer(path, merges)
+    assert len(tokenizer) > 262
+    state = json.loads((path / "tokenizer.json").read_text())
+    vocab = state["model"]["vocab"]
+    a, b = "a", "b"  # two letters change places
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    return path
+
+
+def rollouts_of(policy: Path) -> list[Rollout]:
+    tokenizer = load_tokenizer(str(policy))
+    made = []
+    for k, text in enumerate(TEXTS):
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        mask = torch.arange(len(ids)) > 1
+        made.append(
+            Rollout(
+                sample_id=str(k),
+                group_id=k,
+                row_id=k,
+                token_ids=ids,
+                action_mask=mask,
+                logprobs=torch.zeros(int(mask.sum())),
+                weight_versions=torch.zeros(int(mask.sum()), dtype=torch.int32),
+                finish_reason="stop",
+                prompt_text="",
+                response_text=text,
+                label=None,
+                datasource="d",
+                reward=0.0,
+            )
+        )
+    return made
+
+
+def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Path) -> list[float]:
+    worker = RewardModelActor(config, RankIdentity("reward", 0, 1, str(folder)))
+    worker.setup()
+    worker.init_model(str(path))
+    return worker.compute_rewards(experience).tolist()
+
+
+def scores_by_hand(path: Path, rows: list[list[int]]) -> list[float]:
+    model = RewardModel.from_pretrained(str(path), allow_fresh_head=False).eval()
+    ids = [torch.tensor(row) for row in rows]
+    batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
+    with torch.no_grad():
+        return model(batch).tolist()
+
+
+def test_a_reward_model_of_the_policys_vocabulary_reads_its_tokens(
+    tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_model_dir, reward_dir)
+    assert check_tokens(config, load_policy_tokenizer(config)) == []
+    rollouts = rollouts_of(tiny_model_dir)
+    found = rewards_of(config, reward_dir, Experience.from_rollouts(rollouts), tmp_path)
+    rows = [rollout.token_ids.tolist() for rollout in rollouts]
+    assert found == pytest.approx(scores_by_hand(reward_dir, rows), abs=1e-5)
+
+
+def test_one_of_another_vocabulary_reads_the_text(
+    tiny_model_dir: Path, foreign_dir: Path, tmp_path: Path
+) -> None:
+    config = config_of(
+        tiny_model_dir,
+        foreign_dir,
+        f"--critic_pretrain {tiny_model_dir} --micro_rollout_batch_size 1",
+    )
+    [caution] = check_tokens(config, load_policy_tokenizer(config))
+    assert f"{foreign_dir} has another vocabulary" in caution
+    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+    found = rewards_of(config, foreign_dir, experience, tmp_path)
+    own = load_tokenizer(str(foreign_dir))
+    rows = [own(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert rows[0] != experience.token_ids[: len(rows[0])].tolist()
+    assert found == pytest.approx(scores_by_hand(foreign_dir, rows), abs=1e-5)
+
+
+def test_a_text_that_the_reward_model_cannot_read_is_an_error(
+    tiny_model_dir: Path, foreign_dir: Path
+) -> None:
+    config = config_of(tiny_model_dir, foreign_dir)
+    policy = load_policy_tokenizer(config)
+    own = other_tokenizer(config, str(foreign_dir), policy)
+    assert own is not None
+    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+    TextReader(policy, own, max_len=9).read(experience).check()
+    with pytest.raises(RewardError, match=r"a sample has 9 tokens .* reads 8"):
+        TextReader(policy, own, max_len=8).read(experience)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
+    config = config_of(tiny_model_dir, foreign_dir)
+    with pytest.raises(ConfigError, match=f"--critic_pretrain {tiny_model_dir}"):
+        check_tokens(config, load_policy_tokenizer(config))
+    group = config_of(tiny_model_dir, foreign_dir, "--advantage_estimator group_norm")
+    assert len(check_tokens(group, load_policy_tokenizer(group))) == 1
+
+
+def test_more_tokens_than_the_policy_has_are_no_other_vocabulary(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    wider = make_reward_model(tmp_path / "wider", vocab_size=280)
+    make_tokenizer(wider, [("a", "b")])
+    config = config_of(tiny_model_dir, wider)
+    assert check_tokens(config, load_policy_tokenizer(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "change", "said"),
+    [
+        ("--reward_pretrain {policy}", {}, "{policy} has no value head. Give a reward model"),
+        ("--normalize_reward", {"mean": None}, "has no mean and std"),
+        ("--normalize_reward", {"std": 0.0}, "std above 0"),
+    ],
+)
+def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
+    tiny_model_dir: Path, tmp_path: Path, flags: str, change: dict, said: str
+) -> None:
+    reward = make_reward_model(tmp_path / "rm")
+    path = reward / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    flags = flags.format(policy=tiny_model_dir)
+    named = tiny_model_dir if "reward_pretrain" in flags else reward
+    rest = "" if "reward_pretrain" in flags else flags
+    config = config_of(tiny_model_dir, named, rest)
+    with pytest.raises(ConfigError, match=said.format(policy=tiny_model_dir)):
+        check_models(config, has_engines=False)
+
+
+def test_a_reward_model_that_can_be_used_is_not_refused(
+    tiny_model_dir: Path, reward_dir: Path
+) -> None:
+    config = config_of(tiny_model_dir, reward_dir, "--normalize_reward")
+    assert check_models(config, has_engines=False) == 262
+
+
+def test_samples_keep_their_places(tiny_model_dir: Path, foreign_dir: Path) -> None:
+    config = config_of(tiny_model_dir, foreign_dir)
+    policy = load_policy_tokenizer(config)
+    own = other_tokenizer(config, str(foreign_dir), policy)
+    assert own is not None
+    first, second = rollouts_of(tiny_model_dir)
+    swapped = [replace(second, group_id=5), first]
+    read = TextReader(policy, own, max_len=None).read(Experience.from_rollouts(swapped))
+    assert read.group_ids.tolist() == [5, 0]
+    assert read.seq_lengths.tolist() == [3, 9]
