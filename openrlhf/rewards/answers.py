@@ -14,6 +14,7 @@ from openrlhf.errors import RewardError
 from openrlhf.utils.numbers import as_float32
 
 MAX_NAMES_SHOWN = 3
+TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
 @dataclass(frozen=True)

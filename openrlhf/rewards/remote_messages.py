@@ -1,7 +1,8 @@
 """What a reward server is sent, and the strict check of what it answers.
 
-Beside the texts go the ids of their samples. A server that gives ids or the hashes of its models
-back, as serve_rm does, is held to them; one that knows of neither may leave them out.
+Beside the texts go the ids of their samples, and whether they were cut at a length limit. A server
+that gives ids or the hashes of its models back, as serve_rm does, is held to them; one that knows
+of neither may leave them out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 
 from openrlhf.errors import RewardError
+from openrlhf.rewards.answers import TRUNCATED_COLUMN
 from openrlhf.rewards.base import RewardBatch, RewardResult, result_from_answer
 from openrlhf.rewards.circuit import ServerState
 
@@ -24,6 +26,8 @@ def body_of(batch: RewardBatch) -> bytes:
     }
     if batch.sample_ids:
         fields["ids"] = list(batch.sample_ids)
+    if TRUNCATED_COLUMN in batch.columns:
+        fields[TRUNCATED_COLUMN] = list(batch.columns[TRUNCATED_COLUMN])
     try:
         return json.dumps(fields).encode()
     except (TypeError, ValueError) as error:

@@ -42,10 +42,6 @@ SampleT_co = TypeVar("SampleT_co", covariant=True)
 class Batch(Protocol):
     """What a model takes: a packed row, perhaps with columns beside it."""
 
-    @property
-    def token_ids(self) -> Tensor:
-        """Every token of the batch, (T,) int64."""
-
     def to(self, device: torch.device | str) -> Batch:
         """The same on another device."""
 

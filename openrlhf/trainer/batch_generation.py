@@ -26,6 +26,7 @@ from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.engines.vllm_installed import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
 from openrlhf.trainer.post_processors import wish_template, with_tools, wrap_input
@@ -153,7 +154,7 @@ class PromptTask(BatchTask):
         return eos_token_ids(self.model_path, self.tokenizer, trust_remote_code=trust)
 
     def _check_positions(self) -> None:
-        limit = self.model_config.get_text_config().to_dict().get("max_position_embeddings")
+        limit = num_positions(self.model_config)
         if limit is not None and self.max_model_len > limit:
             longest = self.max_model_len - self.config.rollout.max_new_tokens
             raise ConfigError(

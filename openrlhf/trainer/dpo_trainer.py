@@ -176,6 +176,11 @@ class DPORecipe(Recipe[DPOConfig]):
                 tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
             )
 
+    def other_models(self, config: DPOConfig) -> Sequence[str]:
+        """The reference, where it is another model."""
+        path = config.ref.model_name_or_path
+        return (path,) if config.has_reference and path else ()
+
     def load_model(self, config: DPOConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""
         return load_actor(config, model_path, has_dropout=False)

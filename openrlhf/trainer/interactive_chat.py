@@ -27,6 +27,7 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
 )
+from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.post_processors import wish_template, wrap_input
 from openrlhf.utils.tokenizer import (
     TextEncoder,
@@ -158,14 +159,14 @@ class Chat:
         assert path is not None, "ChatConfig.check_model_is_named"
         check_here(config.ds)
         data, trust = config.data, config.trust_remote_code
-        limit = load_config(path, trust_remote_code=trust).get_text_config().to_dict()
+        limit = num_positions(load_config(path, trust_remote_code=trust))
         self.tokenizer = load_tokenizer(
             path,
             chat_template=data.tokenizer_chat_template,
             use_fast=not data.disable_fast_tokenizer,
             trust_remote_code=trust,
         )
-        max_len = min(data.max_len, limit.get("max_position_embeddings") or data.max_len)
+        max_len = min(data.max_len, limit or data.max_len)
         self.conversation = Conversation(config, self.tokenizer, max_len=max_len)
         self.stop_token_ids = eos_token_ids(path, self.tokenizer, trust_remote_code=trust)
         self.rollout = config.rollout

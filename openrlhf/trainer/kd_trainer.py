@@ -23,7 +23,8 @@ from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import LoopParts
 from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
 from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
@@ -118,6 +119,12 @@ class KDRecipe(Recipe[KDConfig]):
             raise ConfigError(
                 "--kd_on_policy samples from whole weights: --zero_stage 3. Type --zero_stage 2."
             )
+        if config.kd.on_policy_enable:
+            check_room(config, (own_path, teacher_path(config)))
+
+    def other_models(self, config: KDConfig) -> Sequence[str]:
+        """The teacher."""
+        return (teacher_path(config),)
 
     def make_samples(
         self,
@@ -168,6 +175,17 @@ def make_answers(run: SupervisedRun[KDConfig]) -> StudentAnswers:
     )
     settings = AnswerSettings(sampling, max_len=config.data.max_len, seed=config.train.seed)
     return StudentAnswers(inputs.samples, HFEngine(unwrap_peft(hf_part(run.model))), settings)
+
+
+def check_room(config: KDConfig, paths: Sequence[str]) -> None:
+    """Raise ConfigError unless every model has positions for the longest sampled answer."""
+    for path in paths:
+        limit = num_positions(load_config(path, trust_remote_code=config.trust_remote_code))
+        if limit is not None and config.data.max_len > limit:
+            raise ConfigError(
+                f"--kd_on_policy samples up to --max_len {config.data.max_len} tokens, and {path} "
+                f"has {limit} positions. Type --max_len {limit}."
+            )
 
 
 def teacher_path(config: KDConfig) -> str:

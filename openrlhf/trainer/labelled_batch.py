@@ -46,11 +46,6 @@ class LabelledBatch:
             torch.tensor(ref_sums, dtype=torch.float32) if referenced else None,
         )
 
-    @property
-    def token_ids(self) -> Tensor:
-        """Every token of the batch, (T,) int64."""
-        return self.packed.token_ids
-
     def to(self, device: torch.device | str) -> LabelledBatch:
         """The same batch on another device."""
         return replace(

@@ -8,6 +8,7 @@ from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import is_value_model, load_config
+from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardScale
 from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
@@ -70,15 +71,13 @@ def _check_head(config: PPOConfig, path: str) -> None:
 
 def _check_positions(config: PPOConfig, name: str) -> None:
     """A model reads prompt and response as a whole."""
-    model = load_config(name, trust_remote_code=config.trust_remote_code).get_text_config()
-    num_positions = model.to_dict().get("max_position_embeddings")
+    limit = num_positions(load_config(name, trust_remote_code=config.trust_remote_code))
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
-    if num_positions is not None and prompt + response > num_positions:
-        remedy = f"{num_positions - response} or a smaller --generate_max_len"
-        if response >= num_positions:  # no prompt is short enough
-            half = num_positions // 2
-            remedy = f"{half} --generate_max_len {num_positions - half}"
+    if limit is not None and prompt + response > limit:
+        remedy = f"{limit - response} or a smaller --generate_max_len"
+        if response >= limit:  # no prompt is short enough
+            remedy = f"{limit // 2} --generate_max_len {limit - limit // 2}"
         raise ConfigError(
             f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
-            f"{num_positions} positions of the model {name}. Type --prompt_max_len {remedy}."
+            f"{limit} positions of the model {name}. Type --prompt_max_len {remedy}."
         )

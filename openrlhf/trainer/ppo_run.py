@@ -39,6 +39,7 @@ from openrlhf.trainer.ppo_setup import (
     needs_reference,
     only_busy_samples_count,
     prepare_inputs,
+    schedule_notes,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
@@ -146,6 +147,7 @@ def _run(
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
     if is_main:
+        say_notices(schedule_notes(config, schedule))
         say_attention(config, config.ds.attn_implementation)
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.base import is_given
+from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, news, pick_column
 from openrlhf.datasets.expectations import Expectations
@@ -127,6 +128,19 @@ def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
         num_critic_updates=sum(updates),
         updates_per_rollout=max(updates),
     )
+
+
+def schedule_notes(config: PPOConfig, schedule: Schedule) -> list[str]:
+    """Cautions about what the number of steps makes of the settings."""
+    num_frozen, num_steps = config.critic.freezing_steps, schedule.num_steps
+    if not config.has_critic or num_frozen < num_steps:
+        return []
+    return [
+        Caution(
+            f"--freezing_actor_steps {num_frozen}: the run has {num_steps} steps, so the policy is "
+            "never trained"
+        )
+    ]
 
 
 def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:

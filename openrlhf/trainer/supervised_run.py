@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.models.router_loss import check_has_experts
+from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
 from openrlhf.utils.adapter_folder import base_of_adapter
@@ -130,6 +131,10 @@ class Recipe(ABC, Generic[ConfigT]):
 
     def check(self, config: ConfigT, tokenizer: Tokenizer) -> None:
         """Raise ConfigError for what only the tokenizer and the files can tell."""
+
+    def other_models(self, config: ConfigT) -> Sequence[str]:
+        """Models beside the trained one that read every sample."""
+        return ()
 
     def banner(self, config: ConfigT) -> Mapping[str, object]:
         """Facts to print under `training` at the start."""
@@ -231,9 +236,12 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
             lambda: _eval_samples(recipe, config, tokenizer, is_shown=goes_first),
             about="evaluation: ",
         )
-    limits = limits_of(model_config, model_path)
+    readers = [limits_of(model_config, model_path)]
+    for path in set(recipe.other_models(config)) - {model_path}:
+        other = load_config(path, trust_remote_code=config.trust_remote_code)
+        readers.append(limits_of(other, path))
     for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
-        if found is not None:
+        for limits in readers if found is not None else []:
             gathered.attempt(partial(found.check_fits, limits), about=about)
     gathered.raise_if_any()
     assert samples is not None, "or else problems were raised"
@@ -242,11 +250,10 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
 
 def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
     """The sizes in a model's config, where a family may have other names for them, or none."""
-    text = config.get_text_config()
     return ModelLimits(
         path,
-        num_embeddings=getattr(text, "vocab_size", None),
-        num_positions=getattr(text, "max_position_embeddings", None),
+        num_embeddings=getattr(config.get_text_config(), "vocab_size", None),
+        num_positions=num_positions(config),
     )
 
 

@@ -274,7 +274,9 @@ def test_the_answer_to_other_samples_is_an_error(
 
 
 def test_serve_rm_takes_what_is_sent() -> None:
-    request = read_request(body_of(batch_of(2)), ServerLimitsConfig())
+    batch = replace(batch_of(2), columns={"is_truncated": [False, True], "level": ["easy", "hard"]})
+    assert json.loads(body_of(batch))["is_truncated"] == [False, True]
+    request = read_request(body_of(batch), ServerLimitsConfig())
     assert request.queries == ["q", "qq"] and request.ids == ["step1/0/0", "step1/1/0"]
 
 

@@ -118,6 +118,38 @@ def test_rows_of_the_evaluation_are_held_against_the_model_too(
     assert f"{held_out}: row 1 has" in second
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("dpo", "--ref_pretrain {short}"), ("kd", "--teacher_model {short}")],
+)
+def test_another_model_that_reads_the_rows_has_places_for_them(
+    root: Path,
+    tiny_model_dir: Path,
+    refuse,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    flags: str,
+) -> None:
+    monkeypatch.setitem(COMMANDS, "kd", "--input_key input --output_key output")
+    more = flags.format(short=root / "short").split()
+    code, error = refuse(command, tiny_model_dir, [make_row("b" * 100)], *more)
+    assert code == 2
+    assert f"1 of 1 rows are longer than the 64 positions of the model {root}/short" in error
+
+
+def test_a_student_does_not_answer_beyond_the_positions_of_either(
+    root: Path, tiny_model_dir: Path, refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMANDS, "kd", "--input_key input --output_key output")
+    more = f"--teacher_model {root / 'short'} --kd_on_policy --max_len 65".split()
+    code, error = refuse("kd", tiny_model_dir, [make_row("a")], *more)
+    assert (code, error) == (
+        2,
+        f"error: --kd_on_policy samples up to --max_len 65 tokens, and {root}/short has 64 "
+        "positions. Type --max_len 64.\n",
+    )
+
+
 @pytest.mark.parametrize(("flags", "num_left"), [("", 1), ("--overlong_rows truncate", 2)])
 def test_what_the_length_limit_leaves_is_read(
     root: Path, tmp_path: Path, flags: str, num_left: int

@@ -4,10 +4,12 @@ student's own; teachers of another vocabulary are refused.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.distillation import Student, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
-from openrlhf.trainer.kd_trainer import KDRecipe
+from openrlhf.trainer.kd_trainer import KDRecipe, make_answers
+from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
@@ -65,21 +68,21 @@ def teach(path: Path) -> None:
     model.save_pretrained(path)
 
 
-def train(folder: Path, name: str, run: str) -> None:
+def train(folder: Path, flags: str, run: str) -> None:
     main(
-        f"--teacher_model {folder}/teacher {FLAGS} {RUNS[name].format(folder)} "
+        f"--teacher_model {folder}/teacher {FLAGS} {flags.format(folder)} "
         f"--dataset {folder}/train.jsonl --eval_dataset {folder}/eval.jsonl "
         f"--save_path {folder}/{run}".split()
     )
 
 
 def train_both(folder: Path) -> None:
-    train(folder, "data", "data")
-    train(folder, "on_policy", "on_policy")
+    for name, flags in RUNS.items():
+        train(folder, flags, name)
 
 
 def train_on_policy(folder: Path) -> None:
-    train(folder, "on_policy", "two_ranks")
+    train(folder, RUNS["on_policy"], "two_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,37 @@ def test_two_ranks_sample_and_train_as_one(folder: Path, one_rank: dict) -> None
     for alone, together in zip(one_rank["on_policy"], two_ranks, strict=True):
         for key in {"gpt_loss", "distil_loss", "loss", "eval/distil_loss"} & alone.keys():
             assert together[key] == pytest.approx(alone[key], rel=1e-3)
+
+
+def test_a_student_samples_with_its_adapter(folder: Path) -> None:
+    line = f"--pretrain {folder}/teacher --teacher_model {folder}/teacher --dataset d "
+    config = parse_config(KDConfig, f"{line} --kd_on_policy --lora_rank 4".split()).config
+    student = KDRecipe().load_model(config, str(folder / "teacher"))
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    inputs = SimpleNamespace(
+        model_path=str(folder / "model"),
+        tokenizer=load_tokenizer(str(folder / "model")),
+        samples=TwoSamples(),
+    )
+    run = SimpleNamespace(config=config, inputs=inputs, model=student)
+    engine = make_answers(run)._engine  # type: ignore[arg-type]
+    request = GenerationRequest(
+        "r", (70, 71, 72), SamplingSettings(temperature=0, max_new_tokens=9)
+    )
+    [[answer]] = engine.generate([request])
+    merged = copy.deepcopy(hf_part(student)).merge_and_unload()
+    base = load_causal_lm(folder / "teacher")
+    ids = torch.tensor([[70, 71, 72]])
+    greedy, without = (
+        model.generate(ids, do_sample=False, max_new_tokens=9, attention_mask=torch.ones_like(ids))
+        for model in (merged, base)
+    )
+    num_told = len(answer.token_ids)
+    assert answer.token_ids == tuple(greedy[0, 3 : 3 + num_told].tolist())
+    assert without.tolist() != greedy.tolist()
 
 
 class EchoEngine:

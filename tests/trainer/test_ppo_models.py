@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -25,7 +26,7 @@ from openrlhf.trainer.ray.scorers import RewardModelActor
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer
-from tests.tiny import make_reward_model, make_tokenizer
+from tests.tiny import make_model, make_reward_model, make_tokenizer
 
 TEXTS = ("hello there<|end|>", "good")
 
@@ -194,3 +195,21 @@ def test_samples_keep_their_places(tiny_model_dir: Path, foreign_dir: Path) -> N
     read = TextReader(policy, own, max_len=None).read(Experience.from_rollouts(swapped))
     assert read.group_ids.tolist() == [5, 0]
     assert read.seq_lengths.tolist() == [3, 9]
+
+
+def test_positions_that_a_family_names_in_its_own_way_are_found(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m")
+    config = transformers.GPT2Config(n_positions=99, vocab_size=262, n_embd=8, n_head=1, n_layer=1)
+    config.save_pretrained(model)
+    long = config_of(model, model, "--advantage_estimator group_norm --generate_max_len 99")
+    with pytest.raises(ConfigError, match="99 positions of the model"):
+        check_models(
+            long.model_copy(
+                update={
+                    "reward": long.reward.model_copy(
+                        update={"model_name_or_path": None, "remote_url": "r.py"}
+                    )
+                }
+            ),
+            has_engines=False,
+        )

@@ -11,7 +11,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import run_ppo_local
-from openrlhf.trainer.ppo_setup import prepare_inputs
+from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
 from tests.tiny import write_jsonl
 
 
@@ -53,3 +53,16 @@ def test_lengths_that_are_said_to_fit_the_model_do(
     assert "positions of the model" in said
     remedy = said.partition("Type ")[2].rstrip(".").partition(" or ")[0]
     assert "positions" not in problem(tiny_model_dir, tmp_path, f"{flags} {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [("", False), ("--freezing_actor_steps 1", False), ("--freezing_actor_steps 2", True)],
+)
+def test_a_policy_that_is_frozen_to_the_end_is_said(flags: str, is_said: bool) -> None:
+    words = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 4 "
+    words += f"--train_batch_size 4 {flags}"
+    config = parse_config(PPOConfig, words.split()).config
+    notes = schedule_notes(config, make_schedule(config, num_prompts=8))
+    assert bool(notes) is is_said
+    assert not is_said or notes[0].endswith("the run has 2 steps, so the policy is never trained")

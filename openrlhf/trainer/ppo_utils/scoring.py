@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from openrlhf.errors import RewardError
+from openrlhf.rewards.answers import TRUNCATED_COLUMN
 from openrlhf.rewards.base import (
     RewardBatch,
     RewardResult,
@@ -26,7 +27,6 @@ from openrlhf.utils.rollout import Rollout
 
 NUM_RETRIES = 3  # of plain "retry"
 MAX_RETRY_WAIT_S = 30.0
-TRUNCATED_COLUMN = "is_truncated"  # given to functions beside the row's own columns
 
 Group = Sequence[Rollout]
 Outcome = list[Rollout] | RewardError

@@ -7,6 +7,7 @@ from torch import Tensor
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import (
@@ -74,5 +75,4 @@ class RewardModelActor(ModelWorker):
         if own is None:
             return None
         facts = load_config(path, trust_remote_code=self.config.trust_remote_code)
-        limit = facts.get_text_config().to_dict().get("max_position_embeddings")
-        return TextReader(policy, own, max_len=limit)
+        return TextReader(policy, own, max_len=num_positions(facts))

@@ -23,6 +23,7 @@ from openrlhf.models.loading import (
     is_value_model,
     load_config,
 )
+from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardModel, RewardScale
 from openrlhf.trainer.reward_server.batcher import Row
 from openrlhf.trainer.reward_server.request import RefusedError
@@ -59,7 +60,7 @@ class ServedModel:
             )
         if config.reward.normalize_enable:
             RewardScale.of(facts)
-        limit = facts.get_text_config().to_dict().get("max_position_embeddings")
+        limit = num_positions(facts)
         self.max_len = min(config.data.max_len, limit or config.data.max_len)
         self.tokenizer = load_tokenizer(
             path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trust

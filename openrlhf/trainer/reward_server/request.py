@@ -1,8 +1,8 @@
 """The body of a request for rewards: from bytes to texts, or a refusal that names the field.
 
-`{"query": [text, ...], "prompts"?: [...], "labels"?: [...], "ids"?: [...], "model"?: name}`. Size
-and shape are bounded on the raw bytes, before anything is parsed. Knows nothing of HTTP but its
-status codes, and nothing of models.
+`{"query": [text, ...], "prompts"?: [...], "labels"?: [...], "is_truncated"?: [...], "ids"?: [...],
+"model"?: name}`. Size and shape are bounded on the raw bytes, before anything is parsed. Knows
+nothing of HTTP but its status codes, and nothing of models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from openrlhf.config.reward_server import ServerLimitsConfig
 
 MAX_DEPTH = 8  # lists and objects within each other
 VALUES_PER_QUERY = 64  # values that a label may be made of
-FIELDS = ("query", "prompts", "labels", "ids", "model")
+COLUMNS = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
+FIELDS = ("query", *COLUMNS, "model")
 NOT_A_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -32,7 +33,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """B texts to score; prompts and labels are of no use to a reward model."""
+    """B texts to score; what else is sent is of no use to a reward model."""
 
     queries: Sequence[str]  # B
     ids: Sequence[object] | None = None  # B, given back as they came
@@ -48,7 +49,7 @@ def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
     if "query" not in fields:
         raise RefusedError(400, "the field is missing", "query")
     queries = _texts(fields["query"], limits)
-    for name in ("prompts", "labels", "ids"):
+    for name in COLUMNS:
         _check_column(fields, name, len(queries))
     _check_words(fields, "prompts")
     model = fields.get("model")
