@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from openrlhf.config.checks import is_blank
 from openrlhf.config.idle import Idle
 
 IDLE_ANYWHERE = (
+    Idle(
+        ("data.disable_fast_tokenizer",),
+        lambda config: int(version("transformers").partition(".")[0]) >= 5,
+        "with transformers 5, which has fast ones only",
+    ),
     Idle(
         ("ds.lora.alpha", "ds.lora.target_modules", "ds.lora.dropout"),
         lambda config: config.ds.lora.rank == 0,

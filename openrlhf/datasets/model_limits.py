@@ -17,7 +17,7 @@ from openrlhf.errors import DataError
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The sizes of the model that --pretrain names."""
+    """The sizes of a model that reads the rows."""
 
     path: str
     num_embeddings: int | None  # token ids are below it; None: not known
@@ -35,8 +35,8 @@ def unknown_id(place: str, token_id: int, limits: ModelLimits) -> str:
     """What to say of an id that the model has no embedding for."""
     return (
         f"{place} has token id {token_id}, and the model {limits.path} has {limits.num_embeddings} "
-        "embeddings. Type a --pretrain whose folder holds the model's own tokenizer, or give the "
-        "model embeddings for the tokens that were added."
+        "embeddings. Use a model whose folder holds its own tokenizer, or give it embeddings for "
+        "the tokens that were added."
     )
 
 
@@ -62,5 +62,6 @@ def _too_long(content: TokenizedRows, rows: Dataset, limits: ModelLimits) -> str
     return (
         f"{num_long} of {len(rows)} rows are longer than the {limits.num_positions} positions of "
         f"the model {limits.path}: {row_place(rows, content.row_ids[longest])} has "
-        f"{int(first[longest])} tokens. Type --max_len {limits.num_positions}."
+        f"{int(first[longest])} tokens. Type --max_len {limits.num_positions}, "
+        "or set max_position_embeddings in its config.json if it can read more."
     )

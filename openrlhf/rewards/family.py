@@ -16,7 +16,7 @@ from openrlhf.utils.processes import ProcessTable, joint_gib, process_limit, res
 FIRST_LOOK_S = 0.2  # after the start of a call: most are over by then
 LOOK_S = 0.25  # between two looks
 LOOK_COST = 20.0  # times as long as a look took must pass before the next
-MORE_TASKS = 4096  # processes and threads beside those that the user has: far more than is allowed
+MORE_TASKS = 16_384  # beside those that the user has: far more than a worker may have
 RENEW_S = 10.0  # between two renewals of that limit
 
 
@@ -62,7 +62,10 @@ class FamilyWatch:
     def _look(self) -> str | None:
         pids = CENSUS.family(self.pid)
         if len(pids) > self.max_processes:
-            return f"ran more than {self.max_processes} processes at once"
+            return (
+                f"ran more than {self.max_processes} processes at once; serve what needs as many "
+                "with --remote_rm_url http://..."
+            )
         # What forked processes share is in the memory of each, so a second look decides.
         if sum(map(resident_gib, pids)) > self.max_gib and joint_gib(pids) > self.max_gib:
             return (
@@ -79,27 +82,32 @@ def _next_look_s(start_s: float) -> float:
 
 
 class TaskLimit:
-    """The kernel's limit on new processes, in a worker: it holds between two looks of the parent.
+    """The kernel's limit on new processes during a call: it holds between two looks of the parent.
 
-    It counts all processes and threads of the user, which come and go, so it is renewed between
-    calls. Root is not held by it.
+    It counts all processes and threads of the user, which come and go, so it is counted anew now
+    and then. What a file starts when it is imported is not held by it, nor is root.
     """
 
     def __init__(self) -> None:
         self._soft, self._hard = resource.getrlimit(resource.RLIMIT_NPROC)
-        self._set_at_s = -RENEW_S
+        self._limit = 0
+        self._counted_at_s = -RENEW_S
 
-    def renew(self) -> None:
+    def __enter__(self) -> None:
         """Set it to what the user runs now and some; where that is too little, as it was."""
-        if time.monotonic() < self._set_at_s + RENEW_S:
+        if time.monotonic() >= self._counted_at_s + RENEW_S:
+            self._counted_at_s = time.monotonic()
+            self._limit = process_limit(MORE_TASKS)
+        if self._soft != resource.RLIM_INFINITY and self._limit >= self._soft:
             return
-        self._set_at_s = time.monotonic()
-        limit = process_limit(MORE_TASKS)
-        is_stricter = self._soft == resource.RLIM_INFINITY or limit < self._soft
-        self._set(limit if is_stricter else self._soft)
+        self._set(self._limit)
         # The kernel also counts what /proc does not show: the user's processes in other containers.
-        if is_stricter and not _can_start():
+        if not _can_start():
             self._set(self._soft)
+
+    def __exit__(self, *error: object) -> None:
+        """Put back what was."""
+        self._set(self._soft)
 
     def _set(self, soft: int) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, self._hard))

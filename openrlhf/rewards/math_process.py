@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from openrlhf.errors import RewardError
 
 MAX_PROCESSES = 4  # about 100 MB each; they stay for the next comparison
+WAIT_S = 240.0  # for one that is free
 START_S = 120.0  # for a busy machine to import what compares
 LIMIT_S = 30.0  # for one comparison, its own time limits included
 EXIT_S = 0.2  # for a process that hung up to end by itself
@@ -35,6 +36,7 @@ class MathProcess:
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 env=environment,
+                start_new_session=True,  # an interrupt from the keyboard is its caller's
             )
         self.connection = Connection(ours.detach())
         try:
@@ -93,7 +95,13 @@ class MathProcesses:
 
     def compare(self, answer: str, truth: str) -> bool:
         """See MathProcess; waits for a helper that is free."""
-        process = self._free.get()
+        try:
+            process = self._free.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise RewardError(
+                f"math_equal: all {MAX_PROCESSES} helper processes were busy for {WAIT_S:.0f} s. "
+                "Compare shorter answers, or fewer at once."
+            ) from None
         try:
             if process is None or not process.is_alive:
                 process = None

@@ -32,7 +32,6 @@ def main(arguments: Sequence[str]) -> None:
     die_with_parent(int(parent))
     own_pid = os.getpid()
     limit = TaskLimit()
-    limit.renew()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     try:
         function = UserFunction(path)
@@ -43,9 +42,9 @@ def main(arguments: Sequence[str]) -> None:
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             batch = connection.recv()
-            limit.renew()
             try:
-                reply = function.answer(batch).as_dict()
+                with limit:
+                    reply = function.answer(batch).as_dict()
             except RewardError as error:
                 reply = {"error": str(error)}
             if os.getpid() != own_pid:  # a copy that the function forked: it has no say

@@ -42,7 +42,7 @@ class WorkerLimits:
 
     timeout_s: float = 300.0  # for one call of the function
     memory_gib: float = 8.0  # resident, of the worker and what it started
-    num_processes: int = 256  # the worker and what it started
+    num_processes: int = max(256, 16 * (os.cpu_count() or 1))  # the worker and what it started
 
 
 class WorkerProcess:

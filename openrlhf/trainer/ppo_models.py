@@ -32,7 +32,8 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     if has_engines:
         refuse_adapter(path, "--pretrain")
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
-    for name in (path, *config.reward.model_paths):
+    critic = (config.critic_source or path,) if config.has_critic else ()
+    for name in dict.fromkeys((path, *config.reward.model_paths, *critic)):
         _check_positions(config, name)
     return int(policy.get_text_config().vocab_size)
 
@@ -48,7 +49,7 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
     return [
         Caution(
             f"--reward_pretrain {path} has another vocabulary than --pretrain: it reads samples as "
-            "text, in which the policy's special tokens are letters"
+            "text"
         )
         for path in config.reward.model_paths
         if other_tokenizer(config, path, tokenizer) is not None

@@ -16,12 +16,15 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, news, pick_column
 from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_installed import check_vllm_is_installed
 from openrlhf.errors import ConfigError
+from openrlhf.models.loading import load_config
+from openrlhf.models.sizes import num_positions
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
@@ -265,6 +268,14 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
     )
     with counter("tokenising pre-training text") as show:
         texts = PretrainText(rows, tokenizer, text_format, progress=show)
+    path = _name(config.actor.model_name_or_path)
+    policy = load_config(path, trust_remote_code=config.trust_remote_code)
+    limits = ModelLimits(
+        path,
+        num_embeddings=policy.get_text_config().vocab_size,
+        num_positions=num_positions(policy),
+    )
+    texts.check_fits(limits)
     say_notices(texts.notices, about="--pretrain_data: ")
     return texts
 

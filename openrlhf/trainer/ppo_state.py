@@ -16,6 +16,7 @@ from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.logging import needed_history
+from openrlhf.utils.metrics import Metrics
 
 
 @dataclass
@@ -29,6 +30,8 @@ class RunState:
     weight_version: int = 0  # of the policy; counts its updates
     evaluated_step: int | None = None  # the last one
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
+    unlogged: Metrics = field(default_factory=Metrics)  # of the steps since the last line
+    num_unlogged: int = 0  # those steps
 
     def remember(self, values: Mapping[str, float]) -> None:
         """Keep a step's metrics for the hints of later ones."""
@@ -44,6 +47,8 @@ class RunState:
             "sampler": self.sampler.state_dict(),
             "texts": None if self.texts is None else self.texts.state_dict(),
             "history": [dict(values) for values in self.history],
+            "unlogged": self.unlogged.state_dict(),
+            "num_unlogged": self.num_unlogged,
         }
 
     def finished_groups(self) -> KeptGroups | None:
@@ -62,6 +67,8 @@ class RunState:
         self.global_step = state["global_step"]
         self.weight_version = state["weight_version"]
         self.evaluated_step = state["evaluated_step"]
+        self.unlogged = Metrics.from_state_dict(state["unlogged"])
+        self.num_unlogged = state["num_unlogged"]
         self.kl_controller.load_state_dict(state["kl"])
         self.sampler.load_state_dict(state["sampler"])
         if self.texts is not None:

@@ -19,7 +19,7 @@ from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
+from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL, GroupFilter
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
@@ -83,7 +83,6 @@ class PPOTrainer:
             num_at_once=config.rollout.vllm_generate_batch_size,
         )
         self.state = RunState(self.sampler, self.kl_controller, parts.texts)
-        self.unlogged = Metrics()  # of the steps since the last line
 
     def fit(self) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
@@ -97,10 +96,13 @@ class PPOTrainer:
             metrics = Metrics()
             with timed("step_total", metrics):
                 rollouts = self.generate(state.global_step + 1, metrics)
-                if not rollouts:  # no prompt had a signal, or a reward
-                    continue
-                state.global_step += 1
-                metrics.merge(self.train_step(rollouts, state.global_step))
+                if rollouts:
+                    state.global_step += 1
+                    metrics.merge(self.train_step(rollouts, state.global_step))
+            if not rollouts:  # no prompt had a signal, or a reward
+                if not self.is_over:
+                    state.unlogged.merge(metrics)
+                continue
             self.settle()
             self.report(state.global_step, metrics, rollouts)
             if self.is_eval_step(state.global_step):
@@ -118,9 +120,10 @@ class PPOTrainer:
         if self.state.global_step == 0:
             ledger = self.sampler.ledger
             outcomes = ", ".join(f"{count} {name}" for name, count in ledger.outcomes.items())
+            rate = " (pass rate 0 %)" if NO_SIGNAL in ledger.outcomes else ""
             raise RewardError(
-                f"no prompt could be trained on: {ledger.num_drawn} drawn, {outcomes}: pass rate "
-                "0 %. Look at the rewards; nothing was saved."
+                f"no prompt could be trained on: {ledger.num_drawn} drawn, {outcomes}{rate}. Look "
+                "at the rewards; nothing was saved."
             )
 
     @property
@@ -280,7 +283,8 @@ class PPOTrainer:
 
     def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
         """Hints, the rollouts; every `--logging_steps` the line and the log of all steps since."""
-        self.unlogged.merge(metrics)
+        self.state.unlogged.merge(metrics)
+        self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
         values = self.values_of(metrics)
@@ -292,17 +296,22 @@ class PPOTrainer:
 
     def log(self, global_step: int) -> None:
         """One line, the metrics file, the sinks; nothing where all steps are logged."""
-        if self.unlogged.cells:
-            values, self.unlogged = self.values_of(self.unlogged), Metrics()
+        state = self.state
+        if state.num_unlogged:
+            values = self.values_of(state.unlogged, num_steps=state.num_unlogged)
+            state.unlogged, state.num_unlogged = Metrics(), 0
             self.parts.tracker.log(global_step, values)
             self.say(step_line(global_step, self.num_steps, values))
 
-    def values_of(self, metrics: Metrics) -> dict[str, float]:
-        """The reduced numbers of one step or several, and what follows from them."""
+    def values_of(self, metrics: Metrics, *, num_steps: int = 1) -> dict[str, float]:
+        """The reduced numbers of one step or several, and what follows from them; times are those
+        of a step.
+        """
         values = metrics.values()
         values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
         values["kl_coef"] = self.kl_controller.coef
-        return values
+        times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
+        return values | times
 
     def say(self, line: str) -> None:
         """Print a line, once for all controllers."""

@@ -20,7 +20,6 @@ from openrlhf.config.local_paths import is_template_text, looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.logging import warn_once
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -49,8 +48,6 @@ def load_tokenizer(
     An adapter that was saved without a tokenizer has its base's.
     Raises ConfigError when there is no such folder or hub name, or when it needs code of its own.
     """
-    if not use_fast and int(transformers.__version__.partition(".")[0]) >= 5:
-        warn_once("--disable_fast_tokenizer has no effect: transformers 5 has fast ones only")
     name_or_path = _folder_with_tokenizer(name_or_path)
     _refuse_missing_folder(name_or_path)
     try:

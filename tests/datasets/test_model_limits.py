@@ -42,7 +42,7 @@ def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple
     data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=10))  # 9 letters and the end
     assert problems(data, ModelLimits("m", num_embeddings=262, num_positions=6)) == [
         "2 of 3 rows are longer than the 6 positions of the model m: row 1 has 10 tokens. "
-        "Type --max_len 6."
+        "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
     ]
 
 

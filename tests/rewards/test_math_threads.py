@@ -13,7 +13,12 @@ import pytest
 from openrlhf.errors import RewardError
 from openrlhf.rewards import math_process
 from openrlhf.rewards.math_grader import math_equal
-from openrlhf.rewards.math_process import MATH_PROCESSES, MathProcess, MathProcesses
+from openrlhf.rewards.math_process import (
+    MATH_PROCESSES,
+    MAX_PROCESSES,
+    MathProcess,
+    MathProcesses,
+)
 
 POWER = "(x+y+z+1)^{400}"  # takes minutes to multiply out
 
@@ -75,6 +80,8 @@ def test_a_helper_that_is_killed_is_an_error_and_not_an_answer(processes: MathPr
     os.kill(helper.process.pid, 19)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(processes.compare, "1/2", "0.5")
+        while processes._free.qsize() == MAX_PROCESSES:  # until it has one
+            time.sleep(0.01)
         time.sleep(0.3)
         os.kill(helper.process.pid, 9)
         with pytest.raises(RewardError, match=r"math_equal ended \(exit code -9\)"):

@@ -89,7 +89,7 @@ def test_a_row_longer_than_the_positions_is_refused(
     [line] = error.splitlines()
     start = "error: 2 of 152 rows are longer than the 64 positions of the model "
     assert line.startswith(f"{start}{root}/short: {tmp_path}/rows.jsonl: row {LATE} has 1")
-    assert line.endswith(f"tokens. Type --max_len {NUM_POSITIONS}.")
+    assert f"tokens. Type --max_len {NUM_POSITIONS}, or set max_position_embeddings" in line
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "kd"])  # says it before
@@ -101,8 +101,8 @@ def test_an_id_without_an_embedding_is_found_in_a_late_row(
     assert (code, error) == (
         2,
         f"error: {tmp_path}/rows.jsonl: row {LATE} has token id 261, and the model {root}/narrow "
-        "has 261 embeddings. Type a --pretrain whose folder holds the model's own tokenizer, or "
-        "give the model embeddings for the tokens that were added.\n",
+        "has 261 embeddings. Use a model whose folder holds its own tokenizer, or give it "
+        "embeddings for the tokens that were added.\n",
     )
 
 

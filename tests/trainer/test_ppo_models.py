@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import transformers
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ConfigError, RewardError
+from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -126,17 +127,22 @@ def test_one_of_another_vocabulary_reads_the_text(
     assert found == pytest.approx(scores_by_hand(foreign_dir, rows), abs=1e-5)
 
 
-def test_a_text_that_the_reward_model_cannot_read_is_an_error(
-    tiny_model_dir: Path, foreign_dir: Path
+@pytest.mark.parametrize(("max_len", "is_read"), [(9, True), (8, False)])
+def test_a_text_that_the_reward_model_cannot_read_has_no_reward_and_others_have(
+    tiny_model_dir: Path, foreign_dir: Path, tmp_path: Path, max_len: int, is_read: bool
 ) -> None:
-    config = config_of(tiny_model_dir, foreign_dir)
-    policy = load_policy_tokenizer(config)
-    own = other_tokenizer(config, str(foreign_dir), policy)
-    assert own is not None
-    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
-    TextReader(policy, own, max_len=9).read(experience).check()
-    with pytest.raises(RewardError, match=r"a sample has 9 tokens .* reads 8"):
-        TextReader(policy, own, max_len=8).read(experience)
+    path = foreign_dir / "config.json"
+    short = json.loads(path.read_text()) | {"max_position_embeddings": max_len}
+    before = path.read_text()
+    path.write_text(json.dumps(short))
+    try:
+        config = config_of(tiny_model_dir, foreign_dir)
+        experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+        first, second = rewards_of(config, foreign_dir, experience, tmp_path)
+    finally:
+        path.write_text(before)
+    assert math.isfinite(first) is is_read
+    assert math.isfinite(second)
 
 
 def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:
@@ -147,13 +153,19 @@ def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign
     assert len(check_tokens(group, load_policy_tokenizer(group))) == 1
 
 
-def test_more_tokens_than_the_policy_has_are_no_other_vocabulary(
-    tiny_model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("num_embeddings", "is_same"), [(280, True), (262, False)], ids=["fits", "does not fit"]
+)
+def test_tokens_that_one_of_both_lacks_are_no_other_vocabulary_where_they_have_a_place(
+    tmp_path: Path, num_embeddings: int, is_same: bool
 ) -> None:
-    wider = make_reward_model(tmp_path / "wider", vocab_size=280)
-    make_tokenizer(wider, [("a", "b")])
-    config = config_of(tiny_model_dir, wider)
-    assert check_tokens(config, load_policy_tokenizer(config)) == []
+    policy = make_model(tmp_path / "policy", "llama", vocab_size=280)
+    make_tokenizer(policy, [("a", "b")])  # its id is 262
+    reward = make_reward_model(tmp_path / "reward", architecture="llama", vocab_size=num_embeddings)
+    for one, other in ((policy, reward), (reward, policy)):
+        config = config_of(one, other, "--advantage_estimator group_norm")
+        cautions = check_tokens(config, load_policy_tokenizer(config))
+        assert (cautions == []) is (is_same or one is reward)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,13 @@ def test_a_run_goes_on_where_its_state_was_taken() -> None:
     state.kl_controller.update(kl=1.0, num_samples=10)
     state.global_step, state.weight_version = 2, 3
     state.remember({"entropy": 0.5, "reward": 0.1})
+    state.unlogged.add("reward", 0.25)
+    state.num_unlogged = 1
     found = make()
     found.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert found.state_dict() == state.state_dict()
-    assert (found.global_step, found.weight_version) == (2, 3)
+    assert (found.global_step, found.weight_version, found.num_unlogged) == (2, 3, 1)
+    assert found.unlogged["reward"] == 0.25
     assert found.kl_controller.coef == state.kl_controller.coef != 0.5
     assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
     assert found.sampler.cursor.draw(5) == state.sampler.cursor.draw(5)

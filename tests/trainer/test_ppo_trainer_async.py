@@ -179,10 +179,20 @@ def test_a_line_of_several_steps_has_all_of_them_and_the_last_line_is_not_left_o
     assert sum(staleness_histogram(trainer).values()) == 52
 
 
+def test_times_of_several_steps_are_those_of_one():
+    metrics = Metrics()
+    for seconds in (1.0, 2.0, 3.0):
+        metrics.add("timing/step_total", seconds, reduction="sum")
+        metrics.add("num_generated_tokens", 10, reduction="sum")
+    values = make_trainer(World(), num_prompts=4).values_of(metrics, num_steps=3)
+    assert (values["timing/step_total"], values["num_generated_tokens"]) == (2.0, 30)
+    assert values["tokens_per_s"] == 5.0
+
+
 def test_a_run_that_trained_on_nothing_is_an_error():
     world = World(scores_of=lambda key: (1.0, 1.0))
     trainer = make_trainer(world, num_prompts=8, with_filter=True)
-    with pytest.raises(RewardError, match=r"8 drawn, 8 filtered:no signal: pass rate 0 %"):
+    with pytest.raises(RewardError, match=r"8 drawn, 8 filtered:no signal \(pass rate 0 %\)"):
         trainer.fit()
 
 

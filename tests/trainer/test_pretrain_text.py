@@ -15,7 +15,7 @@ from openrlhf.trainer.ppo_setup import _texts
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer, pack_texts
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
-from tests.tiny import make_tokenizer, write_jsonl
+from tests.tiny import make_model, make_tokenizer, write_jsonl
 from tests.trainer.test_experience import THREE
 
 
@@ -86,10 +86,12 @@ def test_texts_stay_where_idle_samples_are_left_out() -> None:
 
 def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> None:
     path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
+    model = make_model(tmp_path / "model", max_position_embeddings=64)
 
     def texts(**data: object) -> SFTDataset | None:
         data = {"pretrain_dataset": str(path), "prompt_max_len": 9, **data}
-        config = PPOConfig.model_validate({"data": data, "actor": {"ptx_coef": 0.1}})
+        actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
+        config = PPOConfig.model_validate({"data": data, "actor": actor})
         return _texts(config, make_tokenizer(tmp_path))
 
     with pytest.raises(DataError, match="id"):
@@ -99,6 +101,9 @@ def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> No
     write_jsonl(path, [{"text": "a"}])
     with pytest.raises(DataError, match=r"Check --pretrain_key and --max_len"):
         texts(max_len=1)
+    write_jsonl(path, [{"text": "a" * 100}])
+    with pytest.raises(DataError, match=r"longer than the 64 positions of the model"):
+        texts(max_len=65)
 
 
 def test_every_token_but_the_first_is_a_target() -> None:

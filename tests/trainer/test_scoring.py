@@ -15,7 +15,7 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
+from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.scoring import (
     FailurePolicy,
     GroupScorer,
@@ -248,7 +248,8 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scoring = GroupScorer(scorer, DROP).begin()
     scoring.add(group(0))
     scoring.add(group(1))
-    assert scoring.finish().failed == {100: "sample 0/1: the reward model m answered nan"}
+    [(row, error)] = scoring.finish().failed.items()
+    assert (row, error) == (100, f"sample 0/1: the reward model m answered nan{LONG_TEXT}")
 
 
 class HeldForward:

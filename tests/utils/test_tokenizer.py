@@ -146,13 +146,3 @@ def test_eos_comes_from_the_config_when_there_is_no_generation_config(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [3]}))
     assert eos_token_ids(str(tmp_path), load_tokenizer(str(tmp_path))) == (1, 3)
-
-
-def test_a_flag_that_transformers_ignores_is_said(tmp_path, monkeypatch):
-    make_tokenizer(tmp_path)
-    said: list[str] = []
-    monkeypatch.setattr("openrlhf.utils.tokenizer.warn_once", said.append)
-    load_tokenizer(str(tmp_path))
-    assert said == []
-    load_tokenizer(str(tmp_path), use_fast=False)
-    assert said == ["--disable_fast_tokenizer has no effect: transformers 5 has fast ones only"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import Group, Outcome, Wait
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.threads import start_thread
+
+LONG_TEXT = ", as it does for a text of more tokens than it reads"
 
 
 class ModelScorer:
@@ -102,6 +105,7 @@ class ModelScorer:
                 if not torch.isfinite(torch.tensor(value)):
                     return RewardError(
                         f"sample {rollout.sample_id}: the reward model {name} answered {value}"
+                        f"{LONG_TEXT if math.isnan(value) else ''}"
                     )
             reward = sum(w * v for w, v in zip(self.weights, values.values(), strict=True))
             parts_logged = values if len(values) > 1 else {}

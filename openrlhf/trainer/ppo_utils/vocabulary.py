@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import RewardError
 from openrlhf.models.loading import load_config
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, load_tokenizer
@@ -29,26 +29,32 @@ def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
 
 
 def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer | None:
-    """The tokenizer of the model at `path`; None where it has every token that the policy can
-    sample, of its tokenizer `own`, under the same id: then it reads the samples as they are.
+    """The tokenizer of the model at `path`; None where what the policy can sample, tokens of `own`,
+    has the same ids there: then it reads the samples as they are.
+
+    A token that only the policy knows may have an embedding there that no other token has.
     """
     policy = config.actor.model_name_or_path
     if policy is None or path == policy:
         return None
-    facts = load_config(policy, trust_remote_code=config.trust_remote_code)
-    num_logits = facts.get_text_config().vocab_size
+    sizes = [
+        load_config(name, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
+        for name in (policy, path)
+    ]
     other = load_tokenizer(
         path,
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
     others = other.get_vocab()
-    is_same = all(
-        others.get(token) == token_id
-        for token, token_id in own.get_vocab().items()
-        if token_id < num_logits
-    )
-    return None if is_same else other
+    taken = set(others.values())
+
+    def is_same(token: str, token_id: int) -> bool:
+        has_place = token_id < sizes[1] and token_id not in taken
+        return others[token] == token_id if token in others else has_place
+
+    sampled = [(token, i) for token, i in own.get_vocab().items() if i < sizes[0]]
+    return None if all(is_same(token, token_id) for token, token_id in sampled) else other
 
 
 class TextReader:
@@ -62,8 +68,8 @@ class TextReader:
         self._encoder = TextEncoder(own)
 
     def read(self, experience: Experience) -> Experience:
-        """The same B samples with the model's own tokens and no sampled ones among them; raises
-        RewardError for a text that is too long.
+        """The same B samples with the model's own tokens and no sampled ones among them; see
+        `is_too_long` for what it cannot read.
         """
         samples = experience.token_ids.split(experience.seq_lengths.tolist())
         texts = self.policy.batch_decode(list(samples), skip_special_tokens=False)
@@ -71,12 +77,6 @@ class TextReader:
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
-        longest = max(map(len, rows), default=0)
-        if self.max_len is not None and longest > self.max_len:
-            raise RewardError(
-                f"a sample has {longest} tokens of the reward model {self.own.name_or_path}, which "
-                f"reads {self.max_len}. Make --generate_max_len smaller."
-            )
         token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         return replace(
             experience,
@@ -87,3 +87,8 @@ class TextReader:
             rollout_logprobs=experience.rollout_logprobs[:0],
             weight_versions=experience.weight_versions[:0],
         )
+
+    def is_too_long(self, read: Experience) -> Tensor:
+        """Which of the samples that were read, (B,) bool, have more tokens than the model reads."""
+        limit = torch.inf if self.max_len is None else self.max_len
+        return read.seq_lengths > limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from openrlhf.distributed.train_engine import EvalEngine
@@ -64,12 +65,21 @@ class RewardModelActor(ModelWorker):
         return num_parameters
 
     def compute_rewards(self, experience: Experience) -> Tensor:
-        """Rewards (B,) of the share's samples, read at their last token."""
-        if self.reader is not None and len(experience):
-            experience = self.reader.read(experience)
-        return self.forward_in_micro_batches(experience, self.engine, what="rewards")
+        """Rewards (B,) of the share's samples, read at their last token; NaN for a text that the
+        model cannot read as a whole.
+        """
+        if self.reader is None or not len(experience):
+            return self.forward_in_micro_batches(experience, self.engine, what="rewards")
+        read = self.reader.read(experience)
+        is_too_long = self.reader.is_too_long(read)
+        kept = read.select((~is_too_long).nonzero().flatten().tolist())
+        rewards = torch.full((len(read),), torch.nan)
+        rewards[~is_too_long] = self.forward_in_micro_batches(kept, self.engine, what="rewards")
+        return rewards
 
     def _reader_for(self, path: str) -> TextReader | None:
+        if path == self.config.actor.model_name_or_path:
+            return None
         policy = load_policy_tokenizer(self.config)
         own = other_tokenizer(self.config, path, policy)
         if own is None:
