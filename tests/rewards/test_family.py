@@ -88,7 +88,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> bool:
     return is_true()
 
 
-@pytest.mark.parametrize("word", ["bomb", "bomb of sessions"])
+@pytest.mark.parametrize("word", ["bomb", pytest.param("bomb of sessions", marks=pytest.mark.slow)])
 def test_a_function_that_forks_without_end_is_ended_and_the_next_batch_answered(
     tmp_path: Path, word: str
 ) -> None:
@@ -117,6 +117,7 @@ def test_memory_of_what_the_function_starts_counts(tmp_path: Path) -> None:
         assert wait_until(lambda: not marked(mark))
 
 
+@pytest.mark.slow
 def test_memory_that_copies_of_the_function_share_counts_once(tmp_path: Path) -> None:
     with closing(pool_of(tmp_path, timeout_s=60, memory_gib=0.35)) as pool:  # 7 times 0.1 GiB
         assert pool.score(batch_of("copies")).rewards.tolist() == [2.0]

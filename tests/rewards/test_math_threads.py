@@ -45,6 +45,7 @@ def helper_of(processes: MathProcesses) -> MathProcess:
     return process
 
 
+@pytest.mark.slow
 def test_many_threads_get_the_answers_of_the_main_thread() -> None:
     pairs = [(f"so it is \\boxed{{\\frac{{{k}}}{{2}}}}", str(k / 2 + k % 3)) for k in range(30)]
     expected = [math_equal(answer, truth) for answer, truth in pairs]
@@ -89,6 +90,7 @@ def test_a_helper_that_is_killed_is_an_error_and_not_an_answer(processes: MathPr
     assert processes.compare("1/2", "0.5") is True
 
 
+@pytest.mark.slow
 def test_one_that_died_between_two_comparisons_is_replaced_unseen(
     processes: MathProcesses,
 ) -> None:
