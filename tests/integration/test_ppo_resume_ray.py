@@ -30,6 +30,7 @@ from tests.integration.ppo_runs import (
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(900)]
 
 NUM_STEPS = 6
+NUM_EPISODES = 12  # long enough to be killed in the middle, and for some groups without a signal
 SAVING = (
     "--num_episodes 2 --save_steps 2 --load_checkpoint --vllm_num_engines 1 "
     "--eval_dataset {root}/prompts.jsonl --eval_temperature 0 --eval_n_samples_per_prompt 1"
@@ -42,8 +43,8 @@ CASES = {
     "grpo_asynchronous": f"{GRPO} {SAVING} --init_kl_coef 0 --async_train",
 }
 AHEAD = (
-    f"{GRPO} {SAVING} --init_kl_coef 0 --num_episodes 6 --async_train --partial_rollout "
-    "--async_queue_size 2 --vllm_generate_batch_size 8 --dynamic_filtering"
+    f"{GRPO} {SAVING} --init_kl_coef 0 --num_episodes {NUM_EPISODES} --async_train "
+    "--partial_rollout --async_queue_size 2 --vllm_generate_batch_size 8 --dynamic_filtering"
 )
 
 
@@ -118,7 +119,7 @@ def test_a_run_killed_twice_with_samples_made_ahead_and_filtered_goes_on(tmp_pat
     assert max(step["staleness_max"] for step in steps) <= 2
     run_state = saved_run(run_dir / "ckpt" / f"global_step{len(steps)}")
     ledger = run_state["sampler"]["ledger"]
-    assert ledger["num_drawn"] == 6 * NUM_PROMPTS == sum(ledger["outcomes"].values())
+    assert ledger["num_drawn"] == NUM_EPISODES * NUM_PROMPTS == sum(ledger["outcomes"].values())
     assert ledger["pending"] == [] and ledger["outcomes"]["filtered:no signal"] > 0
     files = sorted((run_dir / "rollouts").glob("step_*.parquet"))
     num_samples = sum(len(pandas.read_parquet(file)) for file in files)
