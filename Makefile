@@ -1,6 +1,9 @@
 # Needs Python (3.11 or newer: vLLM does), pip, gcc and make; everything else goes into .venv.
 # Another Python than python3: PYTHON=python3.12 make demo
 PYTHON ?= python3
+# Ranks, engines and Ray's workers are processes that import torch anew, dozens of them in the tests:
+# without bytecode on disk each compiles its libraries again (5 s of torch's import alone, not 2).
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -132,11 +132,17 @@ def test_the_first_step_of_a_hidden_matrix_is_orthogonal(results: list[dict], ca
 
 @pytest.mark.parametrize("case", [case for case in STAGES if "bf16" not in case])
 def test_stages_and_ranks_take_the_same_steps(results: list[dict], alone: dict, case: str) -> None:
+    """The first step is the same one. Later ones part a little: Newton-Schulz works in bf16, where
+    the last bit of a gradient may decide a rounding (seen: 0.003 in weights that moved by 0.5).
+    """
     for rank_results in results:
-        for name, tensor in rank_results[case]["weights"].items():
+        found = rank_results[case]
+        for name, step in found["first_steps"].items():
+            torch.testing.assert_close(step, alone["first_steps"][name], atol=1e-6, rtol=0)
             torch.testing.assert_close(
-                tensor, alone["weights"][name], atol=1e-4, rtol=1e-4, msg=name
+                found["weights"][name], alone["weights"][name], atol=0.02, rtol=0
             )
+        assert found["losses"] == pytest.approx(alone["losses"], rel=0.03)
 
 
 @pytest.mark.parametrize("case", STAGES)
