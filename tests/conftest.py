@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -85,6 +86,24 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[[str, list[str]], tuple[object, str]]:
+    """Runs a command that must end before it reads a weight; answers its exit code and what it
+    said.
+    """
+    # Weights that cannot be read: a command that got as far would say so.
+    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
+
+    def run(command: str, words: list[str]) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(f"openrlhf.cli.{command}").main(words)
+        return stop.value.code, capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture

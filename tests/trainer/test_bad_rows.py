@@ -5,12 +5,11 @@ their line and exit code 2, before a model is loaded.
 from __future__ import annotations
 
 import shutil
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from openrlhf.cli import train_ppo
 from tests.tiny import write_jsonl
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
@@ -171,41 +170,36 @@ SFT_CASES = {
 
 
 @pytest.fixture
-def refuse(tiny_model_dir: Path, tmp_path: Path, capsys, monkeypatch):
+def refuse_rows(tiny_model_dir: Path, tmp_path: Path, refuse: Callable) -> Callable:
     """Runs a command on rows; answers its exit code and what it said."""
-    # Weights that cannot be read: a command that got as far would say so.
-    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
 
     def run(words: list[str], rows: list[dict]) -> tuple[object, str]:
-        module, *flags = words
         data = write_jsonl(tmp_path / "rows.jsonl", rows)
         paths = ["--pretrain", str(tiny_model_dir), "--dataset", str(data)]
         batch = ["--save_path", str(tmp_path / "run"), "--train_batch_size", "2"]
-        with pytest.raises(SystemExit) as exit_info:
-            import_module(f"openrlhf.cli.{module}").main([*paths, *batch, *flags])
-        return exit_info.value.code, capsys.readouterr().err
+        return refuse(words[0], [*paths, *batch, *words[1:]])
 
     return run
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_row_is_named_before_a_model_is_loaded(
-    case: str, tiny_model_dir: Path, tmp_path: Path, refuse
+    case: str, tiny_model_dir: Path, tmp_path: Path, refuse_rows
 ) -> None:
     words, rows, expected = CASES[case]
     names = {"model": tiny_model_dir, "folder": tmp_path}
     shutil.copytree(tiny_model_dir, tmp_path / "untemplated")
     (tmp_path / "untemplated" / "chat_template.jinja").unlink()
-    code, error = refuse(words.format(**names).split(), rows)
+    code, error = refuse_rows(words.format(**names).split(), rows)
     assert code == 2, error
     assert "Traceback" not in error
     assert expected.format(**names) in error
 
 
-def test_bad_rows_of_both_sets_are_said_together(tmp_path: Path, refuse) -> None:
+def test_bad_rows_of_both_sets_are_said_together(tmp_path: Path, refuse_rows) -> None:
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [ANSWER, ANSWER | {"input": " "}])
     flags = ["--output_key", "output", "--eval_dataset", str(held_out)]
-    code, error = refuse(["train_sft", *flags], [ANSWER | {"input": ""}, ANSWER])
+    code, error = refuse_rows(["train_sft", *flags], [ANSWER | {"input": ""}, ANSWER])
     assert code == 2
     assert error.splitlines() == [
         "error: data set: 1 bad rows. Repair the rows, or choose other columns.",
@@ -215,17 +209,18 @@ def test_bad_rows_of_both_sets_are_said_together(tmp_path: Path, refuse) -> None
     ]
 
 
-def test_a_problem_of_both_sets_is_said_once(tiny_model_dir: Path, tmp_path: Path, refuse) -> None:
+def test_a_problem_of_both_sets_is_said_once(
+    tiny_model_dir: Path, tmp_path: Path, refuse_rows
+) -> None:
     data = tmp_path / "rows.jsonl"
     flags = ["--output_key", "answer", "--eval_dataset", str(data)]
-    _, error = refuse(["train_sft", *flags], [ANSWER])
+    _, error = refuse_rows(["train_sft", *flags], [ANSWER])
     assert error.count("column 'answer' is not in the data set") == 1
 
 
 def test_bad_prompts_of_both_sets_are_said_together(
-    tiny_model_dir: Path, tmp_path: Path, capsys, monkeypatch
+    tiny_model_dir: Path, tmp_path: Path, refuse
 ) -> None:
-    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
     rows = [{"prompt": [QUESTION], "id": 3}, {"prompt": [QUESTION | {"content": " "}], "id": 4}]
     prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [rows[0]] * 2)
@@ -233,18 +228,17 @@ def test_bad_prompts_of_both_sets_are_said_together(
     flags += f"--pretrain {tiny_model_dir} --prompt_data {prompts} --eval_dataset {held_out} "
     flags += f"--remote_rm_url http://localhost:1 --save_path {tmp_path / 'run'} "
     flags += "--rollout_batch_size 2 --train_batch_size 2 --micro_train_batch_size 1 "
-    with pytest.raises(SystemExit) as stop:
-        train_ppo.main(f"{flags} --generate_max_len 8 --prompt_max_len 99".split())
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert stop.value.code == 2
+    code, said = refuse("train_ppo", f"{flags} --generate_max_len 8 --prompt_max_len 99".split())
+    errors = [line for line in said.splitlines() if "error: " in line]
+    assert code == 2
     assert f"error: {prompts}: row 1: 'prompt' is empty" in errors
     assert f"error: {held_out}: row 1: id 3 is that of {held_out}: row 0, too" in errors
 
 
 @pytest.mark.parametrize("case", SFT_CASES)
 def test_wrong_input_of_sft_is_one_line_before_a_model_is_loaded(
-    case: str, tmp_path: Path, refuse
+    case: str, tmp_path: Path, refuse_rows
 ) -> None:
     words, rows, expected = SFT_CASES[case]
-    code, error = refuse(["train_sft", *words.format(folder=tmp_path).split()], rows)
+    code, error = refuse_rows(["train_sft", *words.format(folder=tmp_path).split()], rows)
     assert (code, error) == (2, f"error: {expected.format(folder=tmp_path)}\n")

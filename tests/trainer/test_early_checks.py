@@ -4,8 +4,7 @@ that is another one, evaluation data that is not that of before.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,29 +61,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def refuse_rows(tmp_path: Path, refuse: Callable) -> Callable:
     """Runs a command on rows; answers its exit code and what it said."""
-    # Weights that cannot be read: a command that got as far would say so.
-    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
 
     def run(command: str, model: Path, rows: list[dict], *more: str) -> tuple[object, str]:
         data = write_jsonl(tmp_path / "rows.jsonl", rows)
         flags = COMMANDS[command].format(teacher=model).split()
         paths = f"--pretrain {model} --dataset {data} --save_path {tmp_path / 'run'}".split()
-        module = importlib.import_module(f"openrlhf.cli.train_{command}")
-        with pytest.raises(SystemExit) as stop:
-            module.main([*paths, *flags, *more])
-        return stop.value.code, capsys.readouterr().err
+        return refuse(f"train_{command}", [*paths, *flags, *more])
 
     return run
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_row_longer_than_the_positions_is_refused(
-    command: str, root: Path, tmp_path: Path, refuse
+    command: str, root: Path, tmp_path: Path, refuse_rows
 ) -> None:
     rows = [make_row("a")] * LATE + [make_row("b" * 100), make_row("b" * 80)]
-    code, error = refuse(command, root / "short", rows)
+    code, error = refuse_rows(command, root / "short", rows)
     assert code == 2, error
     [line] = error.splitlines()
     start = "error: 2 of 152 rows are longer than the 64 positions of the model "
@@ -94,10 +88,10 @@ def test_a_row_longer_than_the_positions_is_refused(
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "kd"])  # says it before
 def test_an_id_without_an_embedding_is_found_in_a_late_row(
-    command: str, root: Path, tmp_path: Path, refuse
+    command: str, root: Path, tmp_path: Path, refuse_rows
 ) -> None:
     rows = [make_row("a")] * LATE + [make_row("\u00ad"), make_row("a")]
-    code, error = refuse(command, root / "narrow", rows)
+    code, error = refuse_rows(command, root / "narrow", rows)
     assert (code, error) == (
         2,
         f"error: {tmp_path}/rows.jsonl: row {LATE} has token id 261, and the model {root}/narrow "
@@ -107,11 +101,11 @@ def test_an_id_without_an_embedding_is_found_in_a_late_row(
 
 
 def test_rows_of_the_evaluation_are_held_against_the_model_too(
-    root: Path, tmp_path: Path, refuse
+    root: Path, tmp_path: Path, refuse_rows
 ) -> None:
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row("a"), make_row("b" * 100)])
     rows = [make_row("\u00ad" * 60)]
-    _, error = refuse("sft", root / "short", rows, "--eval_dataset", str(held_out))
+    _, error = refuse_rows("sft", root / "short", rows, "--eval_dataset", str(held_out))
     first, second = error.splitlines()
     assert first.startswith("error: 1 of 1 rows are longer than")
     assert second.startswith("error: evaluation: 1 of 2 rows are longer than")
@@ -125,24 +119,24 @@ def test_rows_of_the_evaluation_are_held_against_the_model_too(
 def test_another_model_that_reads_the_rows_has_places_for_them(
     root: Path,
     tiny_model_dir: Path,
-    refuse,
+    refuse_rows,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     flags: str,
 ) -> None:
     monkeypatch.setitem(COMMANDS, "kd", "--input_key input --output_key output")
     more = flags.format(short=root / "short").split()
-    code, error = refuse(command, tiny_model_dir, [make_row("b" * 100)], *more)
+    code, error = refuse_rows(command, tiny_model_dir, [make_row("b" * 100)], *more)
     assert code == 2
     assert f"1 of 1 rows are longer than the 64 positions of the model {root}/short" in error
 
 
 def test_a_student_does_not_answer_beyond_the_positions_of_either(
-    root: Path, tiny_model_dir: Path, refuse, monkeypatch: pytest.MonkeyPatch
+    root: Path, tiny_model_dir: Path, refuse_rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(COMMANDS, "kd", "--input_key input --output_key output")
     more = f"--teacher_model {root / 'short'} --kd_on_policy --max_len 65".split()
-    code, error = refuse("kd", tiny_model_dir, [make_row("a")], *more)
+    code, error = refuse_rows("kd", tiny_model_dir, [make_row("a")], *more)
     assert (code, error) == (
         2,
         f"error: --kd_on_policy samples up to --max_len 65 tokens, and {root}/short has 64 "
