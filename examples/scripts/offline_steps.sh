@@ -1,5 +1,6 @@
 # Sourced by the scripts of the offline loops: the variables they share, and the steps they repeat.
 # A step whose output is there is skipped, so a script that was stopped goes on where it stopped.
+# vLLM reads whole models: with adapters (TRAIN_ARGS="--lora_rank 8") set ENGINE=generate.
 MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
 REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-mixture}
 DATA=${DATA:-OpenRLHF/prompt-collection-v0.1}
@@ -41,7 +42,7 @@ score() {
 
 # train COMMAND MODEL ROWS FOLDER FLAGS...: train MODEL on ROWS and leave it in FOLDER.
 train() {
-    if [ -f "$4/config.json" ]; then return; fi
+    if [ -f "$4/config.json" ] || [ -f "$4/adapter_config.json" ]; then return; fi
     "${launcher[@]}" "openrlhf.cli.$1" \
         --pretrain "$2" --dataset "$3" $FORMAT \
         --max_len 2048 --train_batch_size 128 --micro_train_batch_size 2 \

@@ -87,7 +87,7 @@ class ImportanceWeights(NamedTuple):
 
     weights_N: Tensor
     ratio_N: Tensor  # at the level of the correction, before the treatment
-    is_cut_N: Tensor  # bool, outside the band
+    is_cut_N: Tensor  # bool, outside what the treatment lets pass
 
 
 def importance_weights(
@@ -100,11 +100,11 @@ def importance_weights(
     log_ratio_N = (trainer_logprobs_N.float() - engine_logprobs_N.float()).detach()
     level_N = _at_level(log_ratio_N, num_actions_B, correction.level)
     ratio_N = _exp(level_N)
-    is_cut_N = (ratio_N < correction.low) | (ratio_N > correction.high)
+    low = 0.0 if correction.treatment == "truncate" else correction.low
+    is_cut_N = (ratio_N < low) | (ratio_N > correction.high)
     if correction.treatment == "mask":
         weights_N = ratio_N.masked_fill(is_cut_N, 0.0)
     else:
-        low = correction.low if correction.treatment == "clip" else 0.0
         weights_N = ratio_N.clamp(low, correction.high)
     if correction.over_tokens:
         weights_N = _exp(log_ratio_N).clamp(max=correction.high).masked_fill(is_cut_N, 0.0)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+    from openrlhf.config.ppo_models import ActorConfig
+    from openrlhf.config.supervised import ModelConfig
 
 # The names of transformers.SchedulerType; written out because importing transformers takes seconds.
 SCHEDULERS = (
@@ -52,6 +54,39 @@ def schedule_problems(name: str) -> Iterator[str]:
         yield f"--lr_scheduler is not a known schedule: {name}. Type {remedy}."
 
 
+def decay_problems(optim: OptimizerConfig, rate_flag: str) -> Iterator[str]:
+    """A polynomial has an end below its start, and updates after its warm-up to get there."""
+    if optim.lr_scheduler != "polynomial":
+        return
+    rate = optim.adam.lr
+    remedy = "or --lr_scheduler constant_with_warmup."
+    if rate == 0:
+        yield (
+            f"--lr_scheduler polynomial decays, and --{rate_flag} is 0. Type a rate above 0 "
+            f"{remedy}"
+        )
+    elif optim.min_lr_ratio * rate >= rate:
+        yield (
+            f"--lr_scheduler polynomial decays, and --min_lr_ratio is {optim.min_lr_ratio:g}. Type "
+            f"--min_lr_ratio 0.1 {remedy}"
+        )
+    if optim.lr_warmup_ratio == 1:
+        yield (
+            "--lr_scheduler polynomial decays after its warm-up, and --lr_warmup_ratio is 1. Type "
+            f"--lr_warmup_ratio 0.03 {remedy}"
+        )
+
+
+def router_loss_problems(model: ModelConfig | ActorConfig) -> Iterator[str]:
+    """The reentrant variant of checkpointing runs layers without a graph."""
+    is_reentrant = model.gradient_checkpointing_reentrant
+    if model.aux_loss_coef > 0 and model.gradient_checkpointing_enable and is_reentrant:
+        yield (
+            "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
+            "would have no gradient. Type --gradient_checkpointing alone."
+        )
+
+
 def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
     """What holds for weights of 4 bits; fp32 gradients are summed in fp32."""
     if ds.load_in_4bit:
@@ -75,13 +110,3 @@ def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:
             "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
             "Type --zero_stage 2."
         )
-
-
-def muon_notes(config: OptimizerConfig) -> Iterator[str]:
-    """What DeepSpeed's Muon decides by itself."""
-    if config.optim != "muon":
-        return
-    if config.muon.ns_steps != 5 or not config.muon.nesterov:
-        yield "--muon.ns_steps and --muon.nesterov have no effect: DeepSpeed's Muon sets them."
-    if config.max_norm != 1.0:
-        yield f"--max_norm {config.max_norm:g} has no effect on Muon's steps: they are orthogonal."

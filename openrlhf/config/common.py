@@ -251,3 +251,9 @@ class TrainConfig(Base):
     def token_budget(self) -> int | None:
         """Tokens of a training micro-batch; None: micro-batches are counted in samples."""
         return self.max_tokens_per_gpu if self.dynamic_batch_enable else None
+
+    @property
+    def micro_batch_text(self) -> str:
+        """What a training micro-batch holds."""
+        budget = self.token_budget
+        return f"{self.micro_batch_size} rows" if budget is None else f"at most {budget} tokens"

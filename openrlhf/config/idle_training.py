@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
+from openrlhf.config.base import value_at
 from openrlhf.config.checks import is_blank
 from openrlhf.config.idle import Idle
 
+# What openrlhf.distributed.schedule hands to transformers, and what that does with it.
+WITHOUT_LAST_RATE = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+
 IDLE_ANYWHERE = (
+    Idle(
+        ("data.dataloader_num_workers",),
+        lambda config: True,
+        "here: the trainer packs batches itself",
+    ),
+    Idle(
+        ("train.max_tokens_per_gpu",),
+        lambda config: not config.train.dynamic_batch_enable,
+        "without --use_dynamic_batch",
+    ),
+    Idle(
+        ("train.micro_batch_size",),
+        lambda config: config.train.dynamic_batch_enable,
+        "with --use_dynamic_batch",
+    ),
     Idle(
         ("data.disable_fast_tokenizer",),
         lambda config: int(version("transformers").partition(".")[0]) >= 5,
@@ -34,3 +63,50 @@ IDLE_ANYWHERE = (
         "without --use_wandb",
     ),
 )
+
+
+def optimizer_rules(section: str = "") -> tuple[Idle, ...]:
+    """What optimizer and schedule of one model do not read; `section` is where it stands in the
+    tree: nothing, `actor.` or `critic.`.
+    """
+
+    def has(leaf: str, value: str) -> Callable[[Any], bool]:
+        return lambda config: bool(value_at(config, f"{section}{leaf}") == value)
+
+    def leaves(*names: str) -> tuple[str, ...]:
+        return tuple(f"{section}{name}" for name in names)
+
+    return (
+        Idle(
+            leaves("muon.lr", "muon.momentum", "muon.ns_steps", "muon.nesterov"),
+            has("optim", "adam"),
+            "without --optim muon",
+        ),
+        Idle(
+            leaves("muon.ns_steps", "muon.nesterov"),
+            has("optim", "muon"),
+            "here: DeepSpeed's Muon sets it",
+        ),
+        Idle(
+            leaves("max_norm"),
+            has("optim", "muon"),
+            "with --optim muon, whose steps are orthogonal: nothing is clipped",
+        ),
+        *(
+            Idle(leaves(leaf), has("lr_scheduler", name), f"with --lr_scheduler {name}")
+            for leaf, names in (
+                ("min_lr_ratio", WITHOUT_LAST_RATE),
+                ("lr_warmup_ratio", WITHOUT_WARMUP),
+            )
+            for name in names
+        ),
+    )
+
+
+def checkpointing_rule(section: str) -> Idle:
+    """A variant of something that was not asked for."""
+    return Idle(
+        (f"{section}.gradient_checkpointing_reentrant",),
+        lambda config: not value_at(config, f"{section}.gradient_checkpointing_enable"),
+        "without --gradient_checkpointing",
+    )

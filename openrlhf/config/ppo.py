@@ -14,8 +14,10 @@ from typing import ClassVar
 from openrlhf.config.base import is_given
 from openrlhf.config.checks import (
     batch_problems,
+    decay_problems,
     is_blank,
     precision_problems,
+    router_loss_problems,
     schedule_problems,
 )
 from openrlhf.config.common import DeepSpeedConfig
@@ -319,9 +321,16 @@ class PPOConfig(RunConfig):
             yield f"--reward_failure is unknown: {value}. Type {known}."
 
     def check_learning_rate_schedules(self) -> Iterator[str]:
-        """The schedules have names that exist."""
+        """The schedules have names that exist, and a decay has somewhere to go."""
         for name in dict.fromkeys((self.actor.lr_scheduler, self.critic.lr_scheduler)):
             yield from schedule_problems(name)
+        yield from decay_problems(self.actor, "actor_learning_rate")
+        if self.has_critic:
+            yield from decay_problems(self.critic, "critic_learning_rate")
+
+    def check_router_loss_has_a_gradient(self) -> Iterator[str]:
+        """Through the layers of the policy."""
+        yield from router_loss_problems(self.actor)
 
     def note_group_size(self) -> Iterator[str]:
         """The default number of samples depends on the estimator."""

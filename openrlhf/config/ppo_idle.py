@@ -6,7 +6,11 @@ from typing import Any
 
 from openrlhf.config.checks import is_blank
 from openrlhf.config.idle import Idle
-from openrlhf.config.idle_training import IDLE_ANYWHERE
+from openrlhf.config.idle_training import (
+    IDLE_ANYWHERE,
+    checkpointing_rule,
+    optimizer_rules,
+)
 
 
 def has_critic(config: Any) -> bool:
@@ -21,8 +25,47 @@ def has_no_engines(config: Any) -> bool:
 
 TEXT_PATHS = ("data.pretrain_probs", "data.pretrain_split", "data.pretrain_key", "actor.ptx_coef")
 HAS_NO_CRITIC = "without a critic (--advantage_estimator gae has one)"
+REWARD_RULES = (
+    Idle(
+        ("reward.normalize_enable",),
+        lambda config: is_blank(config.reward.model_name_or_path),
+        "without --reward_pretrain, whose config has the mean and std",
+    ),
+    Idle(
+        ("reward.timeout_s",),
+        lambda config: (
+            is_blank(config.reward.remote_url) and is_blank(config.train.agent_func_path)
+        ),
+        "with --reward_pretrain",
+    ),
+    Idle(
+        ("reward.try_timeout_s",),
+        lambda config: is_blank(config.reward.remote_url) or config.reward.is_function_file,
+        "without URLs in --remote_rm_url",
+    ),
+    Idle(
+        ("reward.memory_gib", "reward.num_workers"),
+        lambda config: not config.reward.is_function_file,
+        "without a .py file in --remote_rm_url",
+    ),
+    Idle(
+        ("reward.max_dropped",),
+        lambda config: config.reward.failure != "drop_group",
+        "without --reward_failure drop_group",
+    ),
+    Idle(
+        ("reward.overlong_penalty_factor",),
+        lambda config: config.reward.overlong_buffer_len is None,
+        "without --overlong_buffer_len",
+    ),
+)
 IDLE = (
     *IDLE_ANYWHERE,
+    *optimizer_rules("actor."),
+    *optimizer_rules("critic."),
+    checkpointing_rule("actor"),
+    checkpointing_rule("critic"),
+    *REWARD_RULES,
     Idle(
         (
             "critic.adam.lr",
@@ -40,11 +83,6 @@ IDLE = (
         "without --advantage_estimator gae",
     ),
     Idle(
-        ("reward.normalize_enable",),
-        lambda config: is_blank(config.reward.model_name_or_path),
-        "without --reward_pretrain, whose config has the mean and std",
-    ),
-    Idle(
         ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss"),
         lambda config: config.algo.kl.init_coef == 0,
         "with --init_kl_coef 0",
@@ -56,7 +94,7 @@ IDLE = (
         "without --async_train",
     ),
     Idle(
-        ("train.agent_timeout_s",),
+        ("train.agent_timeout_s", "train.async_num_tasks"),
         lambda config: is_blank(config.train.agent_func_path),
         "without --agent_func_path",
     ),
@@ -96,9 +134,15 @@ IDLE = (
         "without --policy_loss_type sapo",
     ),
     Idle(
-        ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
+        ("rollout.max_tokens_per_gpu",),
         lambda config: not config.train.dynamic_batch_enable,
         "without --use_dynamic_batch",
+    ),
+    Idle(
+        ("rollout.micro_batch_size",),
+        # sources of rewards take as many samples at once
+        lambda config: config.train.dynamic_batch_enable and is_blank(config.reward.remote_url),
+        "with --use_dynamic_batch",
     ),
     Idle(
         (
@@ -122,8 +166,24 @@ IDLE = (
         lambda config: config.train.colocate_all and config.train.async_enable,
         "with --async_train",
     ),
+    Idle(("train.ema_beta",), lambda config: not config.train.enable_ema, "without --enable_ema"),
     Idle(
-        ("ckpt.best_metric_key",),
+        (
+            "algo.advantage.is_correction_type",
+            "algo.advantage.is_correction_level",
+            "algo.advantage.is_correction_treatment",
+            "algo.advantage.is_correction_threshold",
+        ),
+        lambda config: not config.algo.advantage.is_correction_enable,
+        "without --enable_vllm_is_correction",
+    ),
+    Idle(
+        ("algo.dynamic_filtering_range", "algo.dynamic_filtering_max_empty"),
+        lambda config: not config.algo.dynamic_filtering_enable,
+        "without --dynamic_filtering",
+    ),
+    Idle(
+        ("eval.temperature", "eval.n_samples_per_prompt", "ckpt.best_metric_key"),
         lambda config: is_blank(config.eval.dataset),
         "without --eval_dataset",
     ),

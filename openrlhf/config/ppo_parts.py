@@ -268,7 +268,10 @@ class PPODataConfig(CheckedDataConfig):
     )
     disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
     dataloader_num_workers: int = option(
-        0, "Processes that prepare prompts.", "dataloader_num_workers", ge=0
+        0,
+        "Accepted for old commands: the trainer packs batches itself.",
+        "dataloader_num_workers",
+        ge=0,
     )
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
@@ -287,7 +290,12 @@ class PPODataConfig(CheckedDataConfig):
 class PPOEvalConfig(EvalConfig):
     """`eval.*`: pass rates on held-out prompts."""
 
-    steps: int = option(-1, "Evaluate every N global steps; -1: never.", "eval_steps")
+    steps: int = option(
+        -1,
+        "Evaluate every N global steps; before the first and after the last in any case, with -1 "
+        "only then.",
+        "eval_steps",
+    )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
     n_samples_per_prompt: int = option(
         4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0

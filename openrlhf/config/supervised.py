@@ -13,9 +13,10 @@ from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.checked_data import CheckedDataConfig
 from openrlhf.config.checks import (
     batch_problems,
+    decay_problems,
     is_blank,
-    muon_notes,
     precision_problems,
+    router_loss_problems,
     schedule_problems,
 )
 from openrlhf.config.common import (
@@ -29,7 +30,11 @@ from openrlhf.config.common import (
     timed_name,
 )
 from openrlhf.config.idle import Idle, idle_settings
-from openrlhf.config.idle_training import IDLE_ANYWHERE
+from openrlhf.config.idle_training import (
+    IDLE_ANYWHERE,
+    checkpointing_rule,
+    optimizer_rules,
+)
 from openrlhf.config.run import RunConfig
 
 
@@ -115,7 +120,10 @@ class SupervisedDataConfig(DatasetConfig):
     """`data.*` of commands that train on rows."""
 
     dataloader_num_workers: int = option(
-        0, "Processes that prepare batches.", "dataloader_num_workers", ge=0
+        0,
+        "Accepted for old commands: the trainer packs batches itself.",
+        "dataloader_num_workers",
+        ge=0,
     )
 
 
@@ -177,26 +185,9 @@ class SFTLoggerConfig(LoggerConfig):
 PACKED_WEIGHTS = "with --load_in_4bit: packed weights stay on the device"
 IDLE = (
     *IDLE_ANYWHERE,
-    Idle(
-        ("train.max_tokens_per_gpu",),
-        lambda config: not config.train.dynamic_batch_enable,
-        "without --use_dynamic_batch",
-    ),
-    Idle(
-        ("train.micro_batch_size",),
-        lambda config: config.train.dynamic_batch_enable,
-        "with --use_dynamic_batch",
-    ),
-    Idle(
-        ("muon.lr", "muon.momentum"),
-        lambda config: config.optim != "muon",
-        "without --optim muon",
-    ),
-    Idle(
-        ("model.gradient_checkpointing_reentrant",),
-        lambda config: not config.model.gradient_checkpointing_enable,
-        "without --gradient_checkpointing",
-    ),
+    *optimizer_rules(),
+    checkpointing_rule("model"),
+    Idle(("ckpt.best_metric_key",), lambda config: True, "here: only RL has pass rates"),
     Idle(("ds.enable_sleep",), lambda config: True, "here: nothing but training needs the memory"),
     Idle(
         ("ds.value_head_prefix",),
@@ -246,24 +237,16 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
 
     def check_router_loss_has_a_gradient(self) -> Iterator[str]:
         """The reentrant variant runs layers without a graph."""
-        model = self.model
-        is_reentrant = model.gradient_checkpointing_reentrant
-        if model.aux_loss_coef > 0 and model.gradient_checkpointing_enable and is_reentrant:
-            yield (
-                "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
-                "would have no gradient. Type --gradient_checkpointing alone."
-            )
+        yield from router_loss_problems(self.model)
 
     def check_learning_rate_schedule(self) -> Iterator[str]:
-        """The schedule has a name that exists."""
+        """The schedule has a name that exists, and a decay has somewhere to go."""
         yield from schedule_problems(self.lr_scheduler)
+        yield from decay_problems(self, "learning_rate")
 
     def note_settings_without_effect(self) -> Iterator[str]:
         """What is accepted for old commands, or needs something that was not asked for."""
-        yield from muon_notes(self)
         yield from idle_settings(self, IDLE)
-        if self.data.dataloader_num_workers:
-            yield "--dataloader_num_workers has no effect: the trainer packs batches itself."
         if self.data.dataset_probs and "," in (self.eval.dataset or ""):
             yield (
                 "--dataset_probs has no effect on --eval_dataset: its data sets are read one after "

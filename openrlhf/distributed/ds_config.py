@@ -37,6 +37,9 @@ FLAG_OF_KEY = {
     "optimizer.params.betas": "--adam_betas",
     "optimizer.params.eps": "--adam.eps",
     "optimizer.params.weight_decay": "--l2",
+}
+# DeepSpeed is handed micro-batches that are cut already: no flag gives the numbers it sees.
+FLAG_OF_BATCHES = {
     "train_micro_batch_size_per_gpu": "--micro_train_batch_size",
     "gradient_accumulation_steps": "--train_batch_size",
     "train_batch_size": "--train_batch_size",
@@ -209,6 +212,11 @@ def _contradictions(
                     f"{path}: {key} is {value}, but the schedule is set by --lr_scheduler: "
                     "remove it."
                 )
+        elif key in FLAG_OF_BATCHES and value != ours[key]:
+            yield (
+                f"{path}: {key} is {value}, but batches are cut by {FLAG_OF_BATCHES[key]}, not by "
+                'DeepSpeed: write "auto" there.'
+            )
         elif key in FLAG_OF_KEY and value != ours.get(key, value):
             flag = FLAG_OF_KEY[key]
             yield (

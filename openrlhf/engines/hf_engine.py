@@ -38,15 +38,26 @@ MAX_NAMES_SHOWN = 5
 
 
 class HFEngine:
-    """A RolloutEngine over a causal LM of transformers; calls from several threads take turns."""
+    """A RolloutEngine over a causal LM of transformers; calls from several threads take turns.
+
+    Ranks are seeded alike: those that sample side by side give a `stream` each, and draw different
+    numbers. Stream 0 takes them from torch's own generator, the others begin theirs there at every
+    call, so its state is all that a checkpoint has to hold.
+    """
 
     who = "the Hugging Face engine"
     weight_transfer_backend = SHM_BACKEND
 
     def __init__(
-        self, model: Any, *, max_num_rows: int = MAX_NUM_ROWS, weight_version: int = 0
+        self,
+        model: Any,
+        *,
+        max_num_rows: int = MAX_NUM_ROWS,
+        weight_version: int = 0,
+        stream: int = 0,
     ) -> None:
         self.model = model
+        self.stream = stream
         self.max_num_rows = max_num_rows
         self.weight_version = weight_version
         self._lock = threading.Lock()
@@ -144,7 +155,7 @@ class HFEngine:
     def _decode(self, requests: Sequence[GenerationRequest]) -> Iterator[Row]:
         """Finished rows, as they come."""
         waiting = self._work(requests)
-        batch = DecodeBatch(self.model)
+        batch = DecodeBatch(self.model, self._generator())
         while waiting or len(batch):
             self._admit(batch, waiting, requests)
             num_done = batch.sample()
@@ -152,6 +163,13 @@ class HFEngine:
                 yield from batch.take_done()
             if len(batch):
                 batch.forward()
+
+    def _generator(self) -> torch.Generator | None:
+        """Where this call's random numbers come from; None: torch's own."""
+        if self.stream == 0:
+            return None
+        start = int(torch.randint(2**62, ())) + self.stream
+        return torch.Generator(self.model.device).manual_seed(start)
 
     def _work(self, requests: Sequence[GenerationRequest]) -> list[list[Row]]:
         """Rows to sample, those of a prompt together; the longest prompt, taken first, is last."""

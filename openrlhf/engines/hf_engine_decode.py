@@ -58,8 +58,9 @@ class DecodeBatch:
     The order of calls is `sample`, now and then `take_done`, `forward`, now and then `add`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, generator: torch.Generator | None = None) -> None:
         self.model = model
+        self.generator = generator  # of the random numbers; None: torch's own
         self.device = model.device
         self.rows: list[Row] = []
         self.cache = self._new_cache()
@@ -95,7 +96,9 @@ class DecodeBatch:
 
     def sample(self) -> int:
         """Draw the next token of every row; answers how many rows are done."""
-        uniform_R = torch.rand(len(self.rows), dtype=torch.float64, device=self.device)
+        uniform_R = torch.rand(
+            len(self.rows), dtype=torch.float64, device=self.device, generator=self.generator
+        )
         for index in self.seeded:
             row = self.rows[index]
             position = len(row.token_ids) + len(self.steps)

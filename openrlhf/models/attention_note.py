@@ -1,4 +1,6 @@
-"""What becomes of flash attention where its GPU or its package is not there."""
+"""What becomes of an attention that packed rows cannot have: flash attention where its GPU or its
+package is not there, and the eager one.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ PATH = "ds.attn_implementation"
 
 
 def say_attention(config: RunConfig, requested: str) -> None:
-    """Say that flash attention is not what runs; the main rank calls.
+    """Say that an attention is not what runs; the main rank calls.
 
-    It is the default: without a GPU only who typed it is told.
+    Flash attention is the default: without a GPU only who typed it is told.
     """
-    if not torch.cuda.is_available():
+    if requested == "eager":
+        notice("eager attention is not for packed rows: they use torch's own (SDPA)")
+    elif not torch.cuda.is_available():
         if is_given(config, PATH) and requested.startswith("flash"):
             notice(f"{requested} needs a GPU: packed rows use torch's own attention here (SDPA)")
     elif requested == FLASH_2 and not has_flash_attention():

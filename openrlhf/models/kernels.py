@@ -57,6 +57,7 @@ def _missing(ds: LoadConfig, *, is_cuda: bool) -> Iterator[str]:
     is_trained = isinstance(ds, DeepSpeedConfig)
     if is_trained:
         checks.append(lambda: check_fp16(ds.param_dtype, is_cuda=is_cuda))
+    checks.append(lambda: check_experts(ds.experts_implementation))
     if is_trained and ds.use_liger_kernel:
         checks.append(lambda: check_liger(is_cuda=is_cuda))
     if ds.load_in_4bit:

@@ -34,6 +34,7 @@ from openrlhf.models.kernels import (
     check_experts,
     keep_4bit_trainable,
 )
+from openrlhf.models.packable import check_packable
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
@@ -43,7 +44,6 @@ from openrlhf.utils.progress import tracked
 logger = logging.getLogger(__name__)
 
 HEAD = "score"  # the module transformers gives the scalar head
-PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Ways of asking for attention that packed attention answers itself.
 GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -149,26 +149,6 @@ def choose_attention(
     return PACKED_ATTENTION
 
 
-def check_packable(model: PreTrainedModel) -> None:
-    """A model that carries state over sequences, or attends in its own way, is a ConfigError."""
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    layer_types = set(config.to_dict().get("layer_types") or ())
-    if model._is_stateful or layer_types - PACKABLE_LAYER_TYPES:
-        kinds = ", ".join(sorted(layer_types - PACKABLE_LAYER_TYPES)) or "recurrent layers"
-        raise ConfigError(
-            f"{name} has {kinds}: only causal and sliding-window attention can be trained packed."
-        )
-    if (
-        model.config._attn_implementation == PACKED_ATTENTION
-        and not model._supports_attention_backend
-    ):
-        raise ConfigError(
-            f"{name} does not use transformers' attention interface: it cannot be trained packed. "
-            "Use a model family that transformers implements itself."
-        )
-
-
 class LoadOptions(TypedDict, total=False):
     """How to load a model; every key may be left out."""
 
@@ -246,7 +226,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
     with quiet_transformers(path):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
-    check_packable(model)
+    check_packable(type(model), model.config)
     finish_loading(model, options)
     return model
 
@@ -302,7 +282,7 @@ def load_sequence_model(
         lm_head = {key for key in info["unexpected_keys"] if is_lm_head_key(key)}
         check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
         init_value_head(model.get_submodule(HEAD))
-    check_packable(model)
+    check_packable(type(model), model.config)
     rename_head(model, name)
     finish_loading(model, options)
     return model

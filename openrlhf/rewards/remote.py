@@ -24,7 +24,7 @@ import httpx
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, joined
 from openrlhf.rewards.circuit import ServerState, check_urls, is_loopback
-from openrlhf.rewards.remote_messages import body_of, result_of, start_of
+from openrlhf.rewards.remote_messages import body_of, caution_of_models, result_of, start_of
 from openrlhf.utils.logging import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
@@ -71,6 +71,7 @@ class RemoteReward:
         )
         self._thread.start()
         self._servers, self._clients = self._run(self._open(names)).result()
+        self._has_cautioned = False
 
     def score(self, batch: RewardBatch) -> RewardResult:
         """See RewardSource."""
@@ -159,9 +160,18 @@ class RemoteReward:
                 tries.note_failure(server, f"{server.url}: {problem}")
             else:
                 server.note_success()
-                return result_of(answer.status_code, answer.content, batch, server)
+                result = result_of(answer.status_code, answer.content, batch, server)
+                self._compare_models()
+                return result
             finally:
                 server.note_end()
+
+    def _compare_models(self) -> None:
+        """Say once that the servers' models differ: it may be meant."""
+        caution = None if self._has_cautioned else caution_of_models(self._servers)
+        if caution is not None:
+            self._has_cautioned = True
+            warn(caution)
 
     async def _one_try(
         self, url: str, body: bytes, headers: dict[str, str], seconds_left: float

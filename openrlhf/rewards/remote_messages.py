@@ -8,6 +8,7 @@ of neither may leave them out.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.answers import TRUNCATED_COLUMN
@@ -57,6 +58,19 @@ def result_of(status: int, content: bytes, batch: RewardBatch, server: ServerSta
     return result_from_answer(fields, batch=batch, source=url)
 
 
+def caution_of_models(servers: Sequence[ServerState]) -> str | None:
+    """What to say of servers whose models differ by their hashes; None while none are known to."""
+    known = [server for server in servers if server.models]
+    for other in known[1:]:
+        if _hashes(other) != _hashes(known[0]):
+            return (
+                f"reward servers serve different models: {known[0].url} {_shown(known[0].models)}, "
+                f"{other.url} {_shown(other.models)}. Samples go to either of them, and rewards of "
+                "two models are not comparable within a group; serve one model at all addresses."
+            )
+    return None
+
+
 def start_of(content: bytes) -> str:
     """The first words of an answer, for a message."""
     text = content[:MAX_TEXT_SHOWN].decode(errors="replace")
@@ -93,6 +107,11 @@ def _check_models(models: object, server: ServerState) -> None:
         )
 
 
-def _shown(models: dict[str, object]) -> str:
+def _hashes(server: ServerState) -> list[str]:
+    return sorted(map(str, (server.models or {}).values()))  # names are those of folders
+
+
+def _shown(models: dict[str, object] | None) -> str:
+    models = models or {}
     text = ", ".join(f"{name} ({hashed})" for name, hashed in models.items())
     return text[:MAX_TEXT_SHOWN]

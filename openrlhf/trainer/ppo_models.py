@@ -8,6 +8,8 @@ from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import is_value_model, load_config
+from openrlhf.models.packable import check_family
+from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardScale
 from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
@@ -22,7 +24,7 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     problems: list[str] = []
     for name in filter(None, [config.critic.model_name_or_path, *config.reward.model_paths]):
         try:
-            load_config(name, trust_remote_code=config.trust_remote_code)
+            check_family(load_config(name, trust_remote_code=config.trust_remote_code))
             if name in config.reward.model_paths:
                 _check_head(config, name)
         except ConfigError as error:
@@ -32,6 +34,9 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     if has_engines:
         refuse_adapter(path, "--pretrain")
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
+    check_family(policy)
+    if config.actor.aux_loss_coef > 0:
+        check_has_experts(policy, path)
     critic = (config.critic_source or path,) if config.has_critic else ()
     for name in dict.fromkeys((path, *config.reward.model_paths, *critic)):
         _check_positions(config, name)

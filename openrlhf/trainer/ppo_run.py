@@ -14,12 +14,14 @@ import torch
 
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
+from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.distributed.run_checkpoints import Opened
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
+from openrlhf.models.loading import DTYPES
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
@@ -30,6 +32,7 @@ from openrlhf.trainer.ppo_checkpoints import (
     open_run,
 )
 from openrlhf.trainer.ppo_setup import (
+    PLACED,
     RunInputs,
     Schedule,
     check_runs_without_ray,
@@ -69,6 +72,7 @@ from openrlhf.trainer.ray.cluster import (
     TRAINED_ROLES,
     RayCluster,
     RoleCounts,
+    policy_dtype,
     reward_roles,
     role_counts,
 )
@@ -119,11 +123,11 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
 
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train in the launching process or processes, without Ray."""
-    check_runs_without_ray(config)
-    check_here(config.ds)  # on Ray models are elsewhere: each worker looks at its own machine
     topology = Topology.from_env(local_rank=config.local_rank)
+    check_runs_without_ray(config, topology.world_size)
+    check_here(config.ds)  # on Ray models are elsewhere: each worker looks at its own machine
     if topology.is_main:
-        say_notices(notices)
+        say_notices([*notices, *idle_settings(config, [PLACED])])
     else:
         show_bars_on(None)  # one controller draws for all
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
@@ -149,6 +153,7 @@ def _run(
     if is_main:
         say_notices(schedule_notes(config, schedule))
         say_attention(config, config.ds.attn_implementation)
+    inputs = replace(inputs, dtype=policy_dtype(config, has_gpus=cluster.has_gpus))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)
@@ -255,7 +260,7 @@ def _assemble(
         checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
         is_main=is_main,
-        max_mismatch_kl=_max_mismatch_kl(config),
+        max_mismatch_kl=max_mismatch_kl(inputs.dtype),
     )
 
 
@@ -358,13 +363,9 @@ def _tracker(config: PPOConfig, run_dir: Path, resume_step: int | None) -> Track
     return make_tracker(config.logger, run_dir, settings, resume_step=resume_step)
 
 
-def _max_mismatch_kl(config: PPOConfig) -> float:
-    return MISMATCH_KL_FP32 if _is_fp32(config) else MISMATCH_KL_HALF
-
-
-def _is_fp32(config: PPOConfig) -> bool:
-    dtype = config.ds.param_dtype
-    return dtype == "fp32" or (dtype == "auto" and not torch.cuda.is_available())
+def max_mismatch_kl(dtype: torch.dtype) -> float:
+    """How far engine and trainer may differ over weights of a type: half precision rounds."""
+    return MISMATCH_KL_FP32 if dtype == torch.float32 else MISMATCH_KL_HALF
 
 
 def _export(config: PPOConfig, groups: Groups) -> None:
@@ -386,6 +387,6 @@ def _banner(
         counts,
         sizes=sizes,
         num_prompts=len(inputs.prompts),
-        dtype="fp32" if _is_fp32(config) else config.ds.param_dtype,
+        dtype=next((name for name, dtype in DTYPES.items() if dtype == inputs.dtype), "auto"),
     )
     print_banner(sections)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.base import is_given
+from openrlhf.config.idle import Idle
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, news, pick_column
@@ -38,6 +41,18 @@ from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 from openrlhf.utils.user_code import import_function
 
+PLACED = Idle(
+    (
+        *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
+        *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "reward")),
+        "train.colocate_actor_ref",
+        "train.colocate_critic_reward",
+        "vllm.sync_backend",
+    ),
+    lambda config: True,
+    "without Ray: every process holds a part of every model, and torchrun says how many there are",
+)
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -52,6 +67,7 @@ class RunInputs:
     eval_sampling: SamplingSettings
     vocab_size: int
     texts: SFTDataset | None = None  # pre-training text that is mixed in
+    dtype: torch.dtype = torch.float32  # of the policy; known with the machines it is on
 
     def __enter__(self) -> RunInputs:
         return self
@@ -157,12 +173,17 @@ def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
     return sizes * num_episodes
 
 
-def check_runs_without_ray(config: PPOConfig) -> None:
+def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
     """Raise ConfigError for what needs processes of its own."""
     if config.train.async_enable:
         raise ConfigError(
             "--async_train needs processes of their own for engines and trainer. Use "
             "train_ppo_ray, or leave --async_train out."
+        )
+    if config.train.agent_func_path and num_ranks > 1:  # each would run episodes of its own
+        raise ConfigError(
+            f"--agent_func_path without Ray on {num_ranks} processes: agents have one controller. "
+            "Use train_ppo_ray, or a single process."
         )
 
 

@@ -7,7 +7,7 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -24,6 +24,7 @@ from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
 from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -81,6 +82,11 @@ class PPOTrainer:
             batch_size=config.rollout.batch_size,
             group_filter=parts.group_filter,
             num_at_once=config.rollout.vllm_generate_batch_size,
+            policy=FailurePolicy.parse(
+                config.reward.failure,
+                config.reward.max_dropped,
+                step_size=config.rollout.batch_size,
+            ),
         )
         self.state = RunState(self.sampler, self.kl_controller, parts.texts)
 
@@ -241,6 +247,8 @@ class PPOTrainer:
             samples = self.parts.samples_generator.generate_samples(
                 list(prompts), self.parts.eval_sampling, tag=f"eval{global_step}"
             )
+        policy = replace(self.sampler.policy, step_size=len(prompts))
+        policy.check_dropped(list(samples.failed.values()), of="the evaluation")
         self.say_failed(samples.failed)
         values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)

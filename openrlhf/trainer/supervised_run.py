@@ -37,6 +37,7 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
+from openrlhf.models.packable import check_family
 from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
@@ -217,6 +218,7 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
     model_config = load_config(model_path, trust_remote_code=config.trust_remote_code)
+    check_family(model_config)
     if config.model.aux_loss_coef > 0:
         check_has_experts(model_config, model_path)
     data = config.data
@@ -239,6 +241,7 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     readers = [limits_of(model_config, model_path)]
     for path in set(recipe.other_models(config)) - {model_path}:
         other = load_config(path, trust_remote_code=config.trust_remote_code)
+        check_family(other)
         readers.append(limits_of(other, path))
     for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
         for limits in readers if found is not None else []:
@@ -384,7 +387,7 @@ def say_start(
                 "evaluation": len(inputs.eval_samples) if inputs.eval_samples else "none",
             },
             "training": {
-                "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_size}",
+                "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
                 "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
                 **recipe.banner(run.config),
                 "run folder": inputs.run_dir,

@@ -10,6 +10,7 @@ import torch
 from openrlhf.algorithms.off_policy import (
     PRESETS,
     Correction,
+    ImportanceWeights,
     Mismatch,
     importance_weights,
     make_correction,
@@ -51,31 +52,34 @@ RATIOS = torch.tensor([1.0, 4.0, 0.25, 1.0])
 NUM_ACTIONS = torch.tensor([2, 2])
 
 
-def weights(level: str, treatment: str, low: float = 0.5, high: float = 2.0) -> list[float]:
+def corrected(level: str, treatment: str, low: float, high: float) -> ImportanceWeights:
     correction = Correction(level, treatment, low, high)
-    found = importance_weights(correction, RATIOS.log(), torch.zeros(4), NUM_ACTIONS)
-    return found.weights_N.tolist()
+    return importance_weights(correction, RATIOS.log(), torch.zeros(4), NUM_ACTIONS)
 
 
 @pytest.mark.parametrize(
-    ("level", "treatment", "expected"),
+    ("level", "treatment", "expected", "cut"),
     [
-        ("token", "truncate", [1.0, 2.0, 0.25, 1.0]),
-        ("token", "clip", [1.0, 2.0, 0.5, 1.0]),
-        ("token", "mask", [1.0, 0.0, 0.0, 1.0]),
-        ("sequence", "truncate", [2.0, 2.0, 0.25, 0.25]),
-        ("sequence", "clip", [2.0, 2.0, 0.5, 0.5]),
-        ("sequence", "mask", [0.0, 0.0, 0.0, 0.0]),
-        ("geometric", "truncate", [2.0, 2.0, 0.5, 0.5]),
-        ("geometric", "clip", [2.0, 2.0, 0.5, 0.5]),
+        ("token", "truncate", [1.0, 1.9, 0.25, 1.0], [1]),
+        ("token", "clip", [1.0, 1.9, 0.6, 1.0], [1, 2]),
+        ("token", "mask", [1.0, 0.0, 0.0, 1.0], [1, 2]),
+        ("sequence", "truncate", [1.9, 1.9, 0.25, 0.25], [0, 1]),
+        ("sequence", "clip", [1.9, 1.9, 0.6, 0.6], [0, 1, 2, 3]),
+        ("sequence", "mask", [0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]),
+        ("geometric", "truncate", [1.9, 1.9, 0.5, 0.5], [0, 1]),
+        ("geometric", "clip", [1.9, 1.9, 0.6, 0.6], [0, 1, 2, 3]),
+        ("geometric", "mask", [0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]),
     ],
 )
-def test_importance_weights_by_hand(level, treatment, expected):
-    assert weights(level, treatment) == pytest.approx(expected)
+def test_importance_weights_by_hand(level, treatment, expected, cut):
+    found = corrected(level, treatment, 0.6, 1.9)
+    assert found.weights_N.tolist() == pytest.approx(expected)
+    assert found.is_cut_N.nonzero().flatten().tolist() == cut  # those that the weight changes
 
 
 def test_a_geometric_mask_takes_whole_sequences():
-    assert weights("geometric", "mask", 0.6, 3.0) == pytest.approx([2.0, 2.0, 0.0, 0.0])
+    found = corrected("geometric", "mask", 0.6, 3.0)
+    assert found.weights_N.tolist() == pytest.approx([2.0, 2.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(

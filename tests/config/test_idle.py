@@ -67,15 +67,22 @@ def names_read() -> set[str]:
     }
 
 
+NOT_CLIPPED = "with --optim muon, whose steps are orthogonal: nothing is clipped"
+NOT_CORRECTED = "without --enable_vllm_is_correction"
+
+
+def without_role(path: str) -> str:
+    """`muon.lr` of `actor.muon.lr`: the settings of an optimizer are those of every model."""
+    return path.removeprefix("actor.").removeprefix("critic.") if ".muon." in path else path
+
+
 def test_every_leaf_is_read_or_known_to_have_no_effect():
     read = names_read()
     waiting = {later.path for later in UNIMPLEMENTED}
     refinements = {path for path, refined in REFINEMENTS.items() if refined in waiting}
     known = {*READ_BY_CONFIG, *ANNOUNCED, *HARMLESS, *refinements, *waiting}
     unread = {
-        option.path.removeprefix("actor.").removeprefix("critic.")
-        if ".muon." in option.path
-        else option.path
+        without_role(option.path)
         for config_class in NAMES
         for option in walk(config_class)
         if option.path.rpartition(".")[2] not in read
@@ -83,12 +90,20 @@ def test_every_leaf_is_read_or_known_to_have_no_effect():
     assert unread <= known, "no code reads these settings"
 
 
-@pytest.mark.parametrize("path", ANNOUNCED)
-def test_who_types_a_setting_without_effect_is_told(path):
-    config_class = RMConfig  # has all of them
-    words = [f"--{path}", *ANNOUNCED[path].split(), "--optim", "muon"]
+@pytest.mark.parametrize(
+    ("config_class", "option"),
+    [
+        pytest.param(config_class, option, id=f"{config_class.__name__}-{option.path}")
+        for config_class in NEEDS
+        for option in walk(config_class)
+        if without_role(option.path) in ANNOUNCED
+    ],
+)
+def test_who_types_a_setting_without_effect_is_told(config_class, option):
+    path, value = option.path, ANNOUNCED[without_role(option.path)]
+    optim = ["--optim", "muon"] if "muon." in path else []
+    words = [f"--{path}", *value.split(), *optim]
     parsed = parse_config(config_class, [*NEEDS[config_class].split(), *words])
-    [option] = [option for option in walk(config_class) if option.path == path]
     assert value_at(parsed.config, path) != option.field.get_default()
     said = " ".join(parsed.notices)
     assert plain_flag(option) in said
@@ -104,6 +119,7 @@ def test_who_types_a_setting_without_effect_is_told(path):
         (PRMConfig, "--target_modules q_proj", "without --lora_rank"),
         (KTOConfig, "--lora_dropout 0.5", "without --lora_rank"),
         (SFTConfig, "--muon.lr 0.1", "without --optim muon"),
+        (SFTConfig, "--muon.ns_steps 3", "without --optim muon"),
         (DPOConfig, "--eval_split validation", "without --eval_dataset"),
         (DPOConfig, "--eval_steps 5", "without --eval_dataset"),
         (SFTConfig, "--save_hf_ckpt", "without --save_steps"),
@@ -195,6 +211,42 @@ def test_who_types_a_setting_without_effect_is_told(path):
             "--vllm_enable_sleep --colocate_all_models --async_train --enable_vllm_is_correction",
             "with --async_train",
         ),
+        (SFTConfig, "--muon.momentum 0.5", "without --optim muon"),
+        (RMConfig, "--ckpt.best_metric_key eval/x_pass1", "here: only RL has pass rates"),
+        (SFTConfig, "--min_lr_ratio 0.3 --lr_scheduler linear", "with --lr_scheduler linear"),
+        (DPOConfig, "--lr_warmup_ratio 0.1 --lr_scheduler greedy", "with --lr_scheduler greedy"),
+        (PPOConfig, "--actor.muon.lr 0.1", "without --optim muon"),
+        (PPOConfig, "--critic.muon.momentum 0.5", "without --optim muon"),
+        (PPOConfig, "--max_norm 0.5 --optim muon", NOT_CLIPPED),
+        (PPOConfig, "--actor.max_norm 0.5 --optim muon", NOT_CLIPPED),
+        (PPOConfig, "--critic.max_norm 0.5 --critic.optim muon", NOT_CLIPPED),
+        (PPOConfig, "--max_norm 0.5 --optim muon --advantage_estimator reinforce", NOT_CLIPPED),
+        (PPOConfig, "--min_lr_ratio 0.3 --lr_scheduler cosine", "with --lr_scheduler cosine"),
+        (
+            PPOConfig,
+            "--critic.min_lr_ratio 0.3 --critic.lr_scheduler constant",
+            "with --lr_scheduler constant",
+        ),
+        (
+            PPOConfig,
+            "--lr_warmup_ratio 0.1 --lr_scheduler constant",
+            "with --lr_scheduler constant",
+        ),
+        (PPOConfig, "--gradient_checkpointing_use_reentrant", "without --gradient_checkpointing"),
+        (PPOConfig, "--micro_train_batch_size 3 --use_dynamic_batch", "with --use_dynamic_batch"),
+        (PPOConfig, "--eval_temperature 0.3", "without --eval_dataset"),
+        (PPOConfig, "--eval_n_samples_per_prompt 2", "without --eval_dataset"),
+        (PPOConfig, "--ema_beta 0.5", "without --enable_ema"),
+        (PPOConfig, "--is_correction_type icepop", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_level token", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_treatment mask", NOT_CORRECTED),
+        (PPOConfig, "--vllm_is_truncated_threshold 0.5 2", NOT_CORRECTED),
+        (PPOConfig, "--dynamic_filtering_reward_range 0.1 0.9", "without --dynamic_filtering"),
+        (PPOConfig, "--dynamic_filtering_max_empty 3", "without --dynamic_filtering"),
+        (PPOConfig, "--overlong_penalty_factor 2", "without --overlong_buffer_len"),
+        (PPOConfig, "--reward_try_timeout_s 3", "without URLs in --remote_rm_url"),
+        (PPOConfig, "--reward_max_dropped 0.5", "without --reward_failure drop_group"),
+        (PPOConfig, "--async_num_tasks 3", "without --agent_func_path"),
     ],
 )
 def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, expected):
@@ -229,11 +281,82 @@ def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, ex
         (PPOConfig, "--sapo_tau 1 2 --dual_clip 3 --policy_loss_type mine.py:loss"),
         (PPOConfig, "--vllm_gpu_memory_utilization 0.5 --vllm_enable_sleep --colocate_all_models"),
         (PPOConfig, "--vllm_num_engines 0 --lambd 1 --eps_clip 0.2"),  # the defaults
+        (PPOConfig, "--optim muon --actor.muon.lr 0.1 --critic.muon.momentum 0.9"),
+        (PPOConfig, "--lr_scheduler polynomial --min_lr_ratio 0.3 --lr_warmup_ratio 0.1"),
+        (PPOConfig, "--gradient_checkpointing_use_reentrant --gradient_checkpointing"),
+        (PPOConfig, "--micro_rollout_batch_size 3 --use_dynamic_batch"),  # calls of the function
+        (
+            PPOConfig,
+            "--eval_temperature 0.3 --eval_n_samples_per_prompt 2 --ckpt.best_metric_key k "
+            "--eval_dataset e",
+        ),
+        (PPOConfig, "--ema_beta 0.5 --enable_ema"),
+        (
+            PPOConfig,
+            "--is_correction_type icepop --is_correction_level token --is_correction_treatment "
+            "mask --vllm_is_truncated_threshold 0.5 2 --enable_vllm_is_correction",
+        ),
+        (
+            PPOConfig,
+            "--dynamic_filtering_reward_range 0.1 0.9 --dynamic_filtering_max_empty 3 "
+            "--dynamic_filtering --n_samples_per_prompt 2",
+        ),
+        (PPOConfig, "--overlong_penalty_factor 2 --overlong_buffer_len 9"),
+        (
+            PPOConfig,
+            "--reward_timeout_s 3 --reward_memory_gib 1 --reward_num_workers 2 "
+            "--reward_failure drop_group --reward_max_dropped 0.5",
+        ),
     ],
 )
 def test_a_setting_that_is_read_is_not_talked_about(config_class, line):
     parsed = parse_config(config_class, [*NEEDS[config_class].split(), *line.split()])
     assert parsed.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line", "expected"),
+    [
+        ("--reward_pretrain r", "--reward_timeout_s 3", "with --reward_pretrain"),
+        ("--reward_pretrain r", "--reward_try_timeout_s 3", "without URLs in --remote_rm_url"),
+        ("--reward_pretrain r", "--reward_memory_gib 1", "without a .py file in --remote_rm_url"),
+        ("--remote_rm_url http://h", "--reward_num_workers 2", "without a .py file in "
+         "--remote_rm_url"),
+        ("--agent_func_path a.py", "--reward_num_workers 2", "without a .py file in "
+         "--remote_rm_url"),
+        (
+            "--reward_pretrain r",
+            "--micro_rollout_batch_size 3 --use_dynamic_batch",
+            "with --use_dynamic_batch",
+        ),
+        ("--remote_rm_url http://h", "--reward_timeout_s 3 --reward_try_timeout_s 3", None),
+        (
+            "--agent_func_path a.py",
+            "--reward_timeout_s 3 --async_num_tasks 9 --agent_timeout_s 9",
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_what_reads_a_setting_of_rewards_is_where_they_come_from(rewards, line, expected):
+    words = f"--pretrain m --prompt_data d {rewards} {line}".split()
+    told = [] if expected is None else [f"{line.split()[0]} has no effect {expected}."]
+    assert list(parse_config(PPOConfig, words).notices) == told
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--max_norm 0.5 --actor.optim muon", ["--actor.max_norm"]),
+        ("--min_lr_ratio 0.3 --critic.lr_scheduler constant", ["--critic.min_lr_ratio"]),
+        (
+            "--min_lr_ratio 0.3 --lr_scheduler linear --critic.lr_scheduler constant",
+            ["--actor.min_lr_ratio", "--critic.min_lr_ratio"],
+        ),
+    ],
+)
+def test_a_flag_of_two_models_is_not_idle_where_one_of_them_reads_it(line, expected):
+    notices = parse_config(PPOConfig, [*NEEDS[PPOConfig].split(), *line.split()]).notices
+    assert [notice.split()[0] for notice in notices] == expected
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,26 @@ def notices(line):
             "warmup_stable_decay, greedy.",
         ),
         (
+            "--lr_scheduler polynomial --min_lr_ratio 1",
+            "--lr_scheduler polynomial decays, and --min_lr_ratio is 1. Type --min_lr_ratio 0.1 or "
+            "--lr_scheduler constant_with_warmup.",
+        ),
+        (
+            "--actor.lr_scheduler polynomial --actor_learning_rate 0",
+            "--lr_scheduler polynomial decays, and --actor_learning_rate is 0. Type a rate above 0 "
+            "or --lr_scheduler constant_with_warmup.",
+        ),
+        (
+            "--critic.lr_scheduler polynomial --critic_learning_rate 0",
+            "--lr_scheduler polynomial decays, and --critic_learning_rate is 0. Type a rate above "
+            "0 or --lr_scheduler constant_with_warmup.",
+        ),
+        (
+            "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant",
+            "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would "
+            "have no gradient. Type --gradient_checkpointing alone.",
+        ),
+        (
             "--eval_steps 0",
             "--eval_steps must be -1 or above 0: 0. Type --eval_steps -1 to switch it off.",
         ),
@@ -252,6 +272,13 @@ def test_numbers_below_zero_stay_values():
 def test_filtering_is_fine_where_groups_have_several_samples():
     for line in ("--n_samples_per_prompt 2", "--advantage_estimator rloo"):
         assert parse_config(PPOConfig, f"{PPO_NEEDS} --dynamic_filtering {line}".split())
+
+
+def test_a_schedule_or_variant_of_a_model_that_is_not_there_is_no_problem():
+    critic = "--critic.lr_scheduler polynomial --critic_learning_rate 0"
+    assert parse_config(PPOConfig, f"{PPO_NEEDS} --advantage_estimator rloo {critic}".split())
+    reentrant = "--critic.gradient_checkpointing_enable --critic.gradient_checkpointing_reentrant"
+    assert parse_config(PPOConfig, f"{PPO_NEEDS} --aux_loss_coef 0.1 {reentrant}".split())
 
 
 def test_a_word_before_any_flag_is_named():

@@ -98,6 +98,24 @@ def notices(config_class, line):
             "--train_batch_size must be at least 2: 1. Type --train_batch_size 2.",
         ),
         (
+            RMConfig,
+            "--lr_scheduler polynomial --learning_rate 0",
+            "--lr_scheduler polynomial decays, and --learning_rate is 0. Type a rate above 0 or "
+            "--lr_scheduler constant_with_warmup.",
+        ),
+        (
+            DPOConfig,
+            "--lr_scheduler polynomial --min_lr_ratio 1",
+            "--lr_scheduler polynomial decays, and --min_lr_ratio is 1. Type --min_lr_ratio 0.1 or "
+            "--lr_scheduler constant_with_warmup.",
+        ),
+        (
+            KDConfig,
+            "--lr_scheduler polynomial --lr_warmup_ratio 1",
+            "--lr_scheduler polynomial decays after its warm-up, and --lr_warmup_ratio is 1. Type "
+            "--lr_warmup_ratio 0.03 or --lr_scheduler constant_with_warmup.",
+        ),
+        (
             PRMConfig,
             "--reward_tokens +",
             "--reward_tokens needs at least two tokens: +. Type two, the good one first, or leave "
@@ -269,8 +287,8 @@ def test_settings_without_effect_are_said():
         "--dataloader_num_workers 2": "the trainer packs batches itself",
         "--gradient_checkpointing_use_reentrant": "no effect without --gradient_checkpointing",
         "--eval_steps 5": "no effect without --eval_dataset",
-        "--optim muon --muon.ns_steps 3": "DeepSpeed's Muon sets them",
-        "--optim muon --max_norm 0.5": "they are orthogonal",
+        "--optim muon --muon.ns_steps 3": "DeepSpeed's Muon sets it",
+        "--optim muon --max_norm 0.5": "whose steps are orthogonal",
     }
     for flags, expected in words.items():
         notices = list(parse_config(SFTConfig, [*base, *flags.split()]).notices)

@@ -112,6 +112,19 @@ def test_every_contradiction_is_named_with_its_flag(tmp_path: Path):
     assert "--lr_scheduler" in lines[2]
 
 
+def test_sizes_of_batches_are_not_said_to_be_what_deepspeed_is_handed(tmp_path: Path):
+    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 64}
+    path = tmp_path / "ds.json"
+    with pytest.raises(ConfigError) as caught:
+        training_config(write(path, sizes), OptimizerConfig(), FP32)
+    assert caught.value.problems == [
+        f"{path}: train_micro_batch_size_per_gpu is 4, but batches are cut by "
+        '--micro_train_batch_size, not by DeepSpeed: write "auto" there.',
+        f"{path}: train_batch_size is 64, but batches are cut by --train_batch_size, not by "
+        'DeepSpeed: write "auto" there.',
+    ]
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "ds.json"

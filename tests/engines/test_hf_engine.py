@@ -130,6 +130,22 @@ def test_samples_of_a_prompt_differ_and_follow_the_distribution(model):
     assert chi_square < len(probs) + 5 * (2 * len(probs)) ** 0.5
 
 
+def test_ranks_that_are_seeded_alike_draw_different_numbers(model):
+    asked = [request(num_samples=4, max_new_tokens=16, temperature=1.0)]
+
+    def sampled(stream: int, seed: int = 3, num_calls: int = 1) -> list[tuple[int, ...]]:
+        torch.manual_seed(seed)
+        engine = HFEngine(model, stream=stream)
+        for _ in range(num_calls):
+            [answers] = engine.generate(asked)
+        return [answer.token_ids for answer in answers]
+
+    assert len({tuple(sampled(stream)) for stream in range(4)}) == 4
+    # Torch's state, which a checkpoint holds, is all that the numbers of a stream come from.
+    assert sampled(1) == sampled(1) != sampled(1, seed=4)
+    assert sampled(1) != sampled(1, num_calls=2)
+
+
 def test_top_p_leaves_the_tail_out_but_not_the_logprobs(model):
     [answers] = HFEngine(model).generate(
         [request(num_samples=300, max_new_tokens=1, top_p=0.3, temperature=0.6)]

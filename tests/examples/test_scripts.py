@@ -99,6 +99,16 @@ def test_an_offline_loop_is_commands_that_are_understood(run_script, name, tmp_p
         assert (words[0] == "--standalone") == (expected != "generate_vllm")
 
 
+def test_a_step_whose_adapter_is_there_is_skipped(run_script, tmp_path):
+    first = run_script("train_iterative_dpo.sh", OUT=str(tmp_path), ITERATIONS="1", GPUS="1")
+    trained = Path(parse(first[-1]).ckpt.output_dir)
+    trained.mkdir(parents=True)
+    (trained / "adapter_config.json").write_text("{}")
+    again = run_script("train_iterative_dpo.sh", OUT=str(tmp_path), ITERATIONS="1", GPUS="1")
+    assert not any("openrlhf.cli.train_dpo" in words for words in again[len(first) :])
+    assert len(again) == 2 * len(first) - 1
+
+
 def test_conditional_sft_samples_where_the_data_has_no_answers(run_script, tmp_path):
     calls = run_script("train_conditional_sft.sh", OUT=str(tmp_path), SAMPLES="4", GPUS="1")
     sampled, scored, _, high, _, low, _ = map(parse, calls)

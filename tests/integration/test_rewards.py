@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_ppo, train_ppo_ray
+from openrlhf.datasets.sampler import EpochSampler
 from openrlhf.rewards.worker_process import WorkerProcess
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.tracking import read_metrics
@@ -114,7 +115,45 @@ def test_more_dropped_prompts_than_allowed_end_the_run(
     flags = FLAGS + "--reward_failure drop_group --reward_max_dropped 0.05"
     exit_code, error = error_of(capsys, flags, remote_rm_url=code, **values)
     assert exit_code == 3
-    assert "prompts got no rewards, more than --reward_max_dropped 0.05 of a step" in error
+    assert "1 prompt(s) got no rewards, more than --reward_max_dropped 0.05 of the 8 of" in error
+
+
+# The samples of a prompt differ in their rewards, but for one prompt.
+REFILL = """
+def reward_func(queries, prompts, labels):
+    if "{bad}" in labels:
+        raise ValueError("no reward")
+    return [0.0 if label == "{flat}" else float(k) for k, label in enumerate(labels)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "outcomes"),
+    [
+        ("--vllm_generate_batch_size 2", {"trained": 10}),
+        (
+            "--dynamic_filtering --dynamic_filtering_reward_range -9 9",
+            {"trained": 9, "filtered:no signal": 1},
+        ),
+    ],
+    ids=["several calls", "refill"],
+)
+def test_a_prompt_that_fails_in_a_small_call_is_one_of_its_whole_step(
+    values: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    outcomes: dict[str, int],
+) -> None:
+    first, ninth = (int(EpochSampler(11, 42).order(0)[k]) for k in (0, 8))
+    code = tmp_path / "refill.py"
+    code.write_text(REFILL.format(flat=2 * first, bad=2 * ninth))
+    trainers: list[PPOTrainer] = []
+    fit = PPOTrainer.fit
+    monkeypatch.setattr(PPOTrainer, "fit", lambda self: (trainers.append(self), fit(self)))
+    words = f"{FLAGS}{flags} --reward_failure drop_group --reward_max_dropped 0.2"  # of 8: one
+    train_ppo.main(argv(words, remote_rm_url=code, **values))
+    assert trainers[0].sampler.ledger.outcomes == outcomes | {"failed:reward": 1}
 
 
 def test_rewards_of_servers_train_the_policy(values: dict, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ NEEDS = ["--pretrain", "m", "--dataset", "d"]
         ("--flash_attn", True, False, "flash-attn is not installed: "),
         ("--attn_implementation sdpa", True, False, ""),
         ("--flash_attn", True, True, ""),
+        ("--attn_implementation eager", True, True, "eager attention is not for packed rows: "),
+        ("--attn_implementation eager", False, False, "eager attention is not for packed rows: "),
     ],
 )
 def test_what_is_said_of_flash_attention(

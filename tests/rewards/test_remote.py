@@ -279,6 +279,9 @@ def test_serve_rm_takes_what_is_sent() -> None:
     assert json.loads(body_of(batch))["is_truncated"] == [False, True]
     request = read_request(body_of(batch), ServerLimitsConfig())
     assert request.queries == ["q", "qq"] and request.ids == ["step1/0/0", "step1/1/0"]
+    row = 10**18  # and a step, a sample and a part of an episode that no run has
+    longest = replace(batch, sample_ids=[f"episode{row}/{row}/{row}#{k}" for k in range(2)])
+    assert read_request(body_of(longest), ServerLimitsConfig()).ids == longest.sample_ids
 
 
 def test_samples_without_ids_are_sent_without() -> None:
@@ -286,30 +289,6 @@ def test_samples_without_ids_are_sent_without() -> None:
         server.behaviour = lambda server, body: rewards([2.0], ids=["its own"])
         assert source.score(RewardBatch(["q"], ["p"], ["r"], [None])).rewards.tolist() == [2.0]
     assert "ids" not in server.requests[0]
-
-
-def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_back() -> None:
-    answers = [rewards([1.0], models={"judge": digits}) for digits in ("aa", "aa", "bb", "aa")]
-    with in_turn(*answers) as server, closing(RemoteReward(server.url, QUICK)) as source:
-        for _ in range(2):
-            source.score(batch_of(1))
-        with pytest.raises(RewardError) as caught:
-            source.score(batch_of(1))
-        assert source.score(batch_of(1)).rewards.tolist() == [1.0]
-    assert f"{server.url}: another reward model answers now: judge (bb)" in str(caught.value)
-    assert "before it was judge (aa). Serve that one again" in str(caught.value)
-
-
-def test_servers_may_serve_different_models_and_say_other_things_under_that_name() -> None:
-    with ExitStack() as stack:
-        one, two = (
-            stack.enter_context(always(rewards([1.0], models={"judge": digits})))
-            for digits in ("aa", "bb")
-        )
-        score(f"{one.url},{two.url}", 6)
-        assert one.requests and two.requests
-    with in_turn(*[rewards([1.0], models={"seconds": x}) for x in (1, 2)]) as server:
-        score(server.url, 2)
 
 
 def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> None:

@@ -205,9 +205,13 @@ def make_trainer(
     max_empty: int = 3,
     wait_s: float = 10.0,
     num_warm_up: int = 0,
+    max_dropped: float | None = None,
     **train: object,
 ) -> PPOTrainerAsync:
-    """An asynchronous trainer over fakes; `world` decides what happens."""
+    """An asynchronous trainer over fakes; `world` decides what happens. `max_dropped` unset: any
+    number may fail.
+    """
+    drops = {} if max_dropped is None else {"failure": "drop_group", "max_dropped": max_dropped}
     config = PPOConfig.model_validate(
         {
             "rollout": {
@@ -228,7 +232,7 @@ def make_trainer(
             "eval": {"steps": 3},
             "actor": {"model_name_or_path": "m"},
             "data": {"prompt_dataset": "d"},
-            "reward": {"remote_url": "http://r"},
+            "reward": {"remote_url": "http://r", **drops},
         }
     )
     prompts = [

@@ -13,6 +13,7 @@ from openrlhf.algorithms.advantages import estimator
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
@@ -98,18 +99,32 @@ def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
     assert (values["agent/num_failed_exception"], values["num_dropped_groups"]) == (2, 1)
 
 
-def test_too_many_dropped_groups_end_the_run(tmp_path, tiny_tokenizer):
+def test_a_call_may_be_a_part_of_a_step_in_which_everything_fails(tmp_path, tiny_tokenizer):
     policy = FailurePolicy(4, drops=True, max_dropped=0.4)
-    with pytest.raises(AgentError, match=r"more than --reward_max_dropped 0\.4 of a step"):
-        generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2, policy=policy)
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=2, policy=policy)
+    assert batch.rollouts == [] and list(batch.failed) == [0]
 
 
-def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):
+def test_failed_episodes_are_tried_again_where_that_is_wished(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
     policy = FailurePolicy(4, num_retries=1)
+    drained = []
+    monkeypatch.setattr(AgentSamplesGenerator, "drain", lambda self: drained.append(self))
     batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "shy"], num_samples=1, policy=policy)
     assert [r.row_id for r in batch.rollouts] == [0, 1]
+    values = batch.metrics.values()
+    assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
+    assert drained  # the try that failed may be sampled for still
     with pytest.raises(AgentError, match="bad at try 2"):
         generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
+
+
+def test_every_failed_try_is_counted_once(tmp_path, tiny_tokenizer):
+    policy = FailurePolicy(4, drops=True, num_retries=2)
+    batch, _ = generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
+    values = batch.metrics.values()
+    assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (3, 2)
 
 
 def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_tokenizer):

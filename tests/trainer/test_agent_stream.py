@@ -102,15 +102,38 @@ def test_a_stream_that_dropped_an_episode_ends_when_nothing_is_sampled_for_it(
     assert bool(drained) == is_drained
 
 
+def test_a_try_that_was_repeated_may_be_sampled_for_still(tmp_path, tiny_tokenizer, monkeypatch):
+    drained = []
+    monkeypatch.setattr(AgentSamplesGenerator, "drain", lambda self: drained.append(self))
+    engine = StreamingEngine(says(tiny_tokenizer, "yo"))
+    policy = FailurePolicy(4, num_retries=1)
+    with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
+        submit(stream, tiny_tokenizer, ["shy"])
+        fetch(stream, 1)
+    assert drained
+
+
 def test_a_failed_episode_ends_the_stream_after_its_retries(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
     policy = FailurePolicy(4, num_retries=1)
     with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
         submit(stream, tiny_tokenizer, ["shy"])
         assert fetch(stream, 1)[0].failure is None
+        values = stream.take_metrics().values()
+        assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
         submit(stream, tiny_tokenizer, ["bad"], tag="u")
         with pytest.raises(AgentError, match=re.escape("row 0: exception: ") + ".*bad at try 2"):
             fetch(stream, 1)
+
+
+def test_every_failed_try_is_counted_once(tmp_path, tiny_tokenizer):
+    engine = StreamingEngine(says(tiny_tokenizer, "yo"))
+    policy = FailurePolicy(4, drops=True, num_retries=2)
+    with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
+        submit(stream, tiny_tokenizer, ["bad"])
+        assert fetch(stream, 1)[0].failure is not None
+        values = stream.take_metrics().values()
+        assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (3, 2)
 
 
 def test_an_engine_that_fails_ends_the_stream(tmp_path, tiny_tokenizer):

@@ -12,7 +12,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
 from openrlhf.trainer.ray import cluster as ray_cluster_module
-from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, engine_config, role_counts
+from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import ClusterView, check_demand, demand_table, pool_sizes
 from tests.config.test_commands import CHEAT_SHEET, GRPO, PPO, README_PPO
@@ -151,15 +151,6 @@ def test_too_large_a_demand_is_a_table_at_once() -> None:
     assert "--colocate_all_models" in str(error.value)
     for role in ("actor", "ref", "reward", "critic", "vllm"):
         assert role in demand_table(found.demands, NODE)
-
-
-def test_the_engine_gets_the_trainers_type() -> None:
-    config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
-    assert engine_config(config, has_gpus=False).dtype == "float32"
-    bf16 = PPOConfig.model_validate(
-        {"actor": {"model_name_or_path": "m"}, "ds": {"param_dtype": "bf16"}}
-    )
-    assert engine_config(bf16, has_gpus=False).dtype == "bfloat16"
 
 
 class FakeSleeper:

@@ -197,6 +197,16 @@ def test_a_reward_model_that_can_be_used_is_not_refused(
     assert check_models(config, has_engines=False) == 262
 
 
+def test_a_router_loss_needs_experts(
+    tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
+) -> None:
+    flags = "--aux_loss_coef 0.1"
+    with pytest.raises(ConfigError, match=f"{tiny_model_dir} has no experts"):
+        check_models(config_of(tiny_model_dir, reward_dir, flags), has_engines=False)
+    experts = make_model(tmp_path / "moe", "mixtral")
+    assert check_models(config_of(experts, reward_dir, flags), has_engines=False) == 262
+
+
 def test_samples_keep_their_places(tiny_model_dir: Path, foreign_dir: Path) -> None:
     config = config_of(tiny_model_dir, foreign_dir)
     policy = load_policy_tokenizer(config)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_run import run_ppo_local
+from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
+from openrlhf.trainer.ray import cluster, local_group, vllm_engine
+from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
+from openrlhf.trainer.ray.local_group import LocalCluster
+from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from tests.tiny import write_jsonl
 
 
@@ -66,3 +73,75 @@ def test_a_policy_that_is_frozen_to_the_end_is_said(flags: str, is_said: bool) -
     notes = schedule_notes(config, make_schedule(config, num_prompts=8))
     assert bool(notes) is is_said
     assert not is_said or notes[0].endswith("the run has 2 steps, so the policy is never trained")
+
+
+@pytest.mark.parametrize(("has_gpus", "stored", "flags", "expected"), [
+    (True, "float32", "", torch.float32),
+    (True, "bfloat16", "", torch.bfloat16),
+    (False, "bfloat16", "", torch.float32),
+    (True, "float32", "--bf16", torch.bfloat16),
+    (False, "float32", "--bf16", torch.bfloat16),
+])  # fmt: skip
+def test_the_engine_holds_the_type_of_the_trainer(
+    tmp_path: Path, has_gpus: bool, stored: str, flags: str, expected: torch.dtype
+) -> None:
+    LlamaConfig(dtype=stored).save_pretrained(tmp_path)
+    words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py {flags}"
+    config = parse_config(PPOConfig, words.split()).config
+    assert policy_dtype(config, has_gpus=has_gpus) == expected
+    assert engine_config(config, has_gpus=has_gpus).dtype == str(expected).removeprefix("torch.")
+    assert max_mismatch_kl(expected) == (1e-3 if expected == torch.float32 else 0.1)
+
+
+def test_agents_have_one_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--pretrain m --prompt_data d --agent_func_path agent.py"
+    config = parse_config(PPOConfig, words.split()).config
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="agent_func_path without Ray on 2 processes"):
+        run_ppo_local(config)
+
+
+def test_places_that_there_are_not_without_ray_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = f"--pretrain {tmp_path}/none --prompt_data d --remote_rm_url r.py "
+    words += "--actor_num_gpus_per_node 2 --critic_num_nodes 3 --colocate_actor_ref "
+    words += "--vllm_sync_backend gloo --vllm_num_engines 1"
+    with pytest.raises(ConfigError):  # there is no model
+        run_ppo_local(parse_config(PPOConfig, words.split()).config)
+    said = capsys.readouterr()
+    for flag in ("--actor_num_gpus_per_node", "--critic_num_nodes", "--colocate_actor_ref"):
+        assert f"{flag} has no effect without Ray" in said.out + said.err
+    assert "--vllm_sync_backend has no effect without Ray" in said.out + said.err
+    assert "--ref_num_nodes" not in said.out + said.err
+
+
+def test_an_engine_of_several_parts_does_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--pretrain m --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
+    words += "--vllm_tensor_parallel_size 2 --bf16"
+    config = parse_config(PPOConfig, words.split()).config
+    monkeypatch.setattr(cluster, "policy_dtype", lambda *args, **kwargs: torch.bfloat16)
+    made = []
+    monkeypatch.setattr(local_group, "VLLMEngine", made.append)
+    LocalCluster(config, "run", Topology.from_env()).start_engines()
+    assert made[0].tensor_parallel_size == 2
+    assert made[0].distributed_executor_backend is None
+    assert engine_config(config, has_gpus=False).distributed_executor_backend == "ray"
+
+
+def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start_actor(kind: type, arguments: tuple, slot: object, **options: object) -> None:
+        started.append(arguments[0].seed)
+
+    monkeypatch.setattr(vllm_engine, "start_actor", start_actor)
+    monkeypatch.setattr(cluster, "policy_dtype", lambda *args, **kwargs: torch.float32)
+    words = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
+    config = parse_config(PPOConfig, words).config
+    slots: list[Any] = [None] * 4
+    for resume_step in range(3):
+        settings = engine_config(config, has_gpus=False, resume_step=resume_step)
+        create_vllm_engines(settings, slots, run_dir="run", num_threads=1)
+    assert len(set(started)) == 12

@@ -15,6 +15,8 @@ import torch
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.trainer.ppo_trainer_async import staleness_metrics
 from openrlhf.trainer.ppo_utils import rollout_queue
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.utils import logging
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import (
@@ -97,6 +99,43 @@ def test_filtered_and_failed_groups_are_replaced_and_counted():
     assert ledger.num_drawn == 60 and not ledger.pending
     sizes = [int(sum(v for k, v in s.items() if "num_samples/" in k)) for s in steps_of(trainer)]
     assert sizes == [8] * 9 + [4]  # two groups are left for the last step
+
+
+@pytest.mark.parametrize("with_filter", [False, True])
+def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail(with_filter):
+    queue = make_trainer(World(), num_prompts=9, with_filter=with_filter, max_dropped=0.5).queue
+    failed = FinishedGroup((0, 0), failure="no reward")
+    kept, flat = (
+        FinishedGroup((0, 1), samples((0, 1), scores, [0] * 4))
+        for scores in ((0.0, 1.0), (1.0, 1.0))
+    )
+    for group in (failed, failed, kept, kept, failed, kept, failed):  # of the last four two
+        queue._outcome(group)
+    if with_filter:
+        for group in (flat, flat, flat):  # are in no step, and push no failure out
+            queue._outcome(group)
+    message = (
+        r"3 prompt\(s\) got no rewards, more than --reward_max_dropped 0\.5 of the 4 of a step"
+    )
+    with pytest.raises(RewardError, match=message):
+        queue._outcome(failed)
+
+
+def test_a_run_ends_when_too_many_prompts_fail():
+    world = World(failing=frozenset((0, row) for row in range(9)))
+    trainer = make_trainer(world, num_prompts=9, max_dropped=0.5)
+    with pytest.raises(RewardError, match="of the 4 of a step: no reward"):
+        trainer.fit()
+
+
+def test_failures_of_an_evaluation_are_held_against_its_own_prompts(monkeypatch):
+    trainer = make_trainer(World(), num_prompts=9, max_dropped=0.9)
+    assert len(trainer.parts.eval_prompts) == 1
+    batch = SampleBatch([], Metrics(), {0: "no reward"})
+    generator = trainer.parts.samples_generator
+    monkeypatch.setattr(generator, "generate_samples", lambda *args, **options: batch)
+    with pytest.raises(RewardError, match=r"1 prompt\(s\) .* 0\.9 of the 1 of the evaluation: no"):
+        trainer.evaluate(0)
 
 
 @pytest.mark.parametrize("keeps_running", [False, True])

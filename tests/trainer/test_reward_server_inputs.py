@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import pickle
 import socket
 import time
@@ -50,6 +51,10 @@ def deep(depth):
     return b'{"query": ' + b"[" * depth + b"]" * depth + b"}"
 
 
+def body_with_ids(*ids):
+    return json.dumps({"query": ["a"] * len(ids), "ids": ids}).encode()
+
+
 BODIES = {
     "no body": (b"", 400, "body"),
     "not JSON": (b"query=hello", 400, "body"),
@@ -85,6 +90,25 @@ BODIES = {
     "prompts no texts": (b'{"query": ["a"], "prompts": [1]}', 422, "prompts[0]"),
     "labels no list": (b'{"query": ["a"], "labels": "x"}', 422, "labels"),
     "ids too few": (b'{"query": ["a"], "ids": []}', 422, "ids"),
+    "ids of half a character": (b'{"query": ["a"], "ids": ["\\ud800"]}', 422, "ids[0]"),
+    "ids over all floats": (b'{"query": ["a", "b"], "ids": [1, 1e999]}', 422, "ids[1]"),
+    "ids over 256 characters": (body_with_ids("a" * 256, "a" * 257), 422, "ids[1]"),
+    "ids over 64 bits": (body_with_ids(2**64 - 1, -(2**64)), 422, "ids[1]"),
+    "ids of lists": (body_with_ids(["a"]), 422, "ids[0]"),
+    "ids of objects": (body_with_ids({"a": "b"}), 422, "ids[0]"),
+    "ids of truth values": (body_with_ids(True), 422, "ids[0]"),
+    "an unknown field of half a character": (b'{"query": [], "\\ud800": 1}', 422, "\\ud800"),
+    "half a character twice": (b'{"\\udfff": 1, "\\udfff": 1}', 400, "\\udfff"),
+    "a twin of half a character within": (
+        b'{"query": ["a"], "labels": [{"a\\ud800": 1, "a\\ud800": 1}]}',
+        400,
+        "a\\ud800",
+    ),
+    "an unknown field of a megabyte": (
+        json.dumps({"query": [], "x" * 10**6: 1}).encode(),
+        422,
+        "x" * 64 + "…",
+    ),
     "another model": (b'{"query": ["a"], "model": "gpt"}', 404, "model"),
     "model a number": (b'{"query": ["a"], "model": 1}', 422, "model"),
 }
@@ -106,6 +130,28 @@ def test_deep_nesting_is_refused_in_a_moment():
         with pytest.raises(RefusedError):
             read_request(body, ServerLimitsConfig())
         assert time.monotonic() - start < 0.05
+
+
+def test_a_name_that_stands_twice_among_many_is_found_in_a_moment():
+    names = [f'"{number}":1' for number in range(20_000)]
+    start = time.monotonic()
+    with pytest.raises(RefusedError) as caught:
+        read_request(f"{{{','.join([*names, names[-1]])}}}".encode(), ServerLimitsConfig())
+    assert (caught.value.status, caught.value.field) == (400, "19999")
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["step12/3/0/t1", "é" * 256, "\x00", ""],
+        [None, 2**64 - 1, -(2**63), 0.5],
+        ["\U0001f600" * 256, -1e308, 0, None],
+    ],
+)
+def test_texts_numbers_and_null_come_back_as_ids(served, ids):
+    answer = served.ask({"query": ["a"] * 4, "ids": ids})
+    assert (answer.status_code, answer.json()["ids"]) == (200, ids)
 
 
 def test_what_looks_bad_but_is_text_is_scored(served):
@@ -243,16 +289,22 @@ def test_without_the_right_token_nothing_is_read_and_nothing_is_logged(reward_di
     assert TOKEN not in "".join(record.getMessage() for record in ours)
 
 
+WORDS = st.text(max_size=5) | st.sampled_from(["\ud800", "a\udfff"])  # and halves of characters
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.sampled_from([math.inf, -math.inf])
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda part: (
-        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
-    ),
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
     max_leaves=8,
 )
-FIELD_NAMES = st.sampled_from(["query", "prompts", "labels", "ids", "model", "x"])
-BODY_BYTES = st.binary(max_size=60) | st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4).map(
-    lambda fields: json.dumps(fields).encode()
+FIELD_NAMES = st.sampled_from(["query", "prompts", "labels", "ids", "model", "x"]) | WORDS
+GOOD_QUERIES = st.fixed_dictionaries(
+    {"query": st.just(["a"])},
+    optional={name: st.lists(JSON_VALUES, min_size=1, max_size=1) for name in ("labels", "ids")},
+)
+FIELDS = GOOD_QUERIES | st.dictionaries(FIELD_NAMES, JSON_VALUES, max_size=4)
+# Python writes what is larger than every float as a word; JSON has digits for it.
+BODY_BYTES = st.binary(max_size=60) | FIELDS.map(
+    lambda fields: json.dumps(fields).replace("Infinity", "1e999").encode()
 )
 
 
@@ -266,3 +318,12 @@ def test_any_body_is_a_request_or_a_refusal(body):
     else:
         assert isinstance(request, RewardRequest)
         assert all(isinstance(text, str) for text in request.queries)
+
+
+@settings(max_examples=150, deadline=None)
+@given(BODY_BYTES)
+def test_any_body_is_answered_in_json_and_none_is_the_servers_fault(server, body):
+    answer = server.ask(body)
+    assert answer.status_code < 500, answer.text
+    assert ("rewards" in answer.json()) == (answer.status_code == 200)
+    assert answer.headers["x-request-id"] == answer.json()["request_id"]

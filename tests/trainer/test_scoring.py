@@ -158,13 +158,17 @@ def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None
     assert source.asked[2:] == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
-def test_more_dropped_than_allowed_ends_the_run() -> None:
-    groups = [group(i) for i in range(4)]
-    assert len(run(Source(failing_for(1, 2)), groups, DROP).failed) == 2
-    with pytest.raises(RewardError, match=r"3 of 4 prompts got no rewards.*cannot score 1"):
-        run(Source(failing_for(1, 2, 3)), groups, DROP)
-    with pytest.raises(RewardError, match="1 of 1 prompts"):
-        run(Source(failing_for(0)), [group(0)], DROP)
+def test_a_call_may_be_a_part_of_a_step_in_which_everything_fails() -> None:
+    assert run(Source(failing_for(0)), [group(0)], DROP).failed == {100: "cannot score 0"}
+
+
+def test_more_dropped_of_a_step_than_allowed_ends_the_run() -> None:
+    DROP.check_dropped(["why"] * 2)
+    with pytest.raises(RewardError) as info:
+        DROP.check_dropped(["first", "second", "third"])
+    assert str(info.value) == (
+        "3 prompt(s) got no rewards, more than --reward_max_dropped 0.5 of the 4 of a step: first"
+    )
 
 
 def test_failures_are_tried_again_as_often_as_asked() -> None:

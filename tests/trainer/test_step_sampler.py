@@ -17,6 +17,7 @@ from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.test_experience import rollout
@@ -114,6 +115,47 @@ def test_a_step_may_be_generated_in_several_calls():
     assert samples.failed == {3: "no reward"}
     sampler.settle({r.group_id for r in samples.rollouts})
     assert sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
+
+
+FILTERED = GroupFilter(max_empty=1000)
+
+
+@pytest.mark.parametrize("group_filter", [None, FILTERED])
+def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter):
+    def step(*failed_rows):
+        sampler, generate, open_stream, _ = make(
+            24, 8, lambda row: [0.0, 1.0], group_filter=group_filter, failed_rows=failed_rows
+        )
+        sampler.num_at_once = 2
+        sampler.policy = FailurePolicy(8, drops=True, max_dropped=0.3)
+        return sampler.collect(generate, open_stream, "step1"), sampler, generate, open_stream
+
+    samples, *_ = step(4)  # one of two, in its call
+    assert samples.failed == {4: "no reward"}
+    samples, sampler, generate, open_stream = step(2, 3, 12, 13)  # all of a call, and none is left
+    sampler.settle({r.group_id for r in samples.rollouts})
+    assert list(samples.failed) == [2, 3]
+    assert list(sampler.collect(generate, open_stream, "step2").failed) == [12, 13]
+    with pytest.raises(RewardError) as info:
+        step(0, 3, 6)
+    assert str(info.value) == (
+        "3 prompt(s) got no rewards, more than --reward_max_dropped 0.3 of the 8 of a step: "
+        "no reward"
+    )
+
+
+def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
+    sampler, generate, open_stream, _ = make(
+        2,
+        3,
+        lambda row: [0.0, 0.0],
+        group_filter=FILTERED,
+        failed_rows=(0,),
+        episodes=2,
+    )
+    sampler.policy = FailurePolicy(3, drops=True, max_dropped=0.5)
+    with pytest.raises(RewardError, match=r"2 prompt\(s\) got no rewards"):
+        sampler.collect(generate, open_stream, "step1")
 
 
 def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():

@@ -285,3 +285,15 @@ def test_rows_come_from_the_split_that_was_named(root: Path, command: str) -> No
     assert splits_of(root, command) == ("train", HELD_OUT[command])
     assert splits_of(root, command, "--dataset_split", "dev") == ("dev", HELD_OUT[command])
     assert splits_of(root, command, "--eval_split", "dev") == ("train", "dev")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--micro_train_batch_size 3", "3 rows"),
+        ("--use_dynamic_batch --train_max_tokens_per_gpu 99", "at most 99 tokens"),
+    ],
+)
+def test_the_banner_says_what_a_micro_batch_holds(flags: str, said: str) -> None:
+    words = f"--pretrain m --dataset d {flags}".split()
+    assert parse_config(SFTConfig, words).config.train.micro_batch_text == said

@@ -94,8 +94,8 @@ def test_host_memory_does_not_reach_other_machines():
         check_one_machine(["10.0.0.2", "10.0.0.1"])
 
 
-def test_the_engine_is_started_with_it():
-    config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
+def test_the_engine_is_started_with_it(tiny_model_dir):
+    config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tiny_model_dir)}})
     made = engine_config(config, has_gpus=True, weight_transfer_backend=IPC_BACKEND)
     assert made.weight_transfer_backend == IPC_BACKEND
     assert engine_config(config, has_gpus=False).weight_transfer_backend == SHM_BACKEND

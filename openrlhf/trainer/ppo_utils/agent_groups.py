@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest, EpisodeResult
+from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest, EpisodeResult, Failure
 from openrlhf.utils.metrics import Metrics
 
 EpisodeGroup = list[EpisodeRequest]
@@ -30,14 +30,26 @@ def episode_requests(prompt: PromptRecord, sampling: SamplingSettings, tag: str)
 
 
 def add_episode_metrics(results: Sequence[EpisodeResult], metrics: Metrics) -> None:
-    """Note how long episodes were, and what their agents said about them."""
+    """Note how long episodes were, why they failed, and what their agents said about them."""
     for result in results:
         metrics.add("agent/num_turns", result.num_turns)
         metrics.add("agent/episode_s", result.seconds)
         if result.failure is not None:
+            _count_failure(result.failure, metrics)
             continue
         metrics.add("agent/num_segments", len(result.segments))
         if result.score is not None:
             metrics.add("score", result.score)
         for name, value in result.extra_logs.items():
             metrics.add(f"extra/{name}", value)
+
+
+def add_retry_metrics(result: EpisodeResult, metrics: Metrics) -> None:
+    """Note a try that failed and is repeated; how the episode ends is noted later."""
+    if result.failure is not None:
+        _count_failure(result.failure, metrics)
+    metrics.add("num_reward_retries", 1, reduction="sum")
+
+
+def _count_failure(failure: Failure, metrics: Metrics) -> None:
+    metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")

@@ -16,6 +16,7 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.trainer.ppo_utils.agent_groups import (
     EpisodeGroup,
     add_episode_metrics,
+    add_retry_metrics,
     episode_requests,
 )
 from openrlhf.trainer.ppo_utils.agent_runner import raise_engine_failure
@@ -92,18 +93,20 @@ class AgentStream(HostStream):
     def close(self) -> None:
         """See GroupStream; turns of episodes that failed are sampled no longer then."""
         super().close()
-        if self._has_dropped:
+        if self._has_dropped or self._maker.policy.num_retries:  # a try before may be one
             self._maker.drain()
 
     def _arrived(self, results: list[EpisodeResult]) -> None:
         self._events.soon(partial(self._receive, results))
 
     def _receive(self, results: list[EpisodeResult]) -> None:
+        metrics = Metrics()
         for result in results:
             raise_engine_failure(result)
             acting = self._acting[result.sample_id]
             acting.num_tries[result.sample_id] += 1
             if self._maker.may_retry(result, acting.num_tries[result.sample_id]):
+                add_retry_metrics(result, metrics)
                 again = [e for e in acting.episodes if e.sample_id == result.sample_id]
                 self._work.submit(again)
             else:
@@ -111,15 +114,14 @@ class AgentStream(HostStream):
                 acting.results[result.sample_id] = result
                 if len(acting.results) == len(acting.episodes):
                     self._end(acting)
+        self._outlet.note(metrics)
 
     def _end(self, acting: _Acting) -> None:
-        """Hand out a group whose episodes have ended; raises AgentError by the failure policy."""
+        """Hand out a group whose episodes have ended; AgentError where none may be dropped."""
         metrics = Metrics()
         results = [acting.results[episode.sample_id] for episode in acting.episodes]
         add_episode_metrics(results, metrics)
         failures = [result.failure for result in results if result.failure is not None]
-        for failure in failures:
-            metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
         if failures:
             self._outlet.note(metrics)
             self._has_dropped = self._maker.policy.drops

@@ -1,10 +1,11 @@
-"""The end of a stream where finished groups are fetched, and the account of those that failed."""
+"""The end of a stream where finished groups are fetched, and where failed ones end it or are
+counted.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from contextlib import suppress
 
 from openrlhf.errors import OpenRLHFError
@@ -21,8 +22,6 @@ class GroupOutlet:
         self.num_running = 0  # begun and not yet fetched
         self._out: queue.SimpleQueue[FinishedGroup | BaseException] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        # Whether the last groups failed, as many as a step has.
-        self._recent: deque[bool] = deque(maxlen=policy.step_size)
         self._metrics = Metrics()
         self._lock = threading.Lock()  # of the metrics
 
@@ -55,20 +54,12 @@ class GroupOutlet:
         self._out.put(group)
 
     def drop(self, key: GroupKey, error: OpenRLHFError) -> None:
-        """Hand out a group that failed; raises an error where the failure policy says so.
-
-        The cap on dropped groups holds for the last of them, as many as a step has.
+        """Hand out a group that failed; raises its error where groups may not be dropped. How many
+        may be is up to whoever fetches them, and knows what a step is.
         """
         if not self.policy.drops:
             raise error
         self._note(is_failed=True)
-        num_failed, step_size = sum(self._recent), self.policy.step_size
-        if num_failed > self.policy.max_dropped * step_size:
-            raise type(error)(
-                f"{num_failed} of the last {len(self._recent)} prompts got no rewards, more than "
-                f"--reward_max_dropped {self.policy.max_dropped:g} of the {step_size} of a step: "
-                f"{error}"
-            ) from error
         self._out.put(FinishedGroup(key, failure=str(error)))
 
     def fail(self, error: BaseException) -> None:
@@ -87,7 +78,6 @@ class GroupOutlet:
             return metrics
 
     def _note(self, *, is_failed: bool) -> None:
-        self._recent.append(is_failed)
         if self.policy.drops:
             metrics = Metrics()
             metrics.add("num_dropped_groups", int(is_failed), reduction="sum")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ class RolloutQueue:
         self._num_finished = 0  # groups of any outcome
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
+        # Why the last groups failed, None for kept ones; as many as a step has.
+        self._recent: deque[str | None] = deque(maxlen=limits.batch_size)
         self._num_rejected = 0  # groups without a signal in a row
         self._has_weights = False  # whether the engines hold the policy
         self._is_closed = False
@@ -287,15 +290,23 @@ class RolloutQueue:
     def _outcome(self, group: FinishedGroup) -> str | None:
         if group.failure is not None:
             self._failed[self.sampler.prompts[group.key[1]].row_id] = group.failure
+            self._recent.append(group.failure)
+            self.sampler.policy.check_dropped([why for why in self._recent if why is not None])
             return "failed:reward"
+        outcome = None if self._keeps(group) else NO_SIGNAL
+        if outcome is None:  # a step has none of those without a signal
+            self._recent.append(None)
+        return outcome
+
+    def _keeps(self, group: FinishedGroup) -> bool:
         group_filter = self.sampler.group_filter
         if group_filter is None:
-            return None
+            return True
         is_kept = group_filter.keeps(group.rollouts)
         self._metrics.add("dynamic_filtering_pass_rate", float(is_kept))
         self._num_rejected = 0 if is_kept else self._num_rejected + 1
         self.sampler.check_not_hopeless(self._num_rejected // self.sampler.batch_size)
-        return None if is_kept else NO_SIGNAL
+        return is_kept
 
     def _rest(self) -> None:
         """Wait while there is nothing to generate; the lock is held."""

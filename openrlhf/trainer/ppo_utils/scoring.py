@@ -59,7 +59,7 @@ class Scorer(Protocol):
 class FailurePolicy:
     """What is done about groups without a reward: `--reward_failure`."""
 
-    step_size: int  # groups of a step
+    step_size: int  # groups of a step, in however many calls it is made
     drops: bool = False  # leave them out, up to `max_dropped` of a step; else the run ends
     num_retries: int = 0
     max_dropped: float = 0.5
@@ -71,6 +71,16 @@ class FailurePolicy:
         if text.startswith("retry"):
             return cls(step_size, num_retries=int(text[6:-1] or NUM_RETRIES))
         return cls(step_size, drops=text == "drop_group", max_dropped=max_dropped)
+
+    def check_dropped(self, reasons: Sequence[str], *, of: str = "a step") -> None:
+        """Raise RewardError where more groups of a step were dropped than may be; `reasons` has one
+        for each. Whoever knows the whole step asks: one call may be a part of it.
+        """
+        if self.drops and len(reasons) > self.max_dropped * self.step_size:
+            raise RewardError(
+                f"{len(reasons)} prompt(s) got no rewards, more than --reward_max_dropped "
+                f"{self.max_dropped:g} of the {self.step_size} of {of}: {reasons[0]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Scoring(Protocol):
         """Take a group whose samples are done."""
 
     def finish(self) -> ScoredGroups:
-        """Wait for all outcomes; raises RewardError where the failure policy says so."""
+        """Wait for all outcomes; raises RewardError for one that may not be dropped."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,8 @@ class GroupScoring:
             _sort_out(groups, wait(), good, failed)
         for attempt in range(self._num_rounds(failed)):
             failed = self._once_more(failed, good, attempt)
-        num_groups = len(good) + len(failed)
-        self._check_dropped(failed, num_groups)
+        if failed and not self.policy.drops:
+            raise failed[0][1]
         good.sort(key=lambda group: group[0].group_id)
         rollouts = [rollout for group in good for rollout in group]
         check_scores(rollouts)
@@ -183,18 +193,6 @@ class GroupScoring:
         for group, wait in again:
             _sort_out([group], wait(), good, still)
         return still
-
-    def _check_dropped(self, failed: list[tuple[Group, RewardError]], num_groups: int) -> None:
-        if not failed:
-            return
-        error = failed[0][1]
-        if not self.policy.drops:
-            raise error
-        if len(failed) > self.policy.max_dropped * num_groups:
-            raise RewardError(
-                f"{len(failed)} of {num_groups} prompts got no rewards, more than "
-                f"--reward_max_dropped {self.policy.max_dropped:g} of a step: {error}"
-            ) from error
 
 
 class SourceScorer:

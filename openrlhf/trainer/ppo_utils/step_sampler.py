@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL, GroupFilter
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey, GroupStream
 from openrlhf.trainer.ppo_utils.ledger import Ledger
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
-from openrlhf.trainer.ppo_utils.scoring import check_scores
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
@@ -45,13 +45,17 @@ class StepSampler:
         batch_size: int,
         group_filter: GroupFilter | None = None,
         num_at_once: int | None = None,
+        policy: FailurePolicy | None = None,
     ) -> None:
-        """`num_at_once`: prompts that are generated at the same time; unset: all that lack."""
+        """`num_at_once`: prompts that are generated at the same time; unset: all that lack.
+        `policy`: how many of a step may fail; unset: any number.
+        """
         self.prompts = prompts
         self.cursor = cursor
         self.batch_size = batch_size
         self.group_filter = group_filter
         self.num_at_once = num_at_once or batch_size
+        self.policy = policy or FailurePolicy(batch_size)
         self.ledger = Ledger()
         self._keys: list[GroupKey] = []  # of the groups of this step, by group id
 
@@ -59,7 +63,7 @@ class StepSampler:
         """The kept samples of a step, at most `batch_size` groups; their group ids are unique.
 
         Without a filter a step is one draw, else groups come over a stream. Raises RewardError when
-        many batches in a row have no group with a signal.
+        many batches in a row have no group with a signal, or too many groups of the step failed.
         """
         self._keys = []
         if self.group_filter is None:
@@ -110,6 +114,7 @@ class StepSampler:
             rollouts += [replace(r, group_id=r.group_id + start) for r in samples.rollouts]
             metrics.merge(samples.metrics)
             failed |= samples.failed
+            self.policy.check_dropped(list(failed.values()))
         lost = [key for key, p in zip(keys, prompts, strict=True) if p.row_id in failed]
         self.ledger.settle(lost, "failed:reward")
         return SampleBatch(rollouts, metrics, failed)
@@ -128,6 +133,7 @@ class StepSampler:
         """Kept groups by group id, and why rows failed."""
         kept: dict[int, list[Rollout]] = {}
         failed: dict[int, str] = {}
+        reasons: list[str] = []  # a row may fail in two episodes of one step
         num_rejected = 0  # in a row
         self._start(stream, self.batch_size, tag)
         while stream.num_running:
@@ -135,6 +141,8 @@ class StepSampler:
                 if group.failure is not None:
                     self.ledger.settle([group.key], "failed:reward")
                     failed[self.prompts[group.key[1]].row_id] = group.failure
+                    reasons.append(group.failure)
+                    self.policy.check_dropped(reasons)
                 elif self._keeps(group, metrics):
                     kept[self._keys.index(group.key)] = group.rollouts
                     advance(1)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
+from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
@@ -284,7 +286,7 @@ def engine_config(
     assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
         model=config.actor.model_name_or_path,
-        dtype=_engine_dtype(config.ds.param_dtype, has_gpus=has_gpus),
+        dtype=str(policy_dtype(config, has_gpus=has_gpus)).removeprefix("torch."),
         max_model_len=config.data.max_len
         or config.data.prompt_max_len + config.rollout.max_new_tokens,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
@@ -301,8 +303,9 @@ def engine_config(
     )
 
 
-def _engine_dtype(param_dtype: str, *, has_gpus: bool) -> str:
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    if param_dtype == "auto":
-        return "auto" if has_gpus else "float32"
-    return names[param_dtype]
+def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
+    """The type in which ranks hold the policy, on machines that this process may not be one of."""
+    path = config.actor.model_name_or_path
+    assert path is not None, "checked by the configuration"
+    facts = load_config(path, trust_remote_code=config.trust_remote_code)
+    return resolve_dtype(config.ds.param_dtype, facts, device_type="cuda" if has_gpus else "cpu")

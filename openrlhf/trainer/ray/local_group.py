@@ -7,6 +7,7 @@ share and the results are exchanged, so that all controllers see the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class LocalCluster:
         self.topology = topology
         self.engines: list[RolloutEngine] = []
         self.resume_step = 0
+        self.has_gpus = torch.cuda.is_available()
         ranks = dict.fromkeys([*ROLES, *reward_roles(config)], topology.world_size)
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
@@ -139,10 +141,8 @@ class LocalCluster:
                 f"{self.topology.world_size} process(es): only a single process can hold an "
                 "engine, and at most one. Use train_ppo_ray, or --vllm_num_engines 0."
             )
-        config = engine_config(
-            self.config, has_gpus=torch.cuda.is_available(), resume_step=self.resume_step
-        )
-        self.engines.append(VLLMEngine(config))
+        config = engine_config(self.config, has_gpus=self.has_gpus, resume_step=self.resume_step)
+        self.engines.append(VLLMEngine(replace(config, distributed_executor_backend=None)))
         return list(self.engines)
 
     def on_every_node(self, source: StreamingSource) -> StreamingSource:

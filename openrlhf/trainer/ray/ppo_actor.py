@@ -269,7 +269,11 @@ class PolicyModelActor(TrainedWorker):
         see HFEngine.
         """
         if self.generator is None:
-            self.generator = HFEngine(self._model_to_generate_with(), weight_version=-1)
+            self.generator = HFEngine(
+                self._model_to_generate_with(),
+                weight_version=-1,
+                stream=self.strategy.topology.dp_rank,
+            )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
         return self.generator.generate(requests, on_done)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import ray
@@ -166,21 +166,23 @@ class RayEngine:
 def create_vllm_engines(
     config: VLLMEngineConfig, slots: Sequence[Slot], *, run_dir: str, num_threads: int
 ) -> list[RayEngine]:
-    """Start one engine actor a slot; `ready` waits until it is up."""
-    names = [f"vllm-{index}" for index in range(len(slots))]
+    """Start one engine actor a slot; `ready` waits until it is up.
+
+    Engine k draws its random numbers from the seed `config.seed + k`.
+    """
     return [
         RayEngine(
             start_actor(
                 LLMRayActor,
-                (config, name, run_dir),
+                (replace(config, seed=config.seed + index), f"vllm-{index}", run_dir),
                 slot,
                 num_threads=num_threads,
                 max_concurrency=MAX_CONCURRENT_CALLS,
             ),
-            name,
+            f"vllm-{index}",
             config.weight_transfer_backend,
         )
-        for name, slot in zip(names, slots, strict=True)
+        for index, slot in enumerate(slots)
     ]
 
 

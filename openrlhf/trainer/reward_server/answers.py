@@ -1,13 +1,14 @@
 """Answers by request id: a request that comes twice is computed once.
 
 A client repeats a request whose answer it did not see. While the first is under way the second
-waits with it; answers given are kept, up to a number of rewards.
+waits with it; answers given are kept, up to a number of them and of bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from openrlhf.trainer.reward_server.request import RefusedError
 
 Answer = dict[str, Any]
 MAX_ANSWERS = 1024
-MAX_REWARDS = 65_536
+MAX_BYTES = 32 * 2**20
 
 
 @dataclass
@@ -27,14 +28,18 @@ class Entry:
     digest: bytes
     task: asyncio.Task[Answer]
     num_waiting: int = 0
-    is_kept: bool = False  # answered
+    num_bytes: int = 0  # of the answer, once it is kept
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is an answer."""
+        task = self.task
+        return task.done() and not task.cancelled() and task.exception() is None
 
     @property
     def is_useless(self) -> bool:
         """Whether nobody waits for it and no answer came of it."""
-        if self.num_waiting:
-            return False
-        return not self.task.done() or self.task.cancelled() or self.task.exception() is not None
+        return not self.num_waiting and not self.is_answered
 
 
 class Answers:
@@ -42,7 +47,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._num_rewards = 0  # in the answers that are kept
+        self._num_bytes = 0  # of the answers that are kept
 
     async def get(
         self,
@@ -67,29 +72,40 @@ class Answers:
     async def _wait(self, request_id: str, entry: Entry) -> Answer:
         entry.num_waiting += 1
         try:
-            answer = await asyncio.shield(entry.task)
+            return await asyncio.shield(entry.task)
         finally:
             entry.num_waiting -= 1
             if entry.is_useless:
                 entry.task.cancel()
                 self._forget(request_id, entry)
-        if not entry.is_kept:
-            entry.is_kept = True
-            self._num_rewards += len(answer["rewards"])
+            elif entry.is_answered:  # even if the client left in the same moment
+                self._keep(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        if not entry.num_bytes:
+            entry.num_bytes = size_of(entry.task.result())
+            self._num_bytes += entry.num_bytes
         self._forget_oldest()
-        return answer
 
     def _forget(self, request_id: str, entry: Entry) -> None:
         if self._entries.get(request_id) is entry:
             del self._entries[request_id]
 
     def _forget_oldest(self) -> None:
-        while self._num_rewards > MAX_REWARDS or len(self._entries) > MAX_ANSWERS:
-            name, entry = next(iter(self._entries.items()))
-            if not entry.is_kept:  # under way; it goes with the next answers
+        while self._num_bytes > MAX_BYTES or len(self._entries) > MAX_ANSWERS:
+            # What is under way stays, and holds no younger answer back from being forgotten.
+            kept = next((name for name, entry in self._entries.items() if entry.num_bytes), None)
+            if kept is None:
                 return
-            self._num_rewards -= len(entry.task.result()["rewards"])
-            del self._entries[name]
+            self._num_bytes -= self._entries.pop(kept).num_bytes
+
+
+def size_of(value: object) -> int:
+    """Bytes of memory that an answer takes, whose lists hold no lists."""
+    own = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return own + sum(map(size_of, value.values()))
+    return own + sum(map(sys.getsizeof, value)) if isinstance(value, list) else own
 
 
 async def unless_gone(work: Awaitable[Answer], gone: Awaitable[None]) -> Answer | None:

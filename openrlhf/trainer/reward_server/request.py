@@ -8,6 +8,7 @@ nothing of HTTP but its status codes, and nothing of models.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,6 +17,9 @@ from openrlhf.config.reward_server import ServerLimitsConfig
 
 MAX_DEPTH = 8  # lists and objects within each other
 VALUES_PER_QUERY = 64  # values that a label may be made of
+MAX_ID_CHARS = 256
+MAX_ID_BITS = 64
+MAX_NAME_CHARS = 64  # of a field's name that is given back in a refusal
 COLUMNS = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
 FIELDS = ("query", *COLUMNS, "model")
 NOT_A_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
@@ -45,13 +49,15 @@ def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
     fields = _parse(body, limits)
     for name in fields:
         if name not in FIELDS:
-            raise RefusedError(422, f"unknown field; known are {', '.join(FIELDS)}", name)
+            problem = f"unknown field; known are {', '.join(FIELDS)}"
+            raise RefusedError(422, problem, _spelled(name))
     if "query" not in fields:
         raise RefusedError(400, "the field is missing", "query")
     queries = _texts(fields["query"], limits)
     for name in COLUMNS:
         _check_column(fields, name, len(queries))
     _check_words(fields, "prompts")
+    _check_ids(fields)
     model = fields.get("model")
     if not isinstance(model, str | None):
         raise RefusedError(422, f"must be a name, not {_kind(model)}", "model")
@@ -132,13 +138,42 @@ def _check_words(fields: Mapping[str, Any], name: str) -> None:
             raise RefusedError(422, f"must be a text, not {_kind(value)}", f"{name}[{index}]")
 
 
+def _check_ids(fields: Mapping[str, Any]) -> None:
+    """Only what is small and what JSON can hold may come back with the rewards."""
+    for index, value in enumerate(fields.get("ids") or ()):
+        problem = _problem_of_id(value)
+        if problem is not None:
+            raise RefusedError(422, problem, f"ids[{index}]")
+        if isinstance(value, str):
+            _check_unicode(value, f"ids[{index}]")
+
+
+def _problem_of_id(value: object) -> str | None:
+    if isinstance(value, str):
+        is_long = len(value) > MAX_ID_CHARS
+        return f"{len(value)} characters; at most {MAX_ID_CHARS} are taken" if is_long else None
+    if isinstance(value, bool | list | dict):
+        return f"must be a text, a number or null, not {_kind(value)}"
+    if isinstance(value, int) and value.bit_length() > MAX_ID_BITS:
+        return f"a whole number of more than {MAX_ID_BITS} bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a number too large to be sent back"
+    return None
+
+
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) == len(pairs):
-        return fields
-    names = [name for name, _ in pairs]
-    twin = next(name for name in names if names.count(name) > 1)
-    raise RefusedError(400, "the field stands there twice", twin)
+    fields: dict[str, object] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise RefusedError(400, "the field stands there twice", _spelled(name))
+        fields[name] = value
+    return fields
+
+
+def _spelled(name: str) -> str:
+    """The name of a field as a refusal can say it: short, halves of characters escaped."""
+    start = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…"
+    return start.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _refuse_constant(word: str) -> NoReturn:
