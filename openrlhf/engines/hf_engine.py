@@ -168,7 +168,7 @@ class HFEngine:
         """Where this call's random numbers come from; None: torch's own."""
         if self.stream == 0:
             return None
-        start = int(torch.randint(2**62, ())) + self.stream
+        start = int(torch.randint(2**31, ())) + self.stream
         return torch.Generator(self.model.device).manual_seed(start)
 
     def _work(self, requests: Sequence[GenerationRequest]) -> list[list[Row]]:

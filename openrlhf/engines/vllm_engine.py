@@ -57,9 +57,8 @@ class VLLMEngineConfig:
     enable_sleep: bool = False
     weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
     num_threads: int | None = None  # of this process, on a CPU
-    distributed_executor_backend: str | None = (
-        None  # of a tensor parallel engine: "ray", or its own
-    )
+    # Of a tensor parallel engine: "ray", or vLLM's own processes.
+    distributed_executor_backend: str | None = None
     block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
 
 

@@ -226,7 +226,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
     with quiet_transformers(path):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
-    check_packable(type(model), model.config)
+    check_packable(type(model), model.config, path)
     finish_loading(model, options)
     return model
 
@@ -282,7 +282,7 @@ def load_sequence_model(
         lm_head = {key for key in info["unexpected_keys"] if is_lm_head_key(key)}
         check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
         init_value_head(model.get_submodule(HEAD))
-    check_packable(type(model), model.config)
+    check_packable(type(model), model.config, path)
     rename_head(model, name)
     finish_loading(model, options)
     return model

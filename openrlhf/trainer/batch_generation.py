@@ -166,9 +166,7 @@ class PromptTask(BatchTask):
     def _hf_engine(self, strategy: DeepSpeedStrategy) -> HFEngine:
         model = load_causal_lm(self.model_path, **load_options(self.config))
         model = model.to(strategy.device).eval()
-        return HFEngine(
-            model, max_num_rows=self.config.micro_batch_size, stream=strategy.topology.dp_rank
-        )
+        return HFEngine(model, max_num_rows=self.config.micro_batch_size)
 
     def _vllm_engine(self) -> VLLMEngine:
         config = self.config

@@ -22,9 +22,10 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
     problems: list[str] = []
-    for name in filter(None, [config.critic.model_name_or_path, *config.reward.model_paths]):
+    named = filter(None, [path, config.critic.model_name_or_path, *config.reward.model_paths])
+    for name in dict.fromkeys(named):
         try:
-            check_family(load_config(name, trust_remote_code=config.trust_remote_code))
+            check_family(load_config(name, trust_remote_code=config.trust_remote_code), name)
             if name in config.reward.model_paths:
                 _check_head(config, name)
         except ConfigError as error:
@@ -34,7 +35,6 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     if has_engines:
         refuse_adapter(path, "--pretrain")
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
-    check_family(policy)
     if config.actor.aux_loss_coef > 0:
         check_has_experts(policy, path)
     critic = (config.critic_source or path,) if config.has_critic else ()

@@ -218,7 +218,12 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
     model_config = load_config(model_path, trust_remote_code=config.trust_remote_code)
-    check_family(model_config)
+    configs = {model_path: model_config} | {
+        path: load_config(path, trust_remote_code=config.trust_remote_code)
+        for path in recipe.other_models(config)
+    }
+    for path, facts in configs.items():
+        check_family(facts, path)
     if config.model.aux_loss_coef > 0:
         check_has_experts(model_config, model_path)
     data = config.data
@@ -238,11 +243,7 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
             lambda: _eval_samples(recipe, config, tokenizer, is_shown=goes_first),
             about="evaluation: ",
         )
-    readers = [limits_of(model_config, model_path)]
-    for path in set(recipe.other_models(config)) - {model_path}:
-        other = load_config(path, trust_remote_code=config.trust_remote_code)
-        check_family(other)
-        readers.append(limits_of(other, path))
+    readers = [limits_of(facts, path) for path, facts in configs.items()]
     for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
         for limits in readers if found is not None else []:
             gathered.attempt(partial(found.check_fits, limits), about=about)

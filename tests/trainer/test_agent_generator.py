@@ -116,6 +116,9 @@ def test_failed_episodes_are_tried_again_where_that_is_wished(
     values = batch.metrics.values()
     assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
     assert drained  # the try that failed may be sampled for still
+    drained.clear()
+    generate(tmp_path, tiny_tokenizer, ["ok"], num_samples=1, policy=policy)
+    assert not drained
     with pytest.raises(AgentError, match="bad at try 2"):
         generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
 

@@ -108,6 +108,10 @@ def test_a_try_that_was_repeated_may_be_sampled_for_still(tmp_path, tiny_tokeniz
     engine = StreamingEngine(says(tiny_tokenizer, "yo"))
     policy = FailurePolicy(4, num_retries=1)
     with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
+        submit(stream, tiny_tokenizer, ["ok"])
+        fetch(stream, 1)
+    assert not drained
+    with streaming(tmp_path, tiny_tokenizer, [engine], policy=policy) as stream:
         submit(stream, tiny_tokenizer, ["shy"])
         fetch(stream, 1)
     assert drained

@@ -22,6 +22,7 @@ from openrlhf.trainer.ppo_setup import _data, make_schedule
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan, UpdateStep
+from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.model_actor import ModelWorker, RankIdentity
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -348,3 +349,25 @@ def test_prompts_are_drawn_with_their_probabilities(tmp_path: Path) -> None:
     blended, of_evaluation = origins("--prompt_data_probs 0.9,0.1")
     assert blended["a"] == 40 and 0 < blended["b"] < 12
     assert of_evaluation == {"b": 40}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_generates_draws_from_a_stream_of_its_own(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        """Answers which stream it was given."""
+
+        weight_version = 0
+
+        def __init__(self, model: object, *, weight_version: int, stream: int) -> None:
+            self.stream = stream
+
+        def generate(self, requests: object, on_done: object) -> int:
+            return self.stream
+
+    monkeypatch.setattr(ppo_actor, "HFEngine", Engine)
+    monkeypatch.setattr(PolicyModelActor, "_model_to_generate_with", lambda self: None)
+    worker: Any = PolicyModelActor(config_of(""), IDENTITY)
+    worker.strategy = SimpleNamespace(topology=SimpleNamespace(rank=rank))
+    assert worker.generate([]) == rank

@@ -92,7 +92,7 @@ class AgentSamplesGenerator:
             for result in self.run(groups, metrics):
                 results[result.sample_id] = result
             has_failed = any(result.failure is not None for result in results.values())
-            if has_failed or self.policy.num_retries:  # a try before may have been cut off too
+            if has_failed or "num_reward_retries" in metrics.values():
                 self.drain()
         failed = self._failed_rows(prompts, groups, results, metrics)
         rollouts = [

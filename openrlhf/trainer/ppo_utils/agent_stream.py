@@ -77,7 +77,7 @@ class AgentStream(HostStream):
         self._acting: dict[str, _Acting] = {}  # by sample id
         self._group_ids = itertools.count()
         self._last: Rollout | None = None  # the one before, to compare with
-        self._has_dropped = False
+        self._has_failed = False
         self._work = maker.share(self._arrived, self._outlet.fail)
 
     def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
@@ -93,7 +93,7 @@ class AgentStream(HostStream):
     def close(self) -> None:
         """See GroupStream; turns of episodes that failed are sampled no longer then."""
         super().close()
-        if self._has_dropped or self._maker.policy.num_retries:  # a try before may be one
+        if self._has_failed:
             self._maker.drain()
 
     def _arrived(self, results: list[EpisodeResult]) -> None:
@@ -106,6 +106,7 @@ class AgentStream(HostStream):
             acting = self._acting[result.sample_id]
             acting.num_tries[result.sample_id] += 1
             if self._maker.may_retry(result, acting.num_tries[result.sample_id]):
+                self._has_failed = True
                 add_retry_metrics(result, metrics)
                 again = [e for e in acting.episodes if e.sample_id == result.sample_id]
                 self._work.submit(again)
@@ -124,7 +125,7 @@ class AgentStream(HostStream):
         failures = [result.failure for result in results if result.failure is not None]
         if failures:
             self._outlet.note(metrics)
-            self._has_dropped = self._maker.policy.drops
+            self._has_failed = self._maker.policy.drops  # else this ends the stream
             first = failures[0]
             message = f"row {acting.prompt.row_id}: {first.kind}: {first.message}"
             self._outlet.drop(acting.key, AgentError(message))
