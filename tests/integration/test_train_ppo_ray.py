@@ -113,7 +113,7 @@ def test_grpo_with_kl_loss(
     [
         # What reaches the engine is merged, out of the parts that two ranks hold.
         "rloo --lora_rank 4 --actor_learning_rate 1e-3 --zero_stage 3 --actor_num_gpus_per_node 2",
-        "reinforce --top_p 0.9 --temperature 0.7",
+        pytest.param("reinforce --top_p 0.9 --temperature 0.7", marks=pytest.mark.slow),
     ],
 )
 def test_every_estimator_with_a_reward_function(
