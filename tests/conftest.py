@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ TEST_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 HAS_GPU = Path("/dev/nvidia0").exists() and shutil.which("nvidia-smi") is not None
+
+# A change is judged by the same examples as the one before. HYPOTHESIS_PROFILE=default: other ones.
+with suppress(ModuleNotFoundError):  # tests that need a GPU do without
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 for name, value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -108,12 +108,13 @@ def test_grpo_with_kl_loss(
     assert first["ratio_max"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         # What reaches the engine is merged, out of the parts that two ranks hold.
         "rloo --lora_rank 4 --actor_learning_rate 1e-3 --zero_stage 3 --actor_num_gpus_per_node 2",
-        pytest.param("reinforce --top_p 0.9 --temperature 0.7", marks=pytest.mark.slow),
+        "reinforce --top_p 0.9 --temperature 0.7",
     ],
 )
 def test_every_estimator_with_a_reward_function(
