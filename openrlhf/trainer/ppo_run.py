@@ -71,8 +71,6 @@ from openrlhf.trainer.ray.agent_host import agent_samples_generator
 from openrlhf.trainer.ray.cluster import (
     TRAINED_ROLES,
     RayCluster,
-    RoleCounts,
-    policy_dtype,
     reward_roles,
     role_counts,
 )
@@ -118,7 +116,7 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
             )
             run_dir, resume_step = str(inputs.run_dir.resolve()), opened.resume_step or 0
             with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
-                _run(config, inputs, cluster, opened, is_main=True)
+                _run(config, inputs, cluster, opened)
 
 
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
@@ -138,7 +136,7 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
         cluster.resume_step = opened.resume_step or 0
-        _run(config, inputs, cluster, opened, is_main=topology.is_main)
+        _run(config, inputs, cluster, opened)
 
 
 def _run(
@@ -146,14 +144,11 @@ def _run(
     inputs: RunInputs,
     cluster: RayCluster | LocalCluster,
     opened: Opened,
-    *,
-    is_main: bool,
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
-    if is_main:
+    if cluster.is_main:
         say_notices(schedule_notes(config, schedule))
         say_attention(config, config.ds.attn_implementation)
-    inputs = replace(inputs, dtype=policy_dtype(config, has_gpus=cluster.has_gpus))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)
@@ -161,8 +156,8 @@ def _run(
     cluster.wait_until_up()
     check_is_shared(config, opened, groups)
     sizes = _init_models(config, groups, schedule)
-    if is_main:
-        _banner(config, inputs, schedule, sizes, cluster.counts)
+    if cluster.is_main:
+        _banner(config, inputs, schedule, sizes, cluster)
     generator: Generator = (
         EnginePool(engines)
         if engines
@@ -183,16 +178,16 @@ def _run(
     )
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
-    parts = _assemble(config, inputs, checkpoints, groups, samples=samples, is_main=is_main)
+    parts = _assemble(config, inputs, cluster, checkpoints, groups, samples)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
-    if is_main:  # what is refused leaves the folder as it was
+    if cluster.is_main:  # what is refused leaves the folder as it was
         unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
         save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
     parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
     trainer.fit()
     _export(config, groups)
-    if is_main:
+    if cluster.is_main:
         opened.note_finished(inputs.run_dir, trainer.state.global_step)
         notice(f"model saved to {inputs.run_dir}")
 
@@ -233,11 +228,10 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
+    cluster: RayCluster | LocalCluster,
     checkpoints: PPOCheckpoints,
     groups: Groups,
-    *,
     samples: SampleSource,
-    is_main: bool,
 ) -> PPOParts:
     pool = samples.generator
     engines = pool.engines if isinstance(pool, EnginePool) else []
@@ -255,12 +249,12 @@ def _assemble(
         group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
-        tracker=_tracker(config, inputs.run_dir, resume_step) if is_main else NullTracker(),
-        rollout_writer=RolloutWriter(inputs.run_dir) if is_main else None,
+        tracker=_tracker(config, inputs.run_dir, resume_step) if cluster.is_main else NullTracker(),
+        rollout_writer=RolloutWriter(inputs.run_dir) if cluster.is_main else None,
         checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
-        is_main=is_main,
-        max_mismatch_kl=max_mismatch_kl(inputs.dtype),
+        is_main=cluster.is_main,
+        max_mismatch_kl=max_mismatch_kl(cluster.policy_dtype),
     )
 
 
@@ -309,10 +303,7 @@ def _scorer(
             is_streaming=models_stream,
             turn=turn,
         )
-    policy = FailurePolicy.parse(
-        reward.failure, reward.max_dropped, step_size=config.rollout.batch_size
-    )
-    return GroupScorer(scorer, policy)
+    return GroupScorer(scorer, FailurePolicy.of(config))
 
 
 def _experience_maker(
@@ -379,14 +370,16 @@ def _banner(
     inputs: RunInputs,
     schedule: Schedule,
     sizes: dict[str, int],
-    counts: RoleCounts,
+    cluster: RayCluster | LocalCluster,
 ) -> None:
     sections = banner_sections(
         config,
         schedule,
-        counts,
+        cluster.counts,
         sizes=sizes,
         num_prompts=len(inputs.prompts),
-        dtype=next((name for name, dtype in DTYPES.items() if dtype == inputs.dtype), "auto"),
+        dtype=next(
+            (name for name, dtype in DTYPES.items() if dtype == cluster.policy_dtype), "auto"
+        ),
     )
     print_banner(sections)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.base import is_given
 from openrlhf.config.idle import Idle
@@ -67,7 +65,6 @@ class RunInputs:
     eval_sampling: SamplingSettings
     vocab_size: int
     texts: SFTDataset | None = None  # pre-training text that is mixed in
-    dtype: torch.dtype = torch.float32  # of the policy; known with the machines it is on
 
     def __enter__(self) -> RunInputs:
         return self

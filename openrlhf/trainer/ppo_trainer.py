@@ -82,11 +82,7 @@ class PPOTrainer:
             batch_size=config.rollout.batch_size,
             group_filter=parts.group_filter,
             num_at_once=config.rollout.vllm_generate_batch_size,
-            policy=FailurePolicy.parse(
-                config.reward.failure,
-                config.reward.max_dropped,
-                step_size=config.rollout.batch_size,
-            ),
+            policy=FailurePolicy.of(config),
         )
         self.state = RunState(self.sampler, self.kl_controller, parts.texts)
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -126,10 +127,11 @@ def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
 
 
 def test_more_ranks_than_cores_are_allowed_and_said_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_cluster_module, "place", lambda demands, cluster: {})
-    config = PPOConfig.model_validate({"actor": {"model_name_or_path": "m"}})
+    LlamaConfig().save_pretrained(tmp_path)
+    config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tmp_path)}})
     for ranks, num_engines, said in (
         ({"actor": 2, "ref": 2}, 2, ""),  # roles take turns
         (

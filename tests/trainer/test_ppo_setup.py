@@ -15,7 +15,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
-from openrlhf.trainer.ray import cluster, local_group, vllm_engine
+from openrlhf.trainer.ray import local_group, vllm_engine
 from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.local_group import LocalCluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
@@ -89,7 +89,7 @@ def test_the_engine_holds_the_type_of_the_trainer(
     words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py {flags}"
     config = parse_config(PPOConfig, words.split()).config
     assert policy_dtype(config, has_gpus=has_gpus) == expected
-    assert engine_config(config, has_gpus=has_gpus).dtype == str(expected).removeprefix("torch.")
+    assert engine_config(config, dtype=expected).dtype == str(expected).removeprefix("torch.")
     assert max_mismatch_kl(expected) == (1e-3 if expected == torch.float32 else 0.1)
 
 
@@ -117,17 +117,20 @@ def test_places_that_there_are_not_without_ray_are_said(
     assert "--ref_num_nodes" not in said.out + said.err
 
 
-def test_an_engine_of_several_parts_does_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--pretrain m --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
+def test_an_engine_of_several_parts_does_without_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
     words += "--vllm_tensor_parallel_size 2 --bf16"
     config = parse_config(PPOConfig, words.split()).config
-    monkeypatch.setattr(cluster, "policy_dtype", lambda *args, **kwargs: torch.bfloat16)
     made = []
     monkeypatch.setattr(local_group, "VLLMEngine", made.append)
     LocalCluster(config, "run", Topology.from_env()).start_engines()
     assert made[0].tensor_parallel_size == 2
+    assert made[0].dtype == "bfloat16"
     assert made[0].distributed_executor_backend is None
-    assert engine_config(config, has_gpus=False).distributed_executor_backend == "ray"
+    assert engine_config(config, dtype=torch.bfloat16).distributed_executor_backend == "ray"
 
 
 def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +140,10 @@ def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         started.append(arguments[0].seed)
 
     monkeypatch.setattr(vllm_engine, "start_actor", start_actor)
-    monkeypatch.setattr(cluster, "policy_dtype", lambda *args, **kwargs: torch.float32)
     words = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
     config = parse_config(PPOConfig, words).config
     slots: list[Any] = [None] * 4
     for resume_step in range(3):
-        settings = engine_config(config, has_gpus=False, resume_step=resume_step)
+        settings = engine_config(config, dtype=torch.float32, resume_step=resume_step)
         create_vllm_engines(settings, slots, run_dir="run", num_threads=1)
     assert len(set(started)) == 12

@@ -12,7 +12,6 @@ import torch
 
 from openrlhf.trainer.ppo_run import _experience_maker, _start_groups
 from openrlhf.trainer.ppo_setup import make_schedule, needs_old_logprobs, only_busy_samples_count
-from openrlhf.trainer.ray import cluster
 from openrlhf.trainer.ray.cluster import engine_config
 from tests.trainer.test_experience import rollout
 from tests.trainer.test_ppo_wiring import FakeGroup, config_of
@@ -104,9 +103,6 @@ def test_whether_samples_without_an_advantage_are_left_out(flags: str, expected:
         ("--advantage_estimator group_norm", True),  # eight samples
     ],
 )
-def test_whether_an_engine_keeps_the_prefixes_of_prompts(
-    flags: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "policy_dtype", lambda *args, **kwargs: torch.float32)
+def test_whether_an_engine_keeps_the_prefixes_of_prompts(flags: str, expected: bool) -> None:
     config = config_of(flags)
-    assert engine_config(config, has_gpus=False).enable_prefix_caching is expected
+    assert engine_config(config, dtype=torch.float32).enable_prefix_caching is expected

@@ -11,6 +11,7 @@ from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.ledger import Ledger
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.logging import hints, needed_history
 
@@ -20,7 +21,7 @@ NUM_PROMPTS = 7
 def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
     prompts = [SimpleNamespace(row_id=row) for row in range(NUM_PROMPTS)]
     cursor = PromptCursor(EpochSampler(NUM_PROMPTS, 3), num_episodes=2)
-    sampler = StepSampler(prompts, cursor, batch_size=3)  # type: ignore[arg-type]
+    sampler = StepSampler(prompts, cursor, batch_size=3, policy=FailurePolicy(3))  # type: ignore[arg-type]
     return RunState(sampler, KLController(coef, target, 100))
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from openrlhf.config.cli import parse_config
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
@@ -193,12 +195,17 @@ def test_failures_are_tried_again_as_often_as_asked() -> None:
 
 
 def test_the_policy_is_read_from_the_flag() -> None:
-    assert FailurePolicy.parse("fail", 0.5, step_size=4) == FAIL
+    def policy(flags: str) -> FailurePolicy:
+        words = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 4 "
+        words += f"--train_batch_size 4 {flags}"
+        return FailurePolicy.of(parse_config(PPOConfig, words.split()).config)
+
+    fail = FailurePolicy(4, max_dropped=0.01)
+    assert policy("--reward_failure fail") == fail
     dropping = FailurePolicy(4, drops=True, max_dropped=0.1)
-    assert FailurePolicy.parse("drop_group", 0.1, step_size=4) == dropping
-    retrying = FailurePolicy(4, num_retries=12)
-    assert FailurePolicy.parse("retry(12)", 0.5, step_size=4) == retrying
-    assert FailurePolicy.parse("retry", 0.5, step_size=4) == FailurePolicy(4, num_retries=3)
+    assert policy("--reward_failure drop_group --reward_max_dropped 0.1") == dropping
+    assert policy("--reward_failure retry(12)") == replace(fail, num_retries=12)
+    assert policy("--reward_failure retry") == replace(fail, num_retries=3)
 
 
 def test_scores_for_some_samples_only_are_an_error() -> None:

@@ -4,6 +4,7 @@ outcome.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -64,7 +65,10 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
         failed = {p.row_id: "no reward" for p in batch if p.row_id in failed_rows}
         return SampleBatch(rollouts, Metrics(), failed)
 
-    sampler = StepSampler(prompts, cursor, batch_size=batch_size, group_filter=group_filter)
+    policy = FailurePolicy(batch_size, drops=True, max_dropped=math.inf)
+    sampler = StepSampler(
+        prompts, cursor, batch_size=batch_size, policy=policy, group_filter=group_filter
+    )
     return sampler, generate, lambda: BatchStream(lambda batch, *, tag: generate(batch, tag)), asked
 
 

@@ -96,9 +96,9 @@ def test_host_memory_does_not_reach_other_machines():
 
 def test_the_engine_is_started_with_it(tiny_model_dir):
     config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tiny_model_dir)}})
-    made = engine_config(config, has_gpus=True, weight_transfer_backend=IPC_BACKEND)
+    made = engine_config(config, dtype=torch.bfloat16, weight_transfer_backend=IPC_BACKEND)
     assert made.weight_transfer_backend == IPC_BACKEND
-    assert engine_config(config, has_gpus=False).weight_transfer_backend == SHM_BACKEND
+    assert engine_config(config, dtype=torch.float32).weight_transfer_backend == SHM_BACKEND
 
 
 class FakeMemory:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
 from openrlhf.rewards.answers import TRUNCATED_COLUMN
 from openrlhf.rewards.base import (
@@ -66,11 +67,17 @@ class FailurePolicy:
     retry_wait_s: float = 1.0  # before the first retry; doubles with each
 
     @classmethod
-    def parse(cls, text: str, max_dropped: float, *, step_size: int) -> FailurePolicy:
-        """The policy called "fail", "drop_group", "retry" or "retry(5)"."""
-        if text.startswith("retry"):
-            return cls(step_size, num_retries=int(text[6:-1] or NUM_RETRIES))
-        return cls(step_size, drops=text == "drop_group", max_dropped=max_dropped)
+    def of(cls, config: PPOConfig) -> FailurePolicy:
+        """The policy of a run: "fail", "drop_group", "retry" or "retry(5)"."""
+        name, num_retries = config.reward.failure, 0
+        if name.startswith("retry"):
+            num_retries = int(name[6:-1] or NUM_RETRIES)
+        return cls(
+            step_size=config.rollout.batch_size,
+            drops=name == "drop_group",
+            num_retries=num_retries,
+            max_dropped=config.reward.max_dropped,
+        )
 
     def check_dropped(self, reasons: Sequence[str], *, of: str = "a step") -> None:
         """Raise RewardError where more groups of a step were dropped than may be; `reasons` has one

@@ -43,19 +43,19 @@ class StepSampler:
         cursor: PromptCursor,
         *,
         batch_size: int,
+        policy: FailurePolicy,
         group_filter: GroupFilter | None = None,
         num_at_once: int | None = None,
-        policy: FailurePolicy | None = None,
     ) -> None:
-        """`num_at_once`: prompts that are generated at the same time; unset: all that lack.
-        `policy`: how many of a step may fail; unset: any number.
+        """`policy`: how many of a step may fail. `num_at_once`: prompts that are generated at the
+        same time; unset: all that lack.
         """
         self.prompts = prompts
         self.cursor = cursor
         self.batch_size = batch_size
         self.group_filter = group_filter
         self.num_at_once = num_at_once or batch_size
-        self.policy = policy or FailurePolicy(batch_size)
+        self.policy = policy
         self.ledger = Ledger()
         self._keys: list[GroupKey] = []  # of the groups of this step, by group id
 

@@ -124,10 +124,8 @@ def agent_samples_generator(
     """
     assert config.train.agent_func_path is not None, "asked for with --agent_func_path only"
     setup = AgentSetup(config.train.agent_func_path, tokenizer, agent_limits(config), vocab_size)
-    policy = FailurePolicy.parse(
-        config.reward.failure, config.reward.max_dropped, step_size=config.rollout.batch_size
-    )
     hosts = episode_hosts(engines, generator, setup)
+    policy = FailurePolicy.of(config)
     return AgentSamplesGenerator(hosts, tokenizer, setup.limits, policy, generator)
 
 

@@ -141,6 +141,8 @@ def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list
 class RayCluster:
     """Starts groups and engines in their places on the connected cluster."""
 
+    is_main = True  # there is one controller
+
     def __init__(
         self, config: PPOConfig, counts: RoleCounts, *, run_dir: str, resume_step: int = 0
     ) -> None:
@@ -156,7 +158,7 @@ class RayCluster:
         self.relay: ProgressRelay | None = None  # of the workers' bars, where somebody watches
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         self.slots = place(counts.demands, counts.cluster)
-        self.has_gpus = counts.cluster.has_gpus
+        self.policy_dtype = policy_dtype(config, has_gpus=counts.cluster.has_gpus)
         if counts.has_crowded_cores:
             notice(
                 f"{counts.num_busiest} ranks share {counts.cluster.num_cpus} core(s): the results "
@@ -203,7 +205,7 @@ class RayCluster:
         engines = create_vllm_engines(
             engine_config(
                 self.config,
-                has_gpus=self.has_gpus,
+                dtype=self.policy_dtype,
                 weight_transfer_backend=self.weight_transfer_backend,
                 resume_step=self.resume_step,
             ),
@@ -276,17 +278,17 @@ def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
 def engine_config(
     config: PPOConfig,
     *,
-    has_gpus: bool,
+    dtype: torch.dtype,
     weight_transfer_backend: str = SHM_BACKEND,
     resume_step: int = 0,
 ) -> VLLMEngineConfig:
-    """The engine's settings for this run; one that goes on from a step draws other numbers than
-    those that its beginning drew.
+    """The engine's settings for this run, with the type that the trainer holds the policy in; one
+    that goes on from a step draws other numbers than those that its beginning drew.
     """
     assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
         model=config.actor.model_name_or_path,
-        dtype=str(policy_dtype(config, has_gpus=has_gpus)).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=config.data.max_len
         or config.data.prompt_max_len + config.rollout.max_new_tokens,
         tensor_parallel_size=config.vllm.tensor_parallel_size,

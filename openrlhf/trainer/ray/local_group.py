@@ -23,7 +23,7 @@ from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.scoring import Group, ScoredGroups, Scoring
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, reward_roles
+from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, policy_dtype, reward_roles
 from openrlhf.trainer.ray.model_actor import RankIdentity
 
 ROLES = ("actor", "critic", "ref")
@@ -107,7 +107,8 @@ class LocalCluster:
         self.topology = topology
         self.engines: list[RolloutEngine] = []
         self.resume_step = 0
-        self.has_gpus = torch.cuda.is_available()
+        self.is_main = topology.is_main
+        self.policy_dtype = policy_dtype(config, has_gpus=torch.cuda.is_available())
         ranks = dict.fromkeys([*ROLES, *reward_roles(config)], topology.world_size)
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
@@ -141,7 +142,7 @@ class LocalCluster:
                 f"{self.topology.world_size} process(es): only a single process can hold an "
                 "engine, and at most one. Use train_ppo_ray, or --vllm_num_engines 0."
             )
-        config = engine_config(self.config, has_gpus=self.has_gpus, resume_step=self.resume_step)
+        config = engine_config(self.config, dtype=self.policy_dtype, resume_step=self.resume_step)
         self.engines.append(VLLMEngine(replace(config, distributed_executor_backend=None)))
         return list(self.engines)
 
