@@ -54,6 +54,8 @@ ARCHITECTURES = {
     "gemma2": transformers.Gemma2Config,
     "gpt_neox": transformers.GPTNeoXConfig,
     "mixtral": transformers.MixtralConfig,
+    "bloom": transformers.BloomConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
 }
 
 
@@ -91,6 +93,11 @@ def make_model(
         common["head_dim"] = hidden_size // num_heads
     if architecture == "mixtral":
         common.update(num_local_experts=4, num_experts_per_tok=2)
+    if architecture == "qwen3_next":
+        common.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        common.update(linear_num_key_heads=2, linear_num_value_heads=2, head_dim=16)
+        common.update(linear_key_head_dim=16, linear_value_head_dim=16)
+        common.update(layer_types=["linear_attention", "full_attention"] * (num_layers // 2))
     config = ARCHITECTURES[architecture](**{**common, **overrides})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -28,6 +28,7 @@ from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
 from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
 from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.utils.packable import why_padded
 
 MAX_NUM_ROWS = 256
 PREFILL_TOKENS = 8192  # padded tokens of one prefill, at most (a longer prompt goes alone)
@@ -209,11 +210,14 @@ def generating(model: Any) -> Iterator[None]:
     was_training = model.training
     attention = model.config._attn_implementation
     fallback = attention if attention in KEPT_ATTENTION else "sdpa"
+    has_cache = why_padded(type(model), model.config) is None
     model.eval()
-    model.set_attn_implementation(register_decode_attention(fallback))
+    if has_cache:
+        model.set_attn_implementation(register_decode_attention(fallback))
     try:
         with torch.no_grad():
             yield
     finally:
-        model.set_attn_implementation(attention)
+        if has_cache:
+            model.set_attn_implementation(attention)
         model.train(was_training)

@@ -102,6 +102,39 @@ class SlotCache(Cache):
             mine.join(theirs)
 
 
+class TokenHistory:
+    """In the place of a cache, for models whose state is not one of keys and values: the tokens
+    themselves, (R, L), right-aligned. Every step goes over them again.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_RL = torch.empty(0, 0, dtype=torch.int64)
+
+    @property
+    def width(self) -> int:
+        """Number of columns in use."""
+        return self.tokens_RL.shape[1]
+
+    def append(self, tokens_RL: Tensor) -> None:
+        """Put new columns at the end."""
+        self.tokens_RL = torch.cat([self.tokens_RL, tokens_RL], dim=1) if self.width else tokens_RL
+
+    def drop_left(self, num_columns: int) -> None:
+        """Columns at the left that no row needs any more go."""
+        self.tokens_RL = self.tokens_RL[:, num_columns:]
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self.tokens_RL = self.tokens_RL[index]
+
+    def join(self, other: TokenHistory) -> None:
+        """Put the rows of another history below these, right-aligned."""
+        width = max(self.width, other.width)
+        self.tokens_RL = torch.cat(
+            [F.pad(h.tokens_RL, (width - h.width, 0)) for h in (self, other)]
+        )
+
+
 def _with_room(storage: Tensor | None, states: Tensor, end: int) -> Tensor:
     """Storage (R, h, L, D) with L >= end."""
     if storage is not None and storage.shape[2] >= end:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from openrlhf.engines.base import Completion, SamplingSettings
-from openrlhf.engines.hf_engine_cache import SlotCache
+from openrlhf.engines.hf_engine_cache import SlotCache, TokenHistory
 from openrlhf.engines.sampling import penalize_repeats, sample_tokens
+from openrlhf.utils.packable import why_padded
 
 NO_TOKEN = -1
+MAX_LOGITS = 2**27  # numbers at once, where logits of all positions are computed
 
 
 @dataclass
@@ -140,8 +142,13 @@ class DecodeBatch:
         self._regroup()
         return done
 
-    def _forward(self, token_ids_RL: Tensor, num_padded_R: Tensor, cache: SlotCache) -> Tensor:
+    def _forward(
+        self, token_ids_RL: Tensor, num_padded_R: Tensor, cache: SlotCache | TokenHistory
+    ) -> Tensor:
         """Run the model on new columns; answers the logits after the last one, (R, V)."""
+        if isinstance(cache, TokenHistory):
+            cache.append(token_ids_RL)
+            return self._recompute(cache.tokens_RL, num_padded_R)
         num_columns = cache.width + token_ids_RL.shape[1]
         columns_C = torch.arange(num_columns, device=self.device)
         positions_RC = columns_C - num_padded_R[:, None]
@@ -155,7 +162,31 @@ class DecodeBatch:
         )
         return output.logits[:, -1]
 
-    def _join(self, cache: SlotCache, num_padded_R: Tensor, logits_RV: Tensor) -> None:
+    def _recompute(self, token_ids_RC: Tensor, num_padded_R: Tensor) -> Tensor:
+        """Run the model on whole rows, padded on the right; logits after their ends, (R, V)."""
+        num_columns = token_ids_RC.shape[1]
+        columns_C = torch.arange(num_columns, device=self.device)
+        lengths_R = num_columns - num_padded_R
+        shifted_RC = (columns_C + num_padded_R[:, None]).clamp_max(num_columns - 1)
+        token_ids_RC = token_ids_RC.gather(1, shifted_RC)
+        is_token_RC = columns_C < lengths_R[:, None]
+        num_tokens = self.model.config.get_text_config().vocab_size
+        num_rows = max(MAX_LOGITS // (num_columns * num_tokens), 1)
+        parts = []
+        for start in range(0, len(lengths_R), num_rows):
+            chosen = slice(start, start + num_rows)
+            logits_rCV = self.model(
+                input_ids=token_ids_RC[chosen],
+                attention_mask=is_token_RC[chosen].long(),
+                use_cache=False,
+            ).logits
+            ends_r = lengths_R[chosen] - 1
+            parts.append(logits_rCV[torch.arange(len(ends_r), device=self.device), ends_r])
+        return torch.cat(parts)
+
+    def _join(
+        self, cache: SlotCache | TokenHistory, num_padded_R: Tensor, logits_RV: Tensor
+    ) -> None:
         """Put freshly prefilled rows below the live ones."""
         if not self.rows:
             self.cache, self.num_padded_R, self.logits_RV = cache, num_padded_R, logits_RV
@@ -205,7 +236,9 @@ class DecodeBatch:
             seen_RV[index, self._tensor([*row.prompt, *row.token_ids])] = True
         return seen_RV
 
-    def _new_cache(self) -> SlotCache:
+    def _new_cache(self) -> SlotCache | TokenHistory:
+        if why_padded(type(self.model), self.model.config) is not None:
+            return TokenHistory()
         return SlotCache(self.model.config.get_text_config().num_hidden_layers)
 
     def _tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:

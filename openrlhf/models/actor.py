@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.tokens import chunked_logprobs
@@ -22,10 +23,11 @@ from openrlhf.models.router_loss import (
     load_balancing_losses,
     refuse_reentrant,
 )
+from openrlhf.utils.packable import why_padded
 from openrlhf.utils.packing import PackedBatch
 
 # Config attributes of heads that change logits in a way this module does not know.
-UNKNOWN_HEAD_ATTRIBUTES = ("lm_head_multiplier", "logits_mup_width_multiplier", "logits_soft_cap")
+UNKNOWN_HEAD_ATTRIBUTES = ("logits_mup_width_multiplier",)
 
 
 class TokenStats(NamedTuple):
@@ -47,21 +49,27 @@ class LogitTransform:
     def of(cls, config: PretrainedConfig) -> LogitTransform:
         """Read the family's convention from its config; an unknown one is a ConfigError."""
         family = config.model_type
-        fields = config.to_dict()
-        if unknown := [name for name in UNKNOWN_HEAD_ATTRIBUTES if fields.get(name) is not None]:
+        unknown = [n for n in UNKNOWN_HEAD_ATTRIBUTES if getattr(config, n, None) is not None]
+        if unknown:
             raise ConfigError(
                 f"Model type {family!r} changes its logits by {unknown[0]}: not supported yet."
             )
-        softcap = fields.get("final_logit_softcapping")
-        if fields.get("logits_scaling") is not None:
+        softcap = getattr(config, "final_logit_softcapping", None)
+        if softcap is None:
+            softcap = getattr(config, "logits_soft_cap", None)
+        scaling = getattr(config, "logits_scaling", None)  # a property in some families
+        if scaling is not None:
             if family.startswith("granite") or family == "minicpm3":
-                return cls(1.0 / fields["logits_scaling"], softcap)
+                return cls(1.0 / scaling, softcap)
             if family != "hyperclovax":
                 raise ConfigError(
                     f"Model type {family!r} has logits_scaling of unknown meaning: not supported."
                 )
-            return cls(fields["logits_scaling"], softcap)
-        return cls(float(fields.get("logit_scale") or 1.0), softcap)
+            return cls(scaling, softcap)
+        for name in ("logit_scale", "lm_head_multiplier"):
+            if getattr(config, name, None):
+                return cls(float(getattr(config, name)), softcap)
+        return cls(softcap=softcap)
 
 
 class ChunkedHead(nn.Module):
@@ -96,6 +104,12 @@ class ChunkedHead(nn.Module):
         """Loading into the model's parameters loads these."""
 
 
+def without_head(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that computes its hidden states."""
+    base = model.base_model
+    return base if base is not model else model.get_submodule("model")
+
+
 def unwrap_peft(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a PEFT wrapper (adapters included), or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -114,9 +128,11 @@ def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = No
     Without `top_k` they are not computed.
     """
     model = unwrap_peft(model)
+    if why_padded(type(model), model.config) is not None:
+        return padded_states(model, batch, top_k=top_k)
     row = PackedRow.of(batch)
     is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION
-    output = model.base_model(
+    output = without_head(model)(
         input_ids=batch.token_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
@@ -133,6 +149,29 @@ def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = No
         return States(hidden_TH)
     losses_B = load_balancing_losses(output.router_logits, batch.seq_lengths, top_k=top_k)
     return States(hidden_TH, losses_B)
+
+
+def padded_states(
+    model: PreTrainedModel, batch: PackedBatch, *, top_k: int | None = None
+) -> States:
+    """The same from rows of one sequence each: L columns, padded on the right.
+
+    In one forward, whatever the batch: ranks of ZeRO-3 must make equally many.
+    """
+    tokens_BL = pad_sequence(batch.token_ids.split(batch.seq_lengths), batch_first=True)
+    lengths_B = torch.tensor(batch.seq_lengths, device=tokens_BL.device)
+    is_token_BL = torch.arange(tokens_BL.size(1), device=tokens_BL.device) < lengths_B[:, None]
+    output = without_head(model)(
+        input_ids=tokens_BL,
+        attention_mask=is_token_BL.long(),
+        use_cache=False,
+        **({} if top_k is None else {"output_router_logits": True}),
+    )
+    hidden_TH = output.last_hidden_state[is_token_BL]
+    if top_k is None:
+        return States(hidden_TH)
+    router_logits = [logits[is_token_BL.flatten()] for logits in output.router_logits]
+    return States(hidden_TH, load_balancing_losses(router_logits, batch.seq_lengths, top_k=top_k))
 
 
 def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:

@@ -26,6 +26,7 @@ from typing_extensions import Unpack
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.adapter_files import SCALE_FIELDS, merge_adapter_into
+from openrlhf.models.families import causal_class, refuse_own_code
 from openrlhf.models.kernels import (
     FLASH_2,
     OWN_ATTENTION,
@@ -34,11 +35,12 @@ from openrlhf.models.kernels import (
     check_experts,
     keep_4bit_trainable,
 )
-from openrlhf.models.packable import check_packable
+from openrlhf.models.own_logits import check_own_logits
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
+from openrlhf.utils.packable import why_padded
 from openrlhf.utils.progress import tracked
 
 logger = logging.getLogger(__name__)
@@ -134,18 +136,27 @@ def has_flash_attention() -> bool:
 
 
 def choose_attention(
-    requested: str | None, *, dtype: torch.dtype, device_type: str | None = None
-) -> str:
+    requested: str | None,
+    *,
+    dtype: torch.dtype,
+    device_type: str | None = None,
+    padded: type[PreTrainedModel] | None = None,
+) -> str | None:
     """The attention for packed rows: flash-attn on CUDA in half precision, else our own.
 
     Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
+    `padded` is the class of a family whose rows are padded: it has flash-attn too where it can,
+    else what transformers takes for it (None).
     """
     if requested is not None and requested not in GENERIC_ATTENTION:
         return requested
     is_cuda = (device_type or default_device_type()) == "cuda"
     wants_flash = requested in (None, "auto", FLASH_2)
-    if wants_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
+    can_flash = padded is None or padded._supports_flash_attn
+    if wants_flash and can_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
         return FLASH_2
+    if padded is not None:
+        return "eager" if requested == "eager" else None
     return PACKED_ATTENTION
 
 
@@ -165,10 +176,13 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
     dtype = options.get("dtype", "auto")
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, config)
+    family = causal_class(config)
+    padded = family if family is not None and why_padded(family, config) is not None else None
+    requested = options.get("attn_implementation")
     kwargs: dict[str, object] = {
         "config": config,
         "dtype": dtype,
-        "attn_implementation": choose_attention(options.get("attn_implementation"), dtype=dtype),
+        "attn_implementation": choose_attention(requested, dtype=dtype, padded=padded),
         "trust_remote_code": options.get("trust_remote_code", False),
         "output_loading_info": True,
         "tqdm_class": download_bar_class(),
@@ -226,7 +240,8 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
     with quiet_transformers(path):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
-    check_packable(type(model), model.config, path)
+    refuse_own_code(model, path)
+    check_own_logits(model, runs_on=default_device_type())
     finish_loading(model, options)
     return model
 
@@ -282,7 +297,7 @@ def load_sequence_model(
         lm_head = {key for key in info["unexpected_keys"] if is_lm_head_key(key)}
         check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
         init_value_head(model.get_submodule(HEAD))
-    check_packable(type(model), model.config, path)
+    refuse_own_code(model, path)
     rename_head(model, name)
     finish_loading(model, options)
     return model

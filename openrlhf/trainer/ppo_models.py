@@ -8,7 +8,6 @@ from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import is_value_model, load_config
-from openrlhf.models.packable import check_family
 from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardScale
@@ -22,10 +21,9 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
     problems: list[str] = []
-    named = filter(None, [path, config.critic.model_name_or_path, *config.reward.model_paths])
-    for name in dict.fromkeys(named):
+    for name in named_models(config):
         try:
-            check_family(load_config(name, trust_remote_code=config.trust_remote_code), name)
+            load_config(name, trust_remote_code=config.trust_remote_code)
             if name in config.reward.model_paths:
                 _check_head(config, name)
         except ConfigError as error:
@@ -41,6 +39,16 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     for name in dict.fromkeys((path, *config.reward.model_paths, *critic)):
         _check_positions(config, name)
     return int(policy.get_text_config().vocab_size)
+
+
+def named_models(config: PPOConfig) -> list[str]:
+    """Paths of policy, critic and reward models, each once."""
+    paths = (
+        config.actor.model_name_or_path,
+        config.critic.model_name_or_path,
+        *config.reward.model_paths,
+    )
+    return list(dict.fromkeys(filter(None, paths)))
 
 
 def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:

@@ -31,6 +31,7 @@ from openrlhf.trainer.ppo_checkpoints import (
     is_at_end,
     open_run,
 )
+from openrlhf.trainer.ppo_models import named_models
 from openrlhf.trainer.ppo_setup import (
     PLACED,
     RunInputs,
@@ -148,7 +149,7 @@ def _run(
     schedule = make_schedule(config, len(inputs.prompts))
     if cluster.is_main:
         say_notices(schedule_notes(config, schedule))
-        say_attention(config, config.ds.attn_implementation)
+        say_attention(config, config.ds.attn_implementation, named_models(config))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)

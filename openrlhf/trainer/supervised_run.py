@@ -37,7 +37,6 @@ from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
-from openrlhf.models.packable import check_family
 from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
@@ -163,7 +162,8 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         local_rank=config.local_rank,
     )
     if strategy.is_main:
-        say_attention(config, config.ds.attn_implementation)
+        models = (inputs.model_path, *recipe.other_models(config))
+        say_attention(config, config.ds.attn_implementation, models)
         say_notices(inputs.samples.notices)
         if base_of_adapter(inputs.model_path) is not None:
             notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
@@ -222,8 +222,6 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
         path: load_config(path, trust_remote_code=config.trust_remote_code)
         for path in recipe.other_models(config)
     }
-    for path, facts in configs.items():
-        check_family(facts, path)
     if config.model.aux_loss_coef > 0:
         check_has_experts(model_config, model_path)
     data = config.data

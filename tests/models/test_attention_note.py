@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ NEEDS = ["--pretrain", "m", "--dataset", "d"]
 def test_what_is_said_of_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tiny_model_dir: Path,
     words: str,
     said: str,
     *,
@@ -39,7 +42,7 @@ def test_what_is_said_of_flash_attention(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(attention_note, "has_flash_attention", lambda: has_package)
     config = parse_config(SFTConfig, [*NEEDS, *words.split()]).config
-    say_attention(config, config.ds.attn_implementation)
+    say_attention(config, config.ds.attn_implementation, [str(tiny_model_dir)])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == bool(said)
     assert all(line.startswith(said) and "(SDPA)" in line for line in lines)

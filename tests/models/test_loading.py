@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 
 from openrlhf.errors import ConfigError
 from openrlhf.models import loading
@@ -77,15 +76,6 @@ def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
     )
     monkeypatch.setattr(loading, "has_flash_attention", lambda: False)
     assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
-
-
-def test_a_recurrent_model_is_refused(tmp_path):
-    config = transformers.MambaConfig(
-        vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        load_causal_lm(tmp_path)
 
 
 def test_an_attention_that_transformers_has_not_is_one_line(tiny_model_dir):

@@ -1,0 +1,29 @@
+"""Which model families see several sequences in one row: told by their class and config, before a
+weight is read.
+
+The others see padded rows, one sequence each. A recurrent family would carry its state over the
+boundaries in a row, one with an attention of its own drops them (GPT-J and GPT-Neo in flash
+attention too): so it is on every machine, and a run means the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Their decoders do not hand keywords on to the attention.
+LOSE_BOUNDARIES = {"moshi", "nemotron"}
+
+
+def why_padded(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
+    """What keeps a family from packed rows; None where nothing does."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
+    if model_class._is_stateful or kinds:
+        return ", ".join(sorted(kinds)) or "recurrent layers"
+    if config.model_type in LOSE_BOUNDARIES or not model_class._supports_attention_backend:
+        return "an attention of its own"
+    return None if model_class._supports_sdpa else "an attention that torch's kernels do not have"

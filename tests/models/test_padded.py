@@ -1,0 +1,256 @@
+"""Families that cannot see several sequences in one row see padded ones, and say the same of each
+as the model itself; those that do more than a head to their hidden states are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.families import causal_class, padding_note, refuse_own_code
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.own_logits import check_own_logits
+from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.router_loss import load_balancing_losses
+from openrlhf.models.value_head import RewardModel
+from openrlhf.utils.packable import why_padded
+from tests.models.helpers import full_batch, random_sequences
+from tests.tiny import make_model, make_reward_model, write_jsonl
+
+LENGTHS = (7, 1, 12, 5, 12)
+SIZES = {"vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+NEO = {"vocab_size": 262, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+PADDED = {
+    "bloom": lambda: hf.BloomConfig(vocab_size=262, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: hf.FalconConfig(**SIZES),
+    "falcon with alibi": lambda: hf.FalconConfig(**SIZES, alibi=True),
+    "falcon_h1": lambda: hf.FalconH1Config(
+        **LLAMA, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_chunk_size=16
+    ),
+    "gptj": lambda: hf.GPTJConfig(vocab_size=262, n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        **NEO, attention_types=[[["global", "local"], 1]], window_size=4
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "lfm2": lambda: hf.Lfm2Config(**LLAMA, layer_types=["conv", "full_attention"]),
+    "llama4_text": lambda: hf.Llama4TextConfig(
+        **LLAMA,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        attention_chunk_size=8,
+        pad_token_id=0,
+    ),
+    "mamba": lambda: hf.MambaConfig(vocab_size=262, hidden_size=32, num_hidden_layers=2),
+    "mpt": lambda: hf.MptConfig(vocab_size=262, d_model=32, n_layers=2, n_heads=4),
+    "nemotron": lambda: hf.NemotronConfig(**LLAMA),
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**LLAMA, **LINEAR),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**LLAMA, **LINEAR, **EXPERTS),
+    "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(**LLAMA, lru_width=32),
+}
+
+
+def make(config: hf.PretrainedConfig, attention: str | None = None) -> hf.PreTrainedModel:
+    """A random model with attention that is worth something."""
+    torch.manual_seed(0)
+    config._attn_implementation = attention
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(5)
+    return model.eval()
+
+
+def own_logprobs(model: hf.PreTrainedModel, sequences: list[Tensor]) -> Tensor:
+    """Log-probs of every token after the first, from the model's own logits of each alone."""
+    said = []
+    for ids in sequences:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        said.append(logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1))
+    return torch.cat(said)
+
+
+def gradients(model: hf.PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_log_probs_and_gradients_are_those_of_each_sequence_alone(family: str) -> None:
+    model = make(PADDED[family]())
+    assert why_padded(type(model), model.config) is not None
+    sequences = random_sequences(list(LENGTHS))
+    ours = Actor(model)(full_batch(sequences)).logprobs
+    theirs = own_logprobs(model, sequences)
+    assert theirs.std() > 0.1
+    check_own_logits(model, runs_on="cpu")
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    got, expected = (gradients(model, logprobs.square().mean()) for logprobs in (ours, theirs))
+    assert got.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() < 1e-4 * largest, name
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Mixtral"])
+def test_most_are_packed(family: str) -> None:
+    config = getattr(hf, f"{family}Config")()
+    assert why_padded(causal_class(config), config) is None
+    assert padding_note(config, "m") is None
+
+
+def test_a_scale_that_a_config_computes_is_read() -> None:
+    config = hf.MiniCPM3Config(
+        **{**LLAMA, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        dim_model_base=16,
+    )
+    model = make(config, PACKED_ATTENTION)
+    sequences = random_sequences(list(LENGTHS))
+    ours = Actor(model)(full_batch(sequences)).logprobs
+    torch.testing.assert_close(ours, own_logprobs(model, sequences), atol=1e-4, rtol=0)
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    config = hf.BertConfig(**SIZES, intermediate_size=64, is_decoder=True)
+    with pytest.raises(ConfigError, match="BertLMHeadModel computes its logits in a way of its"):
+        check_own_logits(make(config, PACKED_ATTENTION), runs_on="cpu")
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    config = hf.XLMConfig(vocab_size=262, emb_dim=32, n_layers=2, n_heads=4)
+    with pytest.raises(ConfigError, match="XLMWithLMHeadModel: its tokens see those to their"):
+        check_own_logits(make(config), runs_on="cpu")
+
+
+def test_code_that_comes_with_the_weights_must_take_packed_rows() -> None:
+    model = make(PADDED["mamba"]())
+    refuse_own_code(model, "m")
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
+    with pytest.raises(ConfigError, match="m: MambaForCausalLM has linear_attention"):
+        refuse_own_code(model, "m")
+
+
+def test_a_folder_of_either_is_refused(tmp_path: Path) -> None:
+    make(hf.BertConfig(**SIZES, is_decoder=True)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="computes its logits in a way of its own"):
+        load_causal_lm(tmp_path)
+
+
+def test_kernels_that_work_elsewhere_only_are_not_looked_at() -> None:
+    model = make(hf.LlamaConfig(**LLAMA), PACKED_ATTENTION)
+
+    def forward(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no kernel for CPU tensors")
+
+    model.forward = forward
+    check_own_logits(model, runs_on="cuda")
+    with pytest.raises(RuntimeError, match="no kernel"):
+        check_own_logits(model, runs_on="cpu")
+
+
+@pytest.mark.parametrize("family", ["bloom", "qwen3_next"])
+def test_a_folder_is_loaded_with_an_attention_of_its_family(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path, family, hidden_size=32)
+    model = load_causal_lm(tmp_path, attn_implementation="flash_attention_2")
+    assert model.config._attn_implementation != PACKED_ATTENTION
+    sequences = random_sequences(list(LENGTHS))
+    ours = Actor(model)(full_batch(sequences)).logprobs
+    torch.testing.assert_close(ours, own_logprobs(model, sequences), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["bloom", "qwen3_next"])
+def test_a_reward_model_scores_as_it_would_alone(family: str, tmp_path: Path) -> None:
+    make_reward_model(tmp_path, architecture=family, hidden_size=32)
+    sequences = random_sequences(list(LENGTHS))
+    with torch.no_grad():
+        scores = RewardModel.from_pretrained(tmp_path)(full_batch(sequences))
+        own = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        alone = [own.eval()(input_ids=ids[None]).logits[0, 0] for ids in sequences]
+    assert scores.std() > 0.01
+    torch.testing.assert_close(scores, torch.stack(alone), atol=1e-4, rtol=0)
+
+
+def test_router_losses_do_not_count_the_padding() -> None:
+    model = make(PADDED["qwen3_next"]())
+    sequences = random_sequences(list(LENGTHS))
+    losses = Actor(model, with_aux_loss=True)(full_batch(sequences)).aux_loss
+    alone = []
+    for ids in sequences:
+        output = model.model(input_ids=ids[None], use_cache=False, output_router_logits=True)
+        alone.append(load_balancing_losses(output.router_logits, [len(ids)], top_k=2)[0])
+    torch.testing.assert_close(losses, torch.stack(alone), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba", "qwen3_next"])
+def test_the_engine_without_a_cache_samples_what_the_model_says(family: str) -> None:
+    """Prompts of many lengths in few slots, several samples of each, ended at many lengths."""
+    model = make(PADDED[family]())
+    prompts = random_sequences([9, 2, 5, 7, 1, 4])
+    requests = [
+        GenerationRequest(
+            str(k),
+            tuple(prompt.tolist()),
+            SamplingSettings(2, temperature=1.0, max_new_tokens=3 + 2 * k, stop_token_ids=(9,)),
+        )
+        for k, prompt in enumerate(prompts)
+    ]
+    torch.manual_seed(1)
+    answers = HFEngine(model, max_num_rows=4).generate(requests)
+    for request, completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            ids = torch.tensor([*request.prompt_token_ids, *completion.token_ids])
+            with torch.no_grad():
+                said = own_logprobs(model, [ids])[len(request.prompt_token_ids) - 1 :]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), said, atol=1e-4, rtol=0)
+            limit = request.sampling.max_new_tokens
+            assert len(completion.token_ids) == limit or completion.token_ids[-1] == 9
+    assert len({c.token_ids for completions in answers for c in completions}) > 6
+
+
+def test_a_command_says_that_it_pads_and_learns(tmp_path: Path) -> None:
+    """BLOOM is the family of KTO's default model."""
+    model = make_model(tmp_path / "model", "bloom", hidden_size=32)
+    rows = [{"input": f"q{k}", "output": "ab"[k % 2] * (1 + k), "label": k % 2} for k in range(8)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = f"--pretrain {model} --dataset {data} --save_path {tmp_path}/run --input_key input "
+    words += "--output_key output --label_key label --train_batch_size 8 --max_epochs 6 "
+    words += "--micro_train_batch_size 4 --learning_rate 1e-2 --lr_warmup_ratio 0"
+    command = [sys.executable, "-m", "openrlhf.cli.train_kto", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = f"{model}: BloomForCausalLM has an attention of its own: the sequences of a micro-batch"
+    assert said in done.stderr
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    margins = [line["chosen_reward"] - line["reject_reward"] for line in lines]
+    assert margins[0] == 0 and margins[-1] > 0.1, margins
+    hf.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
