@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines.host_memory import use_heap_for_large_pieces
 from openrlhf.engines.vllm_held import bit_sum, keeps_bits, plain_rows
-from openrlhf.engines.vllm_probe import PackingCheck
+from openrlhf.engines.vllm_probe import PackingCheck, has_experts
 from openrlhf.engines.vllm_slots import Part, Scratch, Slot, end_to_end
 from openrlhf.errors import WeightSyncError
 
@@ -139,7 +139,9 @@ class InPlaceUpdate:
     def _plain_parameter(self, layer: nn.Module, name: str, meta: Tensor | None) -> Tensor | None:
         """The live parameter where it is still plain, else a new one to be filled."""
         current = layer._parameters.get(name)
-        if current is None or meta is None or current.shape == meta.shape:
+        if current is None or meta is None:
+            return current
+        if current.shape == meta.shape and not has_experts(layer):
             return current
         plain = materialize_meta_tensor(restore_layer_refs(meta, layer))
         layer.register_parameter(name, plain)
@@ -149,11 +151,14 @@ class InPlaceUpdate:
         loader = getattr(param, "weight_loader", default_weight_loader)
         loader = getattr(loader, "counted_loader", loader)
 
-        def counting(param: Tensor, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counting(param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+            loaded = loaded_weight  # vLLM's name for it: experts are loaded by keywords
             slot.num_loaded += loaded.numel()
             self.num_taken += loaded.numel()
             self.taken_names.add(self.current_name)
-            answer = None
+            answer = kwargs.get(
+                "return_success"
+            )  # asked for by those who look for the right expert
             if slot.is_temporary:
                 self._take(slot, param, Part(loaded, args, kwargs))
             else:
@@ -236,6 +241,8 @@ class InPlaceUpdate:
         name = self.unpacked.pop(layer)
         plain = dict(layer._parameters)
         layer.cpu_linear = None  # frees the last packed copy before the next one is made
+        if has_experts(layer):  # or vLLM would keep the plain weights for packed ones
+            layer.quant_method.moe_kernel = None
         self.check.around(
             layer, name, partial(layer.quant_method.process_weights_after_loading, layer)
         )

@@ -1,0 +1,103 @@
+"""Weights of mixtures of experts, and of families that the trainer pads, reach vLLM as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from openrlhf.distributed.export_names import as_stored
+from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.errors import WeightSyncError
+from tests.engines.helpers import PROMPT, largest_gap, load, request, send, shake, start, weights
+from tests.tiny import make_tokenizer
+
+SIZES = {"vocab_size": 262, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 256}
+SHORT = {"vocab_size": 262, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+FAMILIES = {
+    "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**LLAMA, **EXPERTS, shared_expert_intermediate_size=128),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=32),
+    "olmoe": lambda: hf.OlmoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2),
+    "bloom": lambda: hf.BloomConfig(**SHORT, hidden_size=128),
+    "falcon": lambda: hf.FalconConfig(**SIZES, bos_token_id=1, eos_token_id=1),
+    "gptj": lambda: hf.GPTJConfig(**SHORT, n_embd=128, rotary_dim=16),
+    "nemotron": lambda: hf.NemotronConfig(**LLAMA),
+}
+IN_MAIN = {"mixtral"}
+
+
+def make(family: str, path: Path) -> Any:
+    make_tokenizer(path)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    shake(model, 7)
+    model.save_pretrained(path)
+    return load(path)
+
+
+def gap(engine: VLLMEngine, model: Any) -> float:
+    """How far log-probs lie from the trainer's, at most."""
+    prompts = [PROMPT[:n] for n in (3, 10, 40)]
+    asked = [request(prompt, num_samples=2, max_new_tokens=20) for prompt in prompts]
+    answers = zip(prompts, engine.generate(asked), strict=True)
+    return max(largest_gap(model, p, a, 1.0) for p, samples in answers for a in samples)
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in IN_MAIN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
+def test_two_updates_arrive(family: str, tmp_path: Path) -> None:
+    model = make(family, tmp_path)
+    engine = start(tmp_path)
+    try:
+        assert gap(engine, model) < 1e-3
+        for version in (1, 2):
+            shake(model, version)
+            before = gap(engine, model)
+            send(engine, list(as_stored(model, weights(model))), version, bucket_bytes=2**17)
+            assert gap(engine, model) < 1e-3 < before / 10
+        if family in IN_MAIN:
+            check_that_lost_experts_are_found(engine, model)
+    finally:
+        engine.shutdown()
+
+
+def check_that_lost_experts_are_found(engine: VLLMEngine, model: Any) -> None:
+    """An engine that takes the plain weights of experts for packed ones, as vLLM's own reload does
+    on a CPU, and one that loses an expert on the way.
+    """
+    worker = engine._stepper.engine.model_executor.driver_worker.worker
+    experts = next(
+        layer
+        for name, layer in worker.get_model().named_modules()
+        if name.endswith("routed_experts")
+    )
+    real = type(experts.quant_method).process_weights_after_loading
+
+    def keep_kernel(layer: Any) -> None:
+        experts.quant_method.moe_kernel = kernel
+        real(experts.quant_method, layer)
+
+    def lose_an_expert(layer: Any) -> None:
+        real(experts.quant_method, layer)
+        layer.w2_weight.data[2] = 0
+
+    found = set()
+    for version in range(8):  # one expert is looked at in most updates: each in its turn
+        for fault in (keep_kernel, lose_an_expert):
+            kernel = experts.quant_method.moe_kernel
+            experts.quant_method.process_weights_after_loading = fault
+            try:
+                send(engine, list(as_stored(model, weights(model))), version)
+            except WeightSyncError as error:
+                found.add(fault.__name__)
+                assert "experts does not hold what was received: expert" in str(error)
+            finally:
+                del experts.quant_method.process_weights_after_loading
+    assert found == {"keep_kernel", "lose_an_expert"}
