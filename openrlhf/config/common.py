@@ -122,7 +122,7 @@ class DeepSpeedConfig(LoadConfig):
     )
     use_liger_kernel: bool = switch("Liger kernels.", "use_liger_kernel")
     packing_samples: bool = switch(
-        "Accepted for old commands: batches are always packed, on every device.",
+        "Accepted for old commands: batches are packed on every device.",
         "packing_samples",
     )
     ring_attn_size: int = option(1, "Ranks that share a sequence.", "ring_attn_size", ge=1)

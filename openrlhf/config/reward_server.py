@@ -62,7 +62,7 @@ class ServedWeightsConfig(LoadConfig):
     """`ds.*` of serve_rm: how weights are loaded."""
 
     packing_samples: bool = switch(
-        "Accepted for old commands: texts are always packed, on every device.", "packing_samples"
+        "Accepted for old commands: texts are packed on every device.", "packing_samples"
     )
     value_head_prefix: str = option(
         "score",

@@ -28,7 +28,7 @@ from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
 from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
 from openrlhf.errors import EngineError, WeightSyncError
-from openrlhf.utils.packable import why_padded
+from openrlhf.utils.packable import is_padded
 
 MAX_NUM_ROWS = 256
 PREFILL_TOKENS = 8192  # padded tokens of one prefill, at most (a longer prompt goes alone)
@@ -210,7 +210,7 @@ def generating(model: Any) -> Iterator[None]:
     was_training = model.training
     attention = model.config._attn_implementation
     fallback = attention if attention in KEPT_ATTENTION else "sdpa"
-    has_cache = why_padded(type(model), model.config) is None
+    has_cache = not is_padded(model)
     model.eval()
     if has_cache:
         model.set_attn_implementation(register_decode_attention(fallback))

@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.engines.hf_engine_cache import SlotCache, TokenHistory
 from openrlhf.engines.sampling import penalize_repeats, sample_tokens
-from openrlhf.utils.packable import why_padded
+from openrlhf.utils.packable import is_padded
 
 NO_TOKEN = -1
 MAX_LOGITS = 2**27  # numbers at once, where logits of all positions are computed
@@ -237,7 +237,7 @@ class DecodeBatch:
         return seen_RV
 
     def _new_cache(self) -> SlotCache | TokenHistory:
-        if why_padded(type(self.model), self.model.config) is not None:
+        if is_padded(self.model):
             return TokenHistory()
         return SlotCache(self.model.config.get_text_config().num_hidden_layers)
 

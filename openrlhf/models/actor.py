@@ -23,7 +23,7 @@ from openrlhf.models.router_loss import (
     load_balancing_losses,
     refuse_reentrant,
 )
-from openrlhf.utils.packable import why_padded
+from openrlhf.utils.packable import is_padded
 from openrlhf.utils.packing import PackedBatch
 
 # Config attributes of heads that change logits in a way this module does not know.
@@ -128,7 +128,7 @@ def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = No
     Without `top_k` they are not computed.
     """
     model = unwrap_peft(model)
-    if why_padded(type(model), model.config) is not None:
+    if is_padded(model):
         return padded_states(model, batch, top_k=top_k)
     row = PackedRow.of(batch)
     is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION

@@ -13,8 +13,6 @@ from openrlhf.utils.packable import why_padded
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a family's language models; None for code that comes with the weights."""
-    if getattr(config, "auto_map", None) is not None:
-        return None
     found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     return found if isinstance(found, type) else None
 
@@ -29,6 +27,15 @@ def padding_note(config: PretrainedConfig, path: str) -> str | None:
         f"{path}: {model_class.__name__} has {reason}: the sequences of a micro-batch are padded "
         "to the longest, not packed, which takes more time and memory"
     )
+
+
+def refuse_token_budget(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a model whose rows are padded: a number of tokens is no bound."""
+    if padding_note(config, path) is not None:
+        raise ConfigError(
+            f"--use_dynamic_batch: the rows of {path} are padded, so a budget of tokens does not "
+            "bound their memory. Leave it out and set --micro_train_batch_size."
+        )
 
 
 def refuse_own_code(model: PreTrainedModel, path: str) -> None:

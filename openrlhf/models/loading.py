@@ -140,23 +140,21 @@ def choose_attention(
     *,
     dtype: torch.dtype,
     device_type: str | None = None,
-    padded: type[PreTrainedModel] | None = None,
+    is_padded: bool = False,
 ) -> str | None:
     """The attention for packed rows: flash-attn on CUDA in half precision, else our own.
 
     Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
-    `padded` is the class of a family whose rows are padded: it has flash-attn too where it can,
-    else what transformers takes for it (None).
+    A family whose rows are padded gets what transformers takes for it (None), or eager.
     """
     if requested is not None and requested not in GENERIC_ATTENTION:
         return requested
+    if is_padded:
+        return "eager" if requested == "eager" else None
     is_cuda = (device_type or default_device_type()) == "cuda"
     wants_flash = requested in (None, "auto", FLASH_2)
-    can_flash = padded is None or padded._supports_flash_attn
-    if wants_flash and can_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
+    if wants_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
         return FLASH_2
-    if padded is not None:
-        return "eager" if requested == "eager" else None
     return PACKED_ATTENTION
 
 
@@ -177,12 +175,12 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, config)
     family = causal_class(config)
-    padded = family if family is not None and why_padded(family, config) is not None else None
+    is_padded = family is not None and why_padded(family, config) is not None
     requested = options.get("attn_implementation")
     kwargs: dict[str, object] = {
         "config": config,
         "dtype": dtype,
-        "attn_implementation": choose_attention(requested, dtype=dtype, padded=padded),
+        "attn_implementation": choose_attention(requested, dtype=dtype, is_padded=is_padded),
         "trust_remote_code": options.get("trust_remote_code", False),
         "output_loading_info": True,
         "tqdm_class": download_bar_class(),
@@ -241,8 +239,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
     refuse_own_code(model, path)
-    check_own_logits(model, runs_on=default_device_type())
-    finish_loading(model, options)
+    finish_loading(model, options, has_lm_head=True)
     return model
 
 
@@ -324,11 +321,15 @@ def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
         )
 
 
-def finish_loading(model: PreTrainedModel, options: LoadOptions) -> None:
+def finish_loading(
+    model: PreTrainedModel, options: LoadOptions, *, has_lm_head: bool = False
+) -> None:
     """What every model gets once its weights are in place."""
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
+    if has_lm_head:
+        check_own_logits(model, runs_on=default_device_type())
     if options.get("use_liger_kernel"):
         apply_liger(model)
 

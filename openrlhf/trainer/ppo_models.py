@@ -7,6 +7,7 @@ from __future__ import annotations
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.families import refuse_token_budget
 from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
@@ -23,7 +24,9 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     problems: list[str] = []
     for name in named_models(config):
         try:
-            load_config(name, trust_remote_code=config.trust_remote_code)
+            facts = load_config(name, trust_remote_code=config.trust_remote_code)
+            if config.train.dynamic_batch_enable:
+                refuse_token_budget(facts, name)
             if name in config.reward.model_paths:
                 _check_head(config, name)
         except ConfigError as error:

@@ -35,6 +35,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
+from openrlhf.models.families import refuse_token_budget
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.models.router_loss import check_has_experts
@@ -222,6 +223,8 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
         path: load_config(path, trust_remote_code=config.trust_remote_code)
         for path in recipe.other_models(config)
     }
+    for path, facts in configs.items() if config.train.dynamic_batch_enable else ():
+        refuse_token_budget(facts, path)
     if config.model.aux_loss_coef > 0:
         check_has_experts(model_config, model_path)
     data = config.data

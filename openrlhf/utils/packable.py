@@ -8,7 +8,7 @@ attention too): so it is on every machine, and a run means the same everywhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 # Their decoders do not hand keywords on to the attention.
 LOSE_BOUNDARIES = {"moshi", "nemotron"}
+
+
+def is_padded(model: Any) -> bool:
+    """Whether a model, inside its adapters or bare, sees padded rows."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return why_padded(type(base), base.config) is not None
 
 
 def why_padded(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:

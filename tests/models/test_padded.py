@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from openrlhf.models.router_loss import load_balancing_losses
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packable import why_padded
 from tests.models.helpers import full_batch, random_sequences
-from tests.tiny import make_model, make_reward_model, write_jsonl
+from tests.tiny import make_model, make_reward_model, make_tokenizer, write_jsonl
 
 LENGTHS = (7, 1, 12, 5, 12)
 SIZES = {"vocab_size": 262, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -155,7 +156,11 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 def test_code_that_comes_with_the_weights_must_take_packed_rows() -> None:
     model = make(PADDED["mamba"]())
     refuse_own_code(model, "m")
-    model.config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
+
+    class OwnConfig(hf.MambaConfig):
+        """Of a file beside the weights."""
+
+    model.config.__class__ = OwnConfig
     with pytest.raises(ConfigError, match="m: MambaForCausalLM has linear_attention"):
         refuse_own_code(model, "m")
 
@@ -164,6 +169,36 @@ def test_a_folder_of_either_is_refused(tmp_path: Path) -> None:
     make(hf.BertConfig(**SIZES, is_decoder=True)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="computes its logits in a way of its own"):
         load_causal_lm(tmp_path)
+
+
+def test_experts_in_half_precision_round_and_pass() -> None:
+    config = hf.MixtralConfig(**{**LLAMA, "num_hidden_layers": 8}, num_local_experts=4)
+    check_own_logits(make(config, PACKED_ATTENTION).to(torch.bfloat16), runs_on="cpu")
+
+
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+def test_a_budget_of_tokens_does_not_bound_padded_rows(
+    command: str, tmp_path: Path, refuse: Callable
+) -> None:
+    make_tokenizer(tmp_path / "model")
+    PADDED["falcon"]().save_pretrained(tmp_path / "model")
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "output": "a"}])
+    words = f"--pretrain {tmp_path}/model --save_path {tmp_path}/run --use_dynamic_batch "
+    words += {
+        "sft": f"--dataset {data} --input_key input --output_key output",
+        "ppo": f"--prompt_data {data} --input_key input --reward_pretrain {tmp_path}/model",
+    }[command]
+    code, error = refuse(f"train_{command}", words.split())
+    assert code == 2, error
+    assert f"--use_dynamic_batch: the rows of {tmp_path}/model are padded" in error
+
+
+def test_what_does_not_run_here_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(hf.BertConfig(**SIZES, is_decoder=True), PACKED_ATTENTION)
+    with pytest.raises(ConfigError, match="a way of its own"):
+        check_own_logits(model, runs_on="cuda")
+    monkeypatch.setattr("openrlhf.models.own_logits.MAX_WEIGHTS_ELSEWHERE", 1000)
+    check_own_logits(model, runs_on="cuda")  # would take minutes
 
 
 def test_kernels_that_work_elsewhere_only_are_not_looked_at() -> None:
