@@ -17,8 +17,12 @@ from openrlhf.trainer.ppo_state import RunState
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 # Scores that differ from sample to sample, and that a policy can raise.
+# A run that is to be killed in the middle waits at every call, or it may end first.
 REWARD_CODE = """
+import os, time
+
 def reward_func(queries, prompts, labels):
+    time.sleep(float(os.environ.get("REWARD_DELAY", 0)))
     responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     scores = [sum(c in "abcdefghijklm" for c in text) / 8 for text in responses]
     return {"rewards": scores, "scores": scores}

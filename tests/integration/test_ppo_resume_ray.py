@@ -51,6 +51,8 @@ AHEAD = (
 def run(command: list[str], *, stop_at: int | None = None, run_dir: Path) -> str:
     """What a command printed; with `stop_at` it is killed soon after that step."""
     environment = os.environ | {"RAY_ADDRESS": "local"}
+    if stop_at is not None:
+        environment["REWARD_DELAY"] = "0.2"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
