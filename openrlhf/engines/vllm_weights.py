@@ -156,9 +156,7 @@ class InPlaceUpdate:
             slot.num_loaded += loaded.numel()
             self.num_taken += loaded.numel()
             self.taken_names.add(self.current_name)
-            answer = kwargs.get(
-                "return_success"
-            )  # asked for by those who look for the right expert
+            answer = kwargs.get("return_success")  # vLLM asks whether the expert is held here
             if slot.is_temporary:
                 self._take(slot, param, Part(loaded, args, kwargs))
             else:
