@@ -70,7 +70,5 @@ test-gpu:
 
 check: lint types layers test
 
-# TRL is what the whole step is compared with; nothing else needs it.
 bench: $(STAMP)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides requirements/cpu-overrides.txt -e ".[bench]"
 	$(BIN)/python -m benchmarks.run

@@ -9,8 +9,6 @@ from tests.source import Module, modules
 
 PACKAGE = [module for module in modules() if module.path.name != "__init__.py"]
 EXAMPLES = modules("examples")
-TESTS = modules("tests")
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_DOCSTRING_LINES = 8
 MAX_BROAD_EXCEPTS = 0
@@ -34,11 +32,6 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg
     named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
     starred = [arg for arg in (spec.vararg, spec.kwarg) if arg is not None]
     return [arg for arg in named + starred if arg.arg not in ("self", "cls")]
-
-
-def test_files_are_at_most_400_lines():
-    sizes = {m.where: len(m.text.splitlines()) for m in PACKAGE + EXAMPLES + TESTS}
-    assert {where: size for where, size in sizes.items() if size > MAX_FILE_LINES} == {}
 
 
 def test_functions_are_at_most_60_lines():

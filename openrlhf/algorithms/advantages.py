@@ -148,7 +148,7 @@ class AdvantageEstimator:
     lambd: float = 1.0
     no_std_norm: bool = False
 
-    def compute(  # noqa: PLR0913 - the record of a rollout batch lives in a layer above
+    def compute(
         self,
         rewards_B: Tensor,
         group_ids_B: Tensor,

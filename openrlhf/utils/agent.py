@@ -142,7 +142,7 @@ class AgentExecutorBase:
         self.hf_tokenizer = hf_tokenizer
         self.result_queue = result_queue
 
-    async def execute(  # noqa: PLR0913 - the signature that agent files override
+    async def execute(
         self,
         prompt: str,
         label: Any,
@@ -184,7 +184,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         """Solve one row; answers {"reward": …, "scores"?: …, "extra_logs"?: …}."""
         raise NotImplementedError
 
-    async def execute(  # noqa: PLR0913 - the signature that agent files override
+    async def execute(
         self,
         prompt: str,
         label: Any,
