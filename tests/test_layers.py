@@ -158,6 +158,7 @@ def test_a_command_line_answers_help_without_heavy_libraries(name):
     assert reached(name, set()) & HEAVY == set()
 
 
-def test_package_files_are_empty():
+def test_package_files_are_empty_but_for_the_name_that_users_files_import_from_utils():
     full = [m.where for m in MODULES if m.path.name == "__init__.py" and m.text.strip()]
-    assert full == []
+    assert full == ["openrlhf/utils/__init__.py"]
+    assert NAMES["openrlhf.utils"].text.count("import ") == 2  # one of them in its docstring

@@ -12,6 +12,6 @@ class PromptRecord:
     row_id: int  # index of the row in the data set, before anything was dropped
     prompt_text: str
     prompt_token_ids: tuple[int, ...]
-    label: object = None
+    label: object = ""  # without --label_key
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns

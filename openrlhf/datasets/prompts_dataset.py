@@ -98,7 +98,7 @@ class PromptDataset:
             row_id=row_id,
             prompt_text=str(self._content.extras[index]),
             prompt_token_ids=tuple(self._content.stores[0][index].tolist()),
-            label=row[label_key] if label_key else None,
+            label=row[label_key] if label_key else "",
             datasource=str(row.get("datasource") or "default"),
             columns={name: value for name, value in row.items() if name != self._input_key},
         )

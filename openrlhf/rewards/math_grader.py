@@ -16,10 +16,10 @@ import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from openrlhf.rewards.math_process import MATH_PROCESSES
+from openrlhf.utils import extract_boxed_answer
 
 PARSE_TIMEOUT_S = 3
 COMPARE_TIMEOUT_S = 3
-BOXED = "\\boxed"
 END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it reports every answer it cannot read
@@ -36,7 +36,7 @@ def math_equal(answer: str, truth: str) -> bool:
     assert isinstance(answer, str), f"an answer is text, not a {type(answer).__name__}"
     if threading.current_thread() is not threading.main_thread():
         return MATH_PROCESSES.compare(answer, str(truth))
-    box = boxed(answer)
+    box = extract_boxed_answer(answer)
     text = END_TOKEN.sub("", answer)
     readings = [_read_bare(box)] if box is not None else [_read(text), _read_bare(text)]
     expected = _read_bare(str(truth))
@@ -45,19 +45,6 @@ def math_equal(answer: str, truth: str) -> bool:
         for found in readings
         if found and expected
     )
-
-
-def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} of a text holds, with balanced braces; None without one."""
-    start = text.rfind(BOXED + "{")
-    if start < 0:
-        return None
-    depth = 0
-    for position in range(start + len(BOXED), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + len(BOXED) + 1 : position]
-    return None
 
 
 def _read_bare(text: str) -> list[object]:

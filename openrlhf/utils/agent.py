@@ -7,8 +7,11 @@ What is trained on are the tokens the engine sampled, whatever the code here doe
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ from openrlhf.utils.agent_calls import (
     AgentError,
     BadAnswerError,
     ContextFullError,
+    RemoteInstance,
     StepTimeoutError,
 )
 from openrlhf.utils.agent_turns import Turns
@@ -47,13 +51,22 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # None: all that the context leaves
+    # A turn gets at most what the context leaves, which is what the run's own number stands for.
+    max_tokens: int | None = None
     stop_token_ids: list[int] = field(default_factory=list)  # beside the end of a turn
     stop: list[str] = field(default_factory=list)  # texts that are one token each
     seed: int | None = None
     n: int = 1
     logprobs: int | None = 0
     skip_special_tokens: bool = False  # in the text; the token ids are all there
+    include_stop_str_in_output: bool = True
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 0
+
+    def clone(self) -> SamplingParams:
+        """Return a copy that may be changed by itself."""
+        return copy.deepcopy(self)
 
 
 class LLMEngine(Protocol):
@@ -103,6 +116,11 @@ class AgentInstanceBase(ABC):
     Plain methods run in a thread, so that they hold up no other episode.
     """
 
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> RemoteInstance:
+        """Make an environment that is called like a Ray actor, but lives in this process."""
+        return RemoteInstance(cls, *args, **kwargs)
+
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Start: `states` has observation (the prompt) and label; answers {"observation": text}."""
         return {"observation": states["observation"]}
@@ -125,6 +143,8 @@ class AgentExecutorBase:
     max_steps: int = MAX_STEPS
     max_length: int | None = None
     llm_engine: Any = None
+    hf_tokenizer: Any = None
+    result_queue: Any = None
 
     def __init__(
         self,
@@ -141,6 +161,12 @@ class AgentExecutorBase:
         self.llm_engine = llm_engine
         self.hf_tokenizer = hf_tokenizer
         self.result_queue = result_queue
+        # For an `execute` that takes it: --async_num_tasks limits the episodes of every executor.
+        self.semaphore = asyncio.Semaphore(sys.maxsize)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling_params: Any) -> Any:
+        """Sample one turn; what is returned is described at LLMEngine."""
+        return await self.llm_engine.generate(prompt_ids, sampling_params)
 
     async def execute(
         self,

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from openrlhf.errors import RewardError
@@ -39,15 +40,41 @@ class ContextFullError(AgentError):
     kind = "context_full"
 
 
-async def make_instance(instance_cls: Any) -> Any:
+async def make_instance(instance_cls: Any, *args: Any, **kwargs: Any) -> Any:
     """An object of the class; its `__init__` may be async."""
     if instance_cls is None:
         raise BadAnswerError("the executor has no environment. Give its class to __init__.")
     instance = instance_cls.__new__(instance_cls)
-    made = instance.__init__()
+    made = instance.__init__(*args, **kwargs)
     if inspect.isawaitable(made):
         await made
     return instance
+
+
+class RemoteInstance:
+    """An environment under the calls of a Ray actor: `await instance.step.remote(states)`."""
+
+    def __init__(self, instance_cls: type[Any], *args: Any, **kwargs: Any) -> None:
+        self._made = asyncio.ensure_future(make_instance(instance_cls, *args, **kwargs))
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        return RemoteMethod(self._made, name)
+
+
+@dataclass(frozen=True)
+class RemoteMethod:
+    """A method of a RemoteInstance."""
+
+    instance: asyncio.Future[Any]
+    name: str
+
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        """Start a call; the future that is returned is to be awaited."""
+        return asyncio.ensure_future(self._call(*args, **kwargs))
+
+    async def _call(self, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(await self.instance, self.name)
+        return await call_user(partial(method, *args, **kwargs), timeout_s=None)
 
 
 async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:

@@ -31,7 +31,7 @@ class Rollout:
     finish_reason: str  # "stop" or "length"
     prompt_text: str
     response_text: str
-    label: object = None
+    label: object = ""
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # further columns of the row
     reward: float | None = None

@@ -31,6 +31,10 @@ def test_a_record_holds_text_ids_label_source_and_the_other_columns(tokenizer):
     assert record.columns == {"answer": "4", "datasource": "math", "level": 3}
 
 
+def test_without_a_label_key_a_label_is_an_empty_text(tokenizer):
+    assert prompts(tokenizer, [{"input": "2+2=", "answer": "4"}])[0].label == ""
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.rewards.code_runner import CodeLimits, passes_tests, run_python
-from openrlhf.rewards.math_grader import boxed, math_equal
+from openrlhf.rewards.math_grader import math_equal
 from openrlhf.rewards.text_checks import (
     code_block,
     has_tags_in_order,
@@ -17,6 +17,7 @@ from openrlhf.rewards.text_checks import (
     matches_whole,
     tag_content,
 )
+from openrlhf.utils import extract_boxed_answer
 from openrlhf.utils.processes import MARK_VARIABLE, new_mark
 
 
@@ -62,8 +63,8 @@ def test_other_answers_are_not_and_none_takes_long(answer: str, truth: str) -> N
 
 
 def test_the_last_box_is_read_with_its_braces() -> None:
-    assert boxed(r"\boxed{1} and \boxed{\frac{a}{b}} then") == r"\frac{a}{b}"
-    assert boxed(r"\boxed{1") is None and boxed("none") is None
+    assert extract_boxed_answer(r"\boxed{1} and \boxed{\frac{a}{b}} then") == r"\frac{a}{b}"
+    assert extract_boxed_answer(r"\boxed{1") is None and extract_boxed_answer("none") is None
 
 
 def test_patterns_are_found_or_not() -> None:

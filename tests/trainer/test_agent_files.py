@@ -109,6 +109,85 @@ def test_a_whole_execute_of_ones_own_drives_the_engine_as_vllm_is_driven(tmp_pat
     assert not result.is_truncated  # the first turn was as long as it asked for
 
 
+OWN_LOOP = """
+    class AgentExecutor(AgentExecutorBase):
+        def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+            super().__init__(
+                AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
+            )
+
+        async def execute(self, prompt, label, sampling_params):
+            async with self.semaphore:
+                instance = self.agent_instance_cls.remote()
+                start = await instance.reset.remote({"observation": prompt, "label": label})
+                text, reward, ranges = start["observation"], 0, []
+                ids = self.hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+                for _ in range(self.max_steps):
+                    sampling_params.max_tokens = min(
+                        sampling_params.max_tokens, self.max_length - len(ids)
+                    )
+                    if sampling_params.max_tokens <= 0:
+                        break
+                    output = (await self.generate(ids, sampling_params.clone())).outputs[0]
+                    ranges.append((len(ids), len(ids) + len(output.token_ids)))
+                    states = {
+                        "observation_text": text,
+                        "action_text": output.text,
+                        "label": label,
+                        "sampling_params": sampling_params,
+                    }
+                    answer = await instance.step.remote(states)
+                    reward += answer["rewards"]
+                    feedback = answer["environment_feedback"]
+                    text += output.text + feedback
+                    ids = ids + output.token_ids
+                    if answer["done"]:
+                        break
+                    ids += self.hf_tokenizer(feedback, add_special_tokens=False)["input_ids"]
+                await self.result_queue.put(
+                    {
+                        "prompt": prompt,
+                        "label": label,
+                        "reward": reward,
+                        "scores": answer["scores"],
+                        "extra_logs": answer["extra_logs"],
+                        "observation_tokens": ids,
+                        "action_ranges": ranges,
+                    }
+                )
+"""
+
+
+def test_an_execute_with_a_loop_of_its_own_finds_what_the_older_base_had(tmp_path, tiny_tokenizer):
+    file = write_agent(tmp_path, dedent(ENV) + dedent(OWN_LOOP))
+    result = act_one(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
+    assert result.failure is None, result.failure
+    assert (result.reward, result.score, result.num_turns) == (0.75, 1.0, 3)
+    (segment,) = result.segments
+    text = tiny_tokenizer.decode(segment.token_ids)
+    assert text == "hi" + "yes<|end|>again" * 2 + "yes<|end|>"
+
+
+def test_an_agent_may_count_with_the_tokens_that_a_turn_may_have(tmp_path, tiny_tokenizer):
+    code = """
+        from openrlhf.utils.agent import AgentExecutorBase
+
+        class AgentExecutor(AgentExecutorBase):
+            async def execute(
+                self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine
+            ):
+                ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                sampling_params.max_tokens = min(sampling_params.max_tokens, max_length - len(ids))
+                await self.generate(ids, sampling_params)
+                return {"reward": sampling_params.max_tokens}
+    """
+    file = write_agent(tmp_path, code)
+    engine = StreamingEngine(says(tiny_tokenizer, "yes " * 9))
+    result = act_one(file, engine, tiny_tokenizer, max_length=20)
+    assert (result.failure, result.reward) == (None, 18.0)
+    assert result.is_truncated  # the context was full: no limit of the agent's own
+
+
 def seed_file(tmp_path: Path) -> Path:
     for seed in sorted(SEEDS.glob("*.txt")):
         found = re.search(r"^```python\n(# agent_func\.py\n.*?)^```", seed.read_text(), re.M | re.S)

@@ -144,7 +144,8 @@ def encoder(tiny_tokenizer):
 
 
 def test_a_turn_may_fill_what_the_context_leaves(encoder):
-    params = first_params(RUN)
+    params = first_params(RUN, max_length=40)
+    assert params.max_tokens == 40
     turn = turn_settings(params, RUN, room=33, encoder=encoder)
     assert (turn.num_samples, turn.temperature, turn.max_new_tokens) == (1, 0.7, 33)
     params.max_tokens = 5

@@ -59,6 +59,9 @@ class AgentFile:
             if executor.agent_instance_cls is None:
                 executor.agent_instance_cls = self.instance_class
             executor.max_steps = min(executor.max_steps, context.max_steps)
+            for name in ("max_length", "llm_engine", "hf_tokenizer", "result_queue"):
+                if getattr(executor, name) is None:
+                    setattr(executor, name, getattr(context, name))
         return executor
 
     def _make(self, context: AgentContext) -> Any:

@@ -263,7 +263,7 @@ class _Stage:
                     acting.cancel()
 
     async def _execute(self, request: EpisodeRequest) -> object:
-        params = first_params(request.sampling)
+        params = first_params(request.sampling, self.limits.max_length)
         answer: object = await self.executor.execute(
             request.prompt_text, request.label, params, **self._extras
         )

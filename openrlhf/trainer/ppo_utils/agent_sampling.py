@@ -33,9 +33,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def first_params(sampling: SamplingSettings) -> SamplingParams:
+def first_params(sampling: SamplingSettings, max_length: int) -> SamplingParams:
     """What an episode starts with: the run's sampling, and all of the context to fill."""
     return SamplingParams(
+        max_tokens=max_length,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         repetition_penalty=sampling.repetition_penalty,

@@ -39,7 +39,7 @@ class EpisodeRequest:
     prompt_text: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingSettings
-    label: object = None
+    label: object = ""
     columns: dict[str, object] = field(default_factory=dict)
 
 
