@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,3 +131,25 @@ def make_reward_model(path: Path | str, *, seed: int = 1, **model: object) -> Pa
         reward_model.score.weight.normal_(std=0.3)
     reward_model.save_pretrained(path)
     return path
+
+
+def as_openrlhf_saves(
+    path: Path | str, target: Path | str, *, head: str = "score", kind: str = "RewardModel"
+) -> Path:
+    """A copy of a reward model in the format of OpenRLHF 0.8 to 0.11: a class of its own in the
+    config, which names the head and no labels; the backbone under `model.`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path, target = Path(path), Path(target)
+    shutil.copytree(path, target)
+    config = json.loads((path / "config.json").read_text())
+    for key in ("id2label", "label2id", "num_labels"):
+        config.pop(key, None)
+    config.update(architectures=[kind], value_head_prefix=head)
+    (target / "config.json").write_text(json.dumps(config))
+    weights = load_file(path / "model.safetensors")
+    assert weights["score.weight"].size(0) == 1
+    weights[f"{head}.weight"] = weights.pop("score.weight")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target

@@ -46,6 +46,8 @@ from openrlhf.utils.progress import tracked
 logger = logging.getLogger(__name__)
 
 HEAD = "score"  # the module transformers gives the scalar head
+# Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
+OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 # Ways of asking for attention that packed attention answers itself.
 GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -276,7 +278,7 @@ def load_sequence_model(
     has_stored_head = is_value_model(config)
     if not has_stored_head and not allow_fresh_head:
         raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
-    if has_stored_head and config.num_labels != 1:
+    if is_classifier(config) and config.num_labels != 1:
         raise ConfigError(
             f"The model at {path!r} has {config.num_labels} labels; a value head has one."
         )
@@ -361,9 +363,13 @@ def own_memory(model: PreTrainedModel) -> None:
 
 def is_value_model(config: PretrainedConfig) -> bool:
     """Whether the checkpoint was saved with a scalar head, which must then be found in it."""
-    names = config.architectures or ()
-    is_classifier = any("SequenceClassification" in name for name in names)
-    return is_classifier or "value_head_prefix" in config.to_dict()
+    has_own_class = OPENRLHF_CLASSES.intersection(config.architectures or ())
+    return bool(has_own_class) or is_classifier(config) or "value_head_prefix" in config.to_dict()
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a sequence classifier of transformers was saved, which may have several labels."""
+    return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def is_lm_head_key(key: str) -> bool:

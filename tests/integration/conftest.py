@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import make_reward_model, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_reward_model, write_jsonl
 
 REWARD_CODE = '''
 """Rewards short answers and those that hold the label."""
@@ -23,8 +23,9 @@ def reward_func(queries, prompts, labels):
 
 @pytest.fixture(scope="session")
 def reward_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny reward model with the policy's tokenizer."""
-    return make_reward_model(tmp_path_factory.mktemp("tiny") / "reward")
+    """A tiny reward model with the policy's tokenizer, as OpenRLHF 0.8 saves it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return as_openrlhf_saves(make_reward_model(folder / "made"), folder / "reward")
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from tests.models.helpers import (
     random_sequences,
     tiny_model,
 )
+from tests.tiny import as_openrlhf_saves, make_reward_model
 
 ARCHITECTURES = ["qwen2", "llama", "gpt_neox"]
 
@@ -111,6 +112,31 @@ def test_a_reward_model_that_lost_its_head_is_an_error(causal_dir, tmp_path):
 def test_a_classifier_of_several_labels_is_an_error(reward_dir, tmp_path):
     path = edit_config(reward_dir, tmp_path, id2label={"0": "bad", "1": "good"})
     with pytest.raises(ConfigError, match="2 labels"):
+        fp32(path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral"])
+@pytest.mark.parametrize(
+    ("cls", "head"),
+    [(RewardModel, "score"), (RewardModel, "value_head"), (CriticModel, "value_head")],
+)
+def test_models_that_openrlhf_saved_have_the_outputs_they_were_trained_for(
+    architecture, cls, head, tmp_path
+):
+    made = make_reward_model(tmp_path / "made", architecture=architecture)
+    path = as_openrlhf_saves(made, tmp_path / "saved", head=head, kind=cls.__name__)
+    batch = full_batch(random_sequences([4, 9, 20]))
+    model = fp32(path, cls, allow_fresh_head=False, normalize_reward=True)
+    assert torch.equal(model(batch), fp32(made, cls, normalize_reward=True)(batch))
+    assert model.scale.mean == 0.1 and model.scale.std == 0.5
+    model.model.save_pretrained(tmp_path / "again")  # from here on it is a classifier
+    again = fp32(tmp_path / "again", cls, normalize_reward=True)
+    assert torch.equal(again(batch), model(batch))
+
+
+def test_a_model_of_openrlhf_without_its_head_is_an_error(causal_dir, tmp_path):
+    path = edit_config(causal_dir, tmp_path, architectures=["RewardModel"])
+    with pytest.raises(ConfigError, match=r"missing \(score.weight\)"):
         fp32(path)
 
 

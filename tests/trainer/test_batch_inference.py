@@ -23,7 +23,7 @@ from openrlhf.trainer.batch_generation import slice_of
 from openrlhf.trainer.batch_inference import run_batch_inference, summary
 from openrlhf.trainer.rank_gpus import own_gpus, see_own_gpus
 from tests.distributed.spawn import run_ranks
-from tests.tiny import make_model, make_reward_model, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
 NUM_PROMPTS = 11  # odd: one of two ranks has one more
 GREEDY = "--greedy_sampling --max_new_tokens 12 --prompt_max_len 64 --micro_batch_size 3"
@@ -231,6 +231,14 @@ def test_rewards_reach_the_post_processor(folder: Path) -> None:
     [pair] = read_rows(folder / "pairs.jsonl")
     assert rewards[pair["chosen"]] == pair["chosen_reward"] == max(rewards.values())
     assert rewards[pair["rejected"]] == pair["rejected_reward"] == min(rewards.values())
+
+
+def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
+    as_openrlhf_saves(folder / "reward", folder / "theirs", head="value_head")
+    for pretrain in ("reward", "theirs"):
+        paths = {"pretrain": pretrain, "dataset": "answers.jsonl"}
+        run_batch_inference(config_of(folder, "rm", "", output_path=f"by-{pretrain}", **paths))
+    assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
 
 
 def test_the_rewards_of_scored_rows_are_summed_up_in_a_line() -> None:

@@ -25,7 +25,7 @@ from openrlhf.trainer.reward_server.batcher import Batcher
 from openrlhf.trainer.reward_server.server import read_token, serve_rewards
 from openrlhf.utils.packing import PackedBatch
 from tests.source import ROOT
-from tests.tiny import make_reward_model
+from tests.tiny import as_openrlhf_saves, make_reward_model
 from tests.trainer.served import JSON, serving
 
 TEXTS = [
@@ -74,6 +74,12 @@ def test_rewards_are_those_of_hugging_faces_own_forward(served, reward_dir):
     ids = tokenizer(TEXTS[2], add_special_tokens=False, return_tensors="pt").input_ids
     assert ids[0, -1] == tokenizer.eos_token_id  # spelled in the text, and one token
     assert served.rewards(TEXTS[2]) == pytest.approx([model(ids).logits.item()], abs=1e-5)
+
+
+def test_a_reward_model_that_openrlhf_saved_is_served(served, reward_dir, tmp_path):
+    path = as_openrlhf_saves(reward_dir, tmp_path / "saved", head="value_head")
+    with serving(path) as other:
+        assert other.rewards(*TEXTS) == served.rewards(*TEXTS)
 
 
 def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):
