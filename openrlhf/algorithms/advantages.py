@@ -25,6 +25,11 @@ def unshaped(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     return rewards_B
 
 
+def batch_centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """r_i - mean of all rewards of the rollout batch, whatever their prompts, (B,)."""
+    return (rewards_B - rewards_B.double().mean()).to(rewards_B.dtype)
+
+
 def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """r_i - mean of the others of its group (arXiv 2402.14740); 0 in a group of one, (B,)."""
     mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
@@ -142,7 +147,6 @@ class AdvantageEstimator:
     name: str
     shape: Callable[[Tensor, Tensor], Tensor]  # (rewards_B, group_ids_B) -> (B,)
     needs_critic: bool = False
-    needs_group: bool = False  # compares samples of one prompt, so it wants several
     is_normalised: bool = False  # over all action tokens of the rollout batch
     gamma: float = 1.0
     lambd: float = 1.0
@@ -201,12 +205,11 @@ ESTIMATORS = {
     for estimator in (
         AdvantageEstimator("gae", unshaped, needs_critic=True, is_normalised=True),
         AdvantageEstimator("reinforce", unshaped, is_normalised=True),
-        AdvantageEstimator("rloo", rloo, needs_group=True),
-        AdvantageEstimator(
-            "reinforce_baseline", group_centred, needs_group=True, is_normalised=True
-        ),
-        AdvantageEstimator("group_norm", group_standardised, needs_group=True),
-        AdvantageEstimator("dr_grpo", group_centred, needs_group=True),
+        AdvantageEstimator("flash_reinforce", batch_centred),
+        AdvantageEstimator("rloo", rloo),
+        AdvantageEstimator("reinforce_baseline", group_centred, is_normalised=True),
+        AdvantageEstimator("group_norm", group_standardised),
+        AdvantageEstimator("dr_grpo", group_centred),
     )
 }
 
@@ -216,7 +219,7 @@ def estimator(
 ) -> AdvantageEstimator:
     """The named estimator; with `no_std_norm` it divides by no std, neither group's nor batch's."""
     found = ESTIMATORS[name]
-    assert gamma == 1 or not found.needs_group, f"{name} is defined for gamma 1 only"
+    assert gamma == 1 or name in ("gae", "reinforce"), f"{name} is defined for gamma 1 only"
     is_plain_group = no_std_norm and found.shape is group_standardised
     return replace(
         found,

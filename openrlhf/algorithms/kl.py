@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_ABS_KL = 10.0
+MAX_KL_WEIGHT = 10.0
 # Beyond it every estimator is at its bound; without it the backward would hold 0 * inf.
 MAX_ABS_DIFFERENCE = 20.0
 
@@ -41,6 +42,24 @@ def kl_per_token(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: str =
     difference_N = logprobs_N.float() - ref_logprobs_N.float()
     difference_N = difference_N.clamp(-MAX_ABS_DIFFERENCE, MAX_ABS_DIFFERENCE)
     return KL_ESTIMATORS[estimator](difference_N).clamp(-MAX_ABS_KL, MAX_ABS_KL)
+
+
+def with_reverse_kl_gradient(
+    kl_N: Tensor, logprobs_N: Tensor, old_logprobs_N: Tensor, ref_logprobs_N: Tensor
+) -> Tensor:
+    """The values of `kl_N` with the gradient of KL(policy || reference) in expectation, (N,).
+
+    The gradient is that of w * k2 with w = exp(logp - logp_old), detached and at most 10: tokens
+    were sampled from the old policy, so w d grad(logp) averages to the gradient of the KL. The
+    gradients of k1 and k3 do not (arXiv 2510.01555).
+    """
+    assert logprobs_N.shape == old_logprobs_N.shape, "log-probs of the same tokens are needed"
+    now_N = logprobs_N.detach().float()
+    weight_N = (now_N - old_logprobs_N.float()).exp().clamp(max=MAX_KL_WEIGHT)
+    difference_N = now_N - ref_logprobs_N.float()
+    difference_N = difference_N.clamp(-MAX_ABS_DIFFERENCE, MAX_ABS_DIFFERENCE)
+    zero_N = logprobs_N.float() - now_N
+    return kl_N.detach() + weight_N * difference_N * zero_N
 
 
 def adaptive_kl_coef(

@@ -6,7 +6,7 @@ missing engine log-prob must have been refused before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.tokens import repeat_per_action, segment_mean, segment_sum
 
 MAX_ABS_LOG_RATIO = 20.0
-LEVELS = ("token", "sequence", "geometric")
-TREATMENTS = ("truncate", "clip", "mask")
+MIN_PROBABILITY = 1e-6
+LEVELS = ("token", "seq", "sequence", "geometric")
+GATINGS = ("ratio", "binary_kl", "tv")
+MODES = ("truncate", "clip", "mask")
 
 
 @dataclass(frozen=True)
@@ -45,49 +47,41 @@ class Correction:
     """Importance weights for tokens that another policy sampled: ratio of the trainer's old
     probability to the engine's.
 
-    `level`: of a token, of a whole sequence (product over its tokens), or geometric (the same, to
-    the power 1 / length). `treatment` outside the band [low, high]: truncate at high, clip to both
-    ends, or mask (weight 0). `over_tokens`: what the level lets pass is weighted by token ratios
-    truncated at high. Truncated importance sampling: Ionides, J. Comput. Graph.
-    Stat. 2008; masking: arXiv 2510.18855 (IcePop).
+    A gate is read at a `level`: of every token, or of a whole sequence. Levels "token" and "seq"
+    weigh tokens by their own ratios, and "seq" reads the mean of the gate over the sequence
+    (geometric for the ratio); "sequence" and "geometric" weigh all tokens by the ratio of the
+    sequence (product over its tokens, or that to the power 1 / length).
+
+    `gating`: the ratio itself; binary_kl, p log(p / q) + (1 - p) log((1 - p) / (1 - q)); or tv,
+    |p - q|, with p the engine's and q the trainer's probability of the sampled token. A divergence
+    has the upper bound alone. `mode` outside the band [low, high]: truncate the weight at high,
+    clip it to both ends, or mask (weight 0). `clamp_survivors`: what a mask lets pass is weighted
+    by at most high.
+
+    Truncated importance sampling: Ionides, J. Comput. Graph. Stat. 2008; masking: arXiv 2510.18855
+    (IcePop).
     """
 
     level: str = "token"
-    treatment: str = "truncate"
+    mode: str = "truncate"
     low: float = 0.0
     high: float = 2.0
-    over_tokens: bool = False
+    gating: str = "ratio"
+    clamp_survivors: bool = False
 
     def __post_init__(self) -> None:
-        assert self.level in LEVELS and self.treatment in TREATMENTS, self
+        assert self.level in LEVELS and self.mode in MODES and self.gating in GATINGS, self
         assert 0 <= self.low < self.high, self
-
-
-PRESETS = {  # the names of the reference
-    "tis": Correction("token", "clip"),
-    "icepop": Correction("token", "mask"),
-    "seq-mask-tis": Correction("geometric", "mask", over_tokens=True),
-}
-
-
-def make_correction(
-    preset: str, band: tuple[float, float], level: str | None = None, treatment: str | None = None
-) -> Correction:
-    """A preset with the band, its level and treatment replaced where they are given."""
-    low, high = band
-    made = replace(PRESETS[preset], low=low, high=high)
-    if level is None and treatment is None:
-        return made
-    level, treatment = level or made.level, treatment or made.treatment
-    return Correction(level, treatment, low, high)
+        assert self.mode == "mask" or (self.gating == "ratio" and self.level != "seq"), self
+        assert self.gating == "ratio" or self.level in ("token", "seq"), self
 
 
 class ImportanceWeights(NamedTuple):
     """Weights of the policy loss, without gradient."""
 
     weights_N: Tensor
-    ratio_N: Tensor  # at the level of the correction, before the treatment
-    is_cut_N: Tensor  # bool, outside what the treatment lets pass
+    ratio_N: Tensor  # at the level of the correction, before the mode
+    is_cut_N: Tensor  # bool, outside what the mode lets pass
 
 
 def importance_weights(
@@ -97,18 +91,38 @@ def importance_weights(
     num_actions_B: Tensor,
 ) -> ImportanceWeights:
     """Weights (N,) by which the losses of tokens are multiplied; denominators stay as they are."""
-    log_ratio_N = (trainer_logprobs_N.float() - engine_logprobs_N.float()).detach()
-    level_N = _at_level(log_ratio_N, num_actions_B, correction.level)
-    ratio_N = _exp(level_N)
-    low = 0.0 if correction.treatment == "truncate" else correction.low
-    is_cut_N = (ratio_N < low) | (ratio_N > correction.high)
-    if correction.treatment == "mask":
-        weights_N = ratio_N.masked_fill(is_cut_N, 0.0)
+    trainer_N = trainer_logprobs_N.detach().float()
+    engine_N = engine_logprobs_N.detach().float()
+    ratio_N = _exp(_at_level(trainer_N - engine_N, num_actions_B, correction.level))
+    weights_N = _exp(trainer_N - engine_N) if correction.level in ("token", "seq") else ratio_N
+    gate_N = ratio_N
+    if correction.gating != "ratio":
+        divergence_N = token_divergence(engine_N, trainer_N, correction.gating)
+        gate_N = _at_level(divergence_N, num_actions_B, correction.level)
+    has_floor = correction.mode != "truncate" and correction.gating == "ratio"
+    low = correction.low if has_floor else 0.0
+    is_cut_N = (gate_N < low) | (gate_N > correction.high)
+    if correction.mode == "mask":
+        if correction.clamp_survivors:
+            weights_N = weights_N.clamp(max=correction.high)
+        weights_N = weights_N.masked_fill(is_cut_N, 0.0)
     else:
-        weights_N = ratio_N.clamp(low, correction.high)
-    if correction.over_tokens:
-        weights_N = _exp(log_ratio_N).clamp(max=correction.high).masked_fill(is_cut_N, 0.0)
+        weights_N = weights_N.clamp(low, correction.high)
     return ImportanceWeights(weights_N, ratio_N, is_cut_N)
+
+
+def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind: str) -> Tensor:
+    """Distance of two policies that is seen at the sampled token alone, (N,).
+
+    Its probability is p for the engine and q for the trainer, held in [1e-6, 1 - 1e-6]. binary_kl:
+    KL(Bernoulli(p) || Bernoulli(q)); tv: |p - q|.
+    """
+    p_N = engine_logprobs_N.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+    q_N = trainer_logprobs_N.exp().clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+    if kind == "tv":
+        return (p_N - q_N).abs()
+    assert kind == "binary_kl", f"divergence {kind!r} is none of {GATINGS[1:]}"
+    return p_N * (p_N / q_N).log() + (1 - p_N) * ((1 - p_N) / (1 - q_N)).log()
 
 
 def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor:
@@ -116,11 +130,11 @@ def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor
     return _exp((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
 
 
-def _at_level(log_ratio_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
+def _at_level(values_N: Tensor, num_actions_B: Tensor, level: str) -> Tensor:
     if level == "token":
-        return log_ratio_N
+        return values_N
     reduce = segment_sum if level == "sequence" else segment_mean
-    return repeat_per_action(reduce(log_ratio_N, num_actions_B), num_actions_B)
+    return repeat_per_action(reduce(values_N, num_actions_B), num_actions_B)
 
 
 def _exp(log_ratio_N: Tensor) -> Tensor:

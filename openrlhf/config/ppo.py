@@ -202,13 +202,45 @@ class PPOConfig(RunConfig):
                 f"{DEFAULT_GROUP_SIZE} (or any number above 1)."
             )
 
-    def check_group_estimators_do_not_discount(self) -> Iterator[str]:
-        """Group baselines compare whole returns, so gamma is 1."""
-        gamma = self.algo.advantage.gamma
-        if self.has_group_estimator and gamma != 1:
+    def check_baselines_do_not_discount(self) -> Iterator[str]:
+        """Baselines compare whole returns, so gamma is 1."""
+        estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
+        if estimator not in ("gae", "reinforce") and gamma != 1:
+            yield f"--advantage_estimator {estimator} needs --gamma 1: {gamma}. Type --gamma 1."
+
+    def check_importance_correction_fits_together(self) -> Iterator[str]:
+        """Only ratios of tokens can be held in a band, and a distance has no lower bound."""
+        config = self.algo.advantage
+        gating, (low, high) = config.is_correction_gating, config.is_correction_threshold
+        level, mode = config.correction_level_and_mode
+        if level == "off" and config.is_correction_enable:
+            yield "--is_correction_level off and --enable_vllm_is_correction: leave one out."
+        if level == "off" or not config.is_corrected:
+            return
+        if mode != "mask" and (level == "seq" or gating != "ratio"):
+            what = "level seq" if level == "seq" else f"gating {gating}"
             yield (
-                f"--advantage_estimator {self.algo.advantage.estimator} needs --gamma 1: {gamma}. "
-                "Type --gamma 1."
+                f"--is_correction_mode {mode} holds ratios of tokens in a band, and "
+                f"--is_correction_{what} is something else. Type --is_correction_mode mask."
+            )
+        if gating != "ratio" and level not in ("token", "seq"):
+            yield (
+                f"--is_correction_gating {gating} weighs tokens, and --is_correction_level {level} "
+                "weighs sequences. Type --is_correction_level seq."
+            )
+        if (
+            gating != "ratio"
+            and low > 0
+            and is_given(self, "algo.advantage.is_correction_threshold")
+        ):
+            yield (
+                f"--is_correction_gating {gating} is a distance with an upper bound only: "
+                f"{low:g} {high:g}. Type --is_correction_threshold {high:g}."
+            )
+        if gating == "tv" and high >= 1:
+            yield (
+                f"--is_correction_gating tv is at most 1, and --is_correction_threshold {high:g} "
+                "lets everything pass. Type --is_correction_threshold 0.1."
             )
 
     def check_optimizer_batch_fits_the_rollout(self) -> Iterator[str]:
@@ -341,10 +373,10 @@ class PPOConfig(RunConfig):
     def note_kl_estimator(self) -> Iterator[str]:
         """In the reward k1 is unbiased; in the loss only k2 and k3 have a useful gradient."""
         kl = self.algo.kl
-        if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1":
+        if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1" and not kl.unbiased_gradient:
             yield Caution(
                 "--use_kl_loss with --kl_estimator k1: its gradient does not pull to the "
-                "reference. Type --kl_estimator k2 or k3."
+                "reference. Type --kl_estimator k2 or k3, or add --algo.kl.unbiased_gradient."
             )
         if kl.init_coef > 0 and not kl.use_loss and kl.estimator != "k1":
             yield Caution(
@@ -364,7 +396,7 @@ class PPOConfig(RunConfig):
 
     def note_stale_samples_are_not_corrected(self) -> Iterator[str]:
         """The ratio of the loss is taken to the policy of the step, not to the one that sampled."""
-        if self.train.async_enable and not self.algo.advantage.is_correction_enable:
+        if self.train.async_enable and not self.algo.advantage.is_corrected:
             yield (
                 f"--async_train: samples up to {self.train.async_queue_size} update(s) old count "
                 "as if they were new. --enable_vllm_is_correction weighs them by how likely they "

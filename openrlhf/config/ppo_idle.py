@@ -83,9 +83,14 @@ IDLE = (
         "without --advantage_estimator gae",
     ),
     Idle(
-        ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss"),
+        ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss", "algo.kl.unbiased_gradient"),
         lambda config: config.algo.kl.init_coef == 0,
         "with --init_kl_coef 0",
+    ),
+    Idle(
+        ("algo.kl.unbiased_gradient",),
+        lambda config: not config.algo.kl.use_loss,
+        "without --use_kl_loss",
     ),
     Idle(("algo.kl.horizon",), lambda config: config.algo.kl.target is None, "without --kl_target"),
     Idle(
@@ -171,10 +176,12 @@ IDLE = (
         (
             "algo.advantage.is_correction_type",
             "algo.advantage.is_correction_level",
-            "algo.advantage.is_correction_treatment",
+            "algo.advantage.is_correction_mode",
+            "algo.advantage.is_correction_gating",
             "algo.advantage.is_correction_threshold",
+            "algo.advantage.is_correction_clamp_survivors",
         ),
-        lambda config: not config.algo.advantage.is_correction_enable,
+        lambda config: not config.algo.advantage.is_corrected,
         "without --enable_vllm_is_correction",
     ),
     Idle(

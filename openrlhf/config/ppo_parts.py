@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import Base, option, switch
+from openrlhf.config.base import Alias, Base, option, switch
 from openrlhf.config.checked_data import CheckedDataConfig
 from openrlhf.config.common import (
     CheckpointConfig,
@@ -21,9 +21,19 @@ from openrlhf.config.common import (
     timed_name,
 )
 
-Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
+Estimator = Literal[
+    "gae", "reinforce", "flash_reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"
+]
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 DEFAULT_GROUP_SIZE = 8
+# Level and mode that a name of the importance correction stands for.
+IS_CORRECTION_TYPES = {
+    "tis": ("token", "clip"),
+    "icepop": ("token", "mask"),
+    "seq-mask-tis": ("seq", "mask"),
+}
+# Words of OpenRLHF 0.11 for aggregations.
+LOSS_AGG_MODES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean"}
 # What people type for an estimator, by the method's name: only said, as one may be wrong.
 KNOWN_AS = {
     "ppo": "gae",
@@ -109,26 +119,65 @@ class AdvantageConfig(Base):
     )
     is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = option(
         "tis",
-        "tis: ratios of tokens, clipped; icepop: tokens outside masked; seq-mask-tis: sequences "
-        "whose geometric mean is outside masked, ratios of tokens truncated.",
+        "A name for level and mode. tis: token, clip; icepop: token, mask; seq-mask-tis: seq, "
+        "mask, survivors clamped.",
         "is_correction_type",
     )
-    is_correction_level: Literal["token", "sequence", "geometric"] | None = option(
-        None, "What a ratio is of; unset: by the type.", "is_correction_level"
-    )
-    is_correction_treatment: Literal["truncate", "clip", "mask"] | None = option(
+    is_correction_level: Literal["off", "token", "seq", "sequence", "geometric"] | None = option(
         None,
-        "What becomes of ratios outside the band; unset: by the type.",
+        "What the gate is read of: every token, or the mean of a sequence (seq; geometric for the "
+        "ratio). token and seq switch the correction on and weigh tokens; sequence and geometric "
+        "weigh by the ratio of the sequence. Unset: by the type.",
+        "is_correction_level",
+    )
+    is_correction_mode: Literal["mask", "clip", "truncate"] | None = option(
+        None,
+        "What is outside the band is dropped (mask) or held in it (clip; truncate: at its upper "
+        "end only). Unset: by the type; mask where nothing else can be.",
+        "is_correction_mode",
+        ".is_correction_treatment",
         "is_correction_treatment",
     )
-    is_correction_threshold: tuple[float, float] = option(
-        (0.5, 5.0), "Band of importance ratios.", "vllm_is_truncated_threshold"
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
+        "ratio",
+        "What the band is held against: the ratio trainer / engine, or a distance of the two "
+        "probabilities of the sampled token, which has an upper bound only.",
+        "is_correction_gating",
     )
+    is_correction_threshold: tuple[float, float] = option(
+        (0.5, 5.0),
+        "The band: HIGH, or LOW HIGH.",
+        "vllm_is_truncated_threshold",
+        "is_correction_threshold",
+    )
+    is_correction_clamp_survivors: bool = switch(
+        "What a mask lets pass is weighted by at most HIGH.", "is_correction_clamp_survivors"
+    )
+
+    @property
+    def is_corrected(self) -> bool:
+        """Return True if tokens are weighted for engine and trainer disagreeing."""
+        return self.is_correction_enable or self.is_correction_level in ("token", "seq")
+
+    @property
+    def correction_level_and_mode(self) -> tuple[str, str]:
+        """Return the level and the mode that were named, or those of the type."""
+        level, mode = IS_CORRECTION_TYPES[self.is_correction_type]
+        level = self.is_correction_level or level
+        if level == "seq" or self.is_correction_gating != "ratio":
+            mode = "mask"
+        return level, self.is_correction_mode or mode
+
+    @property
+    def clamps_survivors(self) -> bool:
+        """Return True if a mask also limits the weights of what it lets pass."""
+        is_preset = self.is_correction_type == "seq-mask-tis" and self.is_correction_level is None
+        return self.is_correction_clamp_survivors or is_preset
 
     @field_validator("is_correction_threshold", mode="before")
     @classmethod
     def read_one_threshold(cls, value: object) -> object:
-        """Old commands type the upper bound alone."""
+        """Read a single value as the upper bound."""
         return (0.0, *value) if isinstance(value, tuple) and len(value) == 1 else value
 
     @field_validator("is_correction_threshold")
@@ -152,6 +201,10 @@ class KLConfig(Base):
     horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
     use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
+    unbiased_gradient: bool = switch(
+        "With --use_kl_loss: the gradient is that of the KL itself, for every estimator.",
+        "kl_unbiased_gradient",
+    )
 
     @field_validator("init_coef")
     @classmethod
@@ -166,7 +219,10 @@ class AlgoConfig(Base):
     advantage: AdvantageConfig = AdvantageConfig()
     kl: KLConfig = KLConfig()
     loss_aggregation: Literal["token_mean", "seq_mean", "seq_sum_norm"] = option(
-        "token_mean", "What a loss is averaged over.", "loss_aggregation"
+        "token_mean",
+        "What a loss is averaged over.",
+        "loss_aggregation",
+        Alias("actor.loss_agg_mode", LOSS_AGG_MODES),
     )
     dynamic_filtering_enable: bool = switch(
         "Replace groups without a learning signal (DAPO).", "dynamic_filtering"

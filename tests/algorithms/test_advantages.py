@@ -226,18 +226,33 @@ def test_nan_rewards_are_not_hidden():
     assert math.isnan(found[0]) and found[1] == 0.0
 
 
+def test_flash_reinforce_subtracts_the_mean_of_the_batch_and_nothing_else():
+    """Rewards 1, 0, 2 of three prompts with one sample each; the mean is 1."""
+    found, returns = estimator("flash_reinforce").compute(
+        torch.tensor([1.0, 0.0, 2.0]),
+        torch.tensor([0, 1, 2]),
+        torch.zeros(4),
+        None,
+        torch.tensor([1, 2, 1]),
+        kl_coef=0.0,
+        clip_range=WIDE,
+    )
+    assert found.tolist() == [0.0, -1.0, -1.0, 1.0]
+    assert returns.tolist() == found.tolist()
+    with pytest.raises(AssertionError, match="gamma 1"):
+        estimator("flash_reinforce", gamma=0.9)
+
+
 def test_the_table_of_estimators():
-    table = {
-        name: (found.needs_critic, found.needs_group, found.is_normalised)
-        for name, found in ESTIMATORS.items()
-    }
+    table = {name: (found.needs_critic, found.is_normalised) for name, found in ESTIMATORS.items()}
     assert table == {
-        "gae": (True, False, True),
-        "reinforce": (False, False, True),
-        "rloo": (False, True, False),
-        "reinforce_baseline": (False, True, True),
-        "group_norm": (False, True, False),
-        "dr_grpo": (False, True, False),
+        "gae": (True, True),
+        "reinforce": (False, True),
+        "flash_reinforce": (False, False),
+        "rloo": (False, False),
+        "reinforce_baseline": (False, True),
+        "group_norm": (False, False),
+        "dr_grpo": (False, False),
     }
 
 

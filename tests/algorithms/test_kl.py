@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from openrlhf.algorithms.kl import adaptive_kl_coef, kl_per_token
+from openrlhf.algorithms.kl import (
+    adaptive_kl_coef,
+    kl_per_token,
+    with_reverse_kl_gradient,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,30 @@ def test_far_tokens_are_clamped_to_ten_and_have_a_finite_gradient(estimator, dis
     kl.sum().backward()
     assert kl.item() == (-10.0 if estimator == "k1" and distance < 0 else 10.0)
     assert logprobs.grad.item() == 0.0
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_every_estimator_can_have_the_gradient_of_the_reverse_kl(name):
+    """Over every token, weighted by the policy that sampled it, the gradient is exact."""
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1], requires_grad=True)
+    logprobs = logits.log_softmax(-1)
+    old = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    ref = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    [exact] = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
+    kl = kl_per_token(logprobs, ref, estimator=name)
+    unbiased = with_reverse_kl_gradient(kl, logprobs, old, ref)
+    assert unbiased.tolist() == kl.tolist()
+    [found] = torch.autograd.grad((old.exp() * unbiased).sum(), logits)
+    assert found.tolist() == pytest.approx(exact.tolist(), abs=1e-6)
+
+
+def test_the_weight_of_the_kl_gradient_is_at_most_ten():
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    kl = torch.zeros(1)
+    with_reverse_kl_gradient(kl, logprobs, torch.tensor([-9.0]), torch.tensor([-3.0])).backward()
+    assert logprobs.grad.item() == pytest.approx(10 * 2.0)  # 10 at most, times logp - logref
 
 
 def test_difference_is_taken_in_fp32():

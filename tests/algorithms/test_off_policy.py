@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from openrlhf.algorithms.off_policy import (
-    PRESETS,
     Correction,
     ImportanceWeights,
     Mismatch,
     importance_weights,
-    make_correction,
     mismatch_report,
+    token_divergence,
 )
 
 
@@ -83,32 +82,49 @@ def test_a_geometric_mask_takes_whole_sequences():
 
 
 @pytest.mark.parametrize(
-    ("preset", "expected", "cut"),
-    [
-        ("tis", [1.0, 3.0, 0.6, 1.0], [False, True, True, False]),
-        ("icepop", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),
-        ("seq-mask-tis", [1.0, 3.0, 0.0, 0.0], [False, False, True, True]),
-    ],
+    ("clamps", "expected"),
+    [(False, [1.0, 4.0, 0.0, 0.0]), (True, [1.0, 3.0, 0.0, 0.0])],
 )
-def test_the_presets_by_hand(preset, expected, cut):
-    correction = make_correction(preset, (0.6, 3.0))
+def test_a_sequence_mask_leaves_survivors_their_token_ratios_or_clamps_them(clamps, expected):
+    correction = Correction("seq", "mask", 0.6, 3.0, clamp_survivors=clamps)
     found = importance_weights(correction, RATIOS.log(), torch.zeros(4), NUM_ACTIONS)
     assert found.weights_N.tolist() == pytest.approx(expected)
-    assert found.is_cut_N.tolist() == cut
+    assert found.is_cut_N.tolist() == [False, False, True, True]
+    assert found.ratio_N.tolist() == pytest.approx([2.0, 2.0, 0.5, 0.5])
 
 
-def test_a_level_or_treatment_of_ones_own_replaces_that_of_the_preset():
-    made = make_correction("tis", (0.0, 2.0), level="sequence")
-    assert made == Correction("sequence", "clip", 0.0, 2.0)
-    made = make_correction("seq-mask-tis", (0.5, 2.0), treatment="truncate")
-    assert made == Correction("geometric", "truncate", 0.5, 2.0)
-    assert set(PRESETS) == {"tis", "icepop", "seq-mask-tis"}
+# Engine 0.5 and trainer 0.25, then 0.5 and 0.5. KL(0.5 || 0.25) = 0.5 log 2 + 0.5 log(2 / 3).
+KL_OF_HALF_AND_QUARTER = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("gating", "distance"), [("tv", 0.25), ("binary_kl", KL_OF_HALF_AND_QUARTER)]
+)
+@pytest.mark.parametrize("level", ["token", "seq"])
+def test_a_divergence_masks_above_its_bound_alone(gating, distance, level):
+    trainer, engine = torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.5]).log()
+    num_actions = torch.tensor([2])
+    read = distance if level == "token" else distance / 2  # the mean over both tokens
+    lenient = Correction(level, "mask", 0.0, read * 1.01, gating)
+    strict = Correction(level, "mask", 0.0, read * 0.99, gating)
+    found = importance_weights(lenient, trainer, engine, num_actions)
+    assert found.weights_N.tolist() == pytest.approx([0.5, 1.0])
+    found = importance_weights(strict, trainer, engine, num_actions)
+    assert found.weights_N.tolist() == [0.0, 1.0 if level == "token" else 0.0]
+
+
+def test_divergences_of_certain_tokens_are_finite():
+    certain, never = torch.zeros(1), torch.tensor([-1e4])
+    for kind in ("binary_kl", "tv"):
+        for p, q in ((certain, never), (never, certain), (certain, certain)):
+            assert torch.isfinite(token_divergence(p, q, kind)).all()
+    assert token_divergence(certain, certain, "binary_kl").item() == 0.0
 
 
 def test_weights_carry_no_gradient_and_equal_policies_have_weight_one():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    for preset in PRESETS:
-        correction = make_correction(preset, (0.5, 5.0))
+    for level, mode in (("token", "clip"), ("token", "mask"), ("seq", "mask")):
+        correction = Correction(level, mode, 0.5, 5.0)
         found = importance_weights(correction, logprobs, logprobs.detach(), torch.tensor([2]))
         assert found.weights_N.tolist() == [1.0, 1.0] and not found.weights_N.requires_grad
         assert not found.is_cut_N.any()

@@ -31,7 +31,16 @@ NEEDS = {
     PPOConfig: "--pretrain m --prompt_data d --remote_rm_url r.py",
 }
 # Read inside the config alone: other leaves and properties follow from them.
-READ_BY_CONFIG = {"model.ipo_enable", "rollout.greedy_sampling", "limits.max_body_mib"}
+READ_BY_CONFIG = {
+    "model.ipo_enable",
+    "rollout.greedy_sampling",
+    "limits.max_body_mib",
+    "algo.advantage.is_correction_enable",
+    "algo.advantage.is_correction_type",
+    "algo.advantage.is_correction_level",
+    "algo.advantage.is_correction_mode",
+    "algo.advantage.is_correction_clamp_survivors",
+}
 # Accepted with a line that says what happens instead, or with nothing to say: batches are packed.
 ANNOUNCED = {
     "data.dataloader_num_workers": "2",
@@ -238,8 +247,11 @@ def test_who_types_a_setting_without_effect_is_told(config_class, option):
         (PPOConfig, "--eval_n_samples_per_prompt 2", "without --eval_dataset"),
         (PPOConfig, "--ema_beta 0.5", "without --enable_ema"),
         (PPOConfig, "--is_correction_type icepop", NOT_CORRECTED),
-        (PPOConfig, "--is_correction_level token", NOT_CORRECTED),
-        (PPOConfig, "--is_correction_treatment mask", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_level geometric", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_mode mask", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_gating tv", NOT_CORRECTED),
+        (PPOConfig, "--is_correction_clamp_survivors", NOT_CORRECTED),
+        (PPOConfig, "--kl_unbiased_gradient", "without --use_kl_loss"),
         (PPOConfig, "--vllm_is_truncated_threshold 0.5 2", NOT_CORRECTED),
         (PPOConfig, "--dynamic_filtering_reward_range 0.1 0.9", "without --dynamic_filtering"),
         (PPOConfig, "--dynamic_filtering_max_empty 3", "without --dynamic_filtering"),

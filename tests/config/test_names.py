@@ -91,6 +91,9 @@ def test_the_flat_name_sets_what_the_dotted_names_set(config_class, flat, dotted
         (PPOConfig, "reward_failure", "reward.failure", "retry(3)"),
         (PPOConfig, "overlong_prompts", "data.overlong_prompts", "error"),
         (PPOConfig, "loss_aggregation", "algo.loss_aggregation", "seq_mean"),
+        (PPOConfig, "kl_unbiased_gradient", "algo.kl.unbiased_gradient", True),
+        (PPOConfig, "is_correction_gating", "algo.advantage.is_correction_gating", "tv"),
+        (PPOConfig, "is_correction_treatment", "algo.advantage.is_correction_mode", "mask"),
         (PPOConfig, "prompt_max_len", "data.prompt_max_len", 11),
         (SFTConfig, "overlong_rows", "data.overlong_rows", "truncate"),
         (RMConfig, "num_train_epochs", "train.max_epochs", 5),
@@ -198,6 +201,14 @@ def test_the_last_of_two_values_wins():
         PPOConfig, ["--max_norm", "2", "--actor.max_norm", "3", "--seed", "1", "--seed", "4"]
     )
     assert (config.actor.max_norm, config.critic.max_norm, config.train.seed) == (3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"), [("token-mean", "token_mean"), ("seq-mean-token-mean", "seq_mean")]
+)
+def test_aggregations_have_their_names_of_openrlhf_0_11(word, mode):
+    config = tree(PPOConfig, [*PPO_NEEDS, "--actor.loss_agg_mode", word])
+    assert config.algo.loss_aggregation == mode
 
 
 def test_report_to_names_the_sinks():

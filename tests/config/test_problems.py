@@ -145,8 +145,8 @@ def notices(line):
         ),
         (
             "--advantage_estimator grpo",
-            "--advantage_estimator must be one of gae, reinforce, rloo, reinforce_baseline, "
-            "group_norm, dr_grpo: grpo. Type group_norm.",
+            "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
+            "reinforce_baseline, group_norm, dr_grpo: grpo. Type group_norm.",
         ),
         ("--train_batch_size many", "--train_batch_size must be a whole number: many. Type a "
          "whole number."),
@@ -200,8 +200,43 @@ def notices(line):
         ),
         (
             "--advantage_estimator GAE",
-            "--advantage_estimator must be one of gae, reinforce, rloo, reinforce_baseline, "
-            "group_norm, dr_grpo: GAE. Type gae.",
+            "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
+            "reinforce_baseline, group_norm, dr_grpo: GAE. Type gae.",
+        ),
+        (
+            "--advantage_estimator flash_reinforce --gamma 0.9",
+            "--advantage_estimator flash_reinforce needs --gamma 1: 0.9. Type --gamma 1.",
+        ),
+        (
+            "--enable_vllm_is_correction --is_correction_level off",
+            "--is_correction_level off and --enable_vllm_is_correction: leave one out.",
+        ),
+        (
+            "--is_correction_level seq --is_correction_mode clip",
+            "--is_correction_mode clip holds ratios of tokens in a band, and --is_correction_level "
+            "seq is something else. Type --is_correction_mode mask.",
+        ),
+        (
+            "--is_correction_level token --is_correction_gating binary_kl "
+            "--is_correction_mode clip",
+            "--is_correction_mode clip holds ratios of tokens in a band, and "
+            "--is_correction_gating binary_kl is something else. Type --is_correction_mode mask.",
+        ),
+        (
+            "--is_correction_level geometric --enable_vllm_is_correction "
+            "--is_correction_gating binary_kl",
+            "--is_correction_gating binary_kl weighs tokens, and --is_correction_level geometric "
+            "weighs sequences. Type --is_correction_level seq.",
+        ),
+        (
+            "--is_correction_level seq --is_correction_gating tv --is_correction_threshold 0.1 0.4",
+            "--is_correction_gating tv is a distance with an upper bound only: 0.1 0.4. Type "
+            "--is_correction_threshold 0.4.",
+        ),
+        (
+            "--is_correction_level seq --is_correction_gating tv",
+            "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets "
+            "everything pass. Type --is_correction_threshold 0.1.",
         ),
         ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
         ("-use_wandb=secret", "-use_wandb has one dash. Type --use_wandb."),
@@ -314,6 +349,11 @@ def test_a_flag_of_another_command_is_unknown():
 )
 def test_sft_contradictions(line, expected):
     assert problems(SFTConfig, SFT_NEEDS + line) == [expected]
+
+
+def test_one_sample_of_a_prompt_is_enough_for_flash_reinforce():
+    config = parse_config(PPOConfig, f"{PPO_NEEDS} --advantage_estimator flash_reinforce".split())
+    assert config.config.rollout.n_samples_per_prompt == 1
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce"])

@@ -137,20 +137,37 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
     ("line", "expected"),
     [
         ("", None),
-        ("--enable_vllm_is_correction", ("token", "clip", 0.5, 5.0, False)),
+        ("--enable_vllm_is_correction", ("token", "clip", 0.5, 5.0)),
         (
             "--enable_vllm_is_correction --is_correction_type icepop "
             "--vllm_is_truncated_threshold 0.7 2",
-            ("token", "mask", 0.7, 2.0, False),
+            ("token", "mask", 0.7, 2.0),
         ),
         (
             "--enable_vllm_is_correction --is_correction_type seq-mask-tis",
-            ("geometric", "mask", 0.5, 5.0, True),
+            ("seq", "mask", 0.5, 5.0, "ratio", True),
         ),
         (
             "--enable_vllm_is_correction --is_correction_level sequence "
             "--is_correction_treatment truncate --vllm_is_truncated_threshold 3",
-            ("sequence", "truncate", 0.0, 3.0, False),
+            ("sequence", "truncate", 0.0, 3.0),
+        ),
+        ("--algo.advantage.is_correction_level off", None),
+        ("--algo.advantage.is_correction_level token", ("token", "clip", 0.5, 5.0)),
+        (
+            "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode mask "
+            "--algo.advantage.is_correction_threshold 0.9 1.1",
+            ("seq", "mask", 0.9, 1.1),
+        ),
+        (
+            "--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv "
+            "--algo.advantage.is_correction_threshold 0.2",
+            ("token", "mask", 0.0, 0.2, "tv"),
+        ),
+        (
+            "--is_correction_level seq --is_correction_gating binary_kl "
+            "--is_correction_clamp_survivors",
+            ("seq", "mask", 0.5, 5.0, "binary_kl", True),
         ),
     ],
 )
@@ -159,6 +176,26 @@ def test_flags_are_the_correction(line: str, expected: tuple | None, tmp_path: P
     config = parse_config(PPOConfig, f"{needs} {line}".split()).config
     actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(tmp_path)))
     assert actor._correction() == (None if expected is None else Correction(*expected))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_unbiased_kl_gradient_is_that_of_the_kl_whatever_the_estimator(
+    tiny_model_dir: Path, tmp_path: Path, estimator: str
+) -> None:
+    """On-policy w is 1 and w * k2 is k2, whose gradient is the one of the KL."""
+    experience = ragged_experience(8, with_ref=True).with_columns(old_logprobs=None)
+    assert experience.advantages is not None
+    experience = experience.with_columns(advantages=torch.zeros_like(experience.advantages))
+    kl = {"use_loss": True, "init_coef": 0.1}
+
+    def found(words: dict) -> torch.Tensor:
+        return gradients(
+            make_actor(tiny_model_dir, tmp_path, algo={"kl": kl | words}), experience, 8
+        )
+
+    expected = found({"estimator": "k2"})
+    unbiased = found({"estimator": estimator, "unbiased_gradient": True})
+    assert (unbiased - expected).norm() / expected.norm() < 1e-5
 
 
 def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from openrlhf.algorithms.kl import kl_per_token
+from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.algorithms.off_policy import (
     Correction,
     importance_weights,
-    make_correction,
     mismatch_report,
     token_ratio,
 )
@@ -81,13 +80,12 @@ class PolicyModelActor(TrainedWorker):
 
     def _correction(self) -> Correction | None:
         config = self.config.algo.advantage
-        if not config.is_correction_enable:
+        if not config.is_corrected:
             return None
-        return make_correction(
-            config.is_correction_type,
-            config.is_correction_threshold,
-            config.is_correction_level,
-            config.is_correction_treatment,
+        level, mode = config.correction_level_and_mode
+        low, high = config.is_correction_threshold
+        return Correction(
+            level, mode, low, high, config.is_correction_gating, config.clamps_survivors
         )
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
@@ -142,7 +140,7 @@ class PolicyModelActor(TrainedWorker):
             if self.correction is None:
                 ratio_N = token_ratio(old_N, experience.rollout_logprobs)
                 _add_by_staleness(metrics, "is_ratio", ratio_N, staleness_N)
-        loss = loss + self._kl_term(stats, experience, step, metrics)
+        loss = loss + self._kl_term(stats, old_N, experience, step, metrics)
         loss = loss + self._entropy_term(stats, experience, step, metrics)
         return loss + self._router_term(stats, batch, step, metrics)
 
@@ -173,13 +171,19 @@ class PolicyModelActor(TrainedWorker):
         return found.weights_N
 
     def _kl_term(
-        self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
+        self,
+        stats: TokenStats,
+        old_N: Tensor,
+        experience: Experience,
+        step: UpdateStep,
+        metrics: Metrics,
     ) -> Tensor | float:
-        if not self.config.algo.kl.use_loss or experience.ref_logprobs is None:
+        config, ref_N = self.config.algo.kl, experience.ref_logprobs
+        if not config.use_loss or ref_N is None:
             return 0.0
-        kl_N = kl_per_token(
-            stats.logprobs, experience.ref_logprobs, estimator=self.config.algo.kl.estimator
-        )
+        kl_N = kl_per_token(stats.logprobs, ref_N, estimator=config.estimator)
+        if config.unbiased_gradient:
+            kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
         metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
         return self.kl_coef * self._aggregate(kl_N, experience, step)
 
