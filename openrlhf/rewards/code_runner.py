@@ -1,8 +1,7 @@
-"""Runs a program that a model wrote, in a process with limits.
+"""Runs and tests programs that a model wrote, in processes with limits.
 
-NOT A SECURITY BOUNDARY. The limits stop accidents: endless loops, full memory and disks, processes
-left behind. A program that wants to can read what this user can read, and reach the network.
-Programs of models you do not trust belong into a container or a virtual machine.
+NOT A SECURITY BOUNDARY: what the processes cannot do stands in SECURITY.md, and depends on the
+kernel. Programs of models you do not trust belong into a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -12,29 +11,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from openrlhf.rewards.program_process import PASSED
 from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark, process_limit
 
 MIB = 1024**2
 MAX_SHOWN = 10_000  # characters of output that are kept
-RUNNER = """
-import ctypes, os, resource, runpy, sys
-seconds, memory, file_size, num_processes, parent = map(int, sys.argv[1:6])
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # end with the process that started this one
-    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # gain no rights
-    if os.getppid() != parent:
-        sys.exit(1)
-for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory),
-                    (resource.RLIMIT_FSIZE, file_size), (resource.RLIMIT_CORE, 0),
-                    (resource.RLIMIT_NPROC, num_processes), (resource.RLIMIT_NOFILE, 64)):
-    resource.setrlimit(kind, (limit, limit))
-sys.argv = ["program.py"]
-runpy.run_path("program.py", run_name="__main__")
-"""
+PROGRAM_PROCESS = Path(__file__).with_name("program_process.py")
 
 
 @dataclass(frozen=True)
@@ -65,28 +52,32 @@ def run_python(program: str, stdin: str = "", limits: CodeLimits | None = None) 
     """Run a Python program in an empty folder with an empty environment; never raises for what the
     program does.
     """
-    limits = limits or CodeLimits()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        files = {name: Path(folder) / f"{name}.txt" for name in ("stdin", "stdout", "stderr")}
-        (Path(folder) / "work").mkdir()
-        # A lone surrogate cannot be written as UTF-8: the program then fails on what stands there.
-        (Path(folder) / "work" / "program.py").write_text(program, "utf-8", errors="replace")
-        files["stdin"].write_text(stdin, "utf-8", errors="replace")
-        code = _run(Path(folder), files, limits)
-        return CodeResult(code, _start_of(files["stdout"]), _start_of(files["stderr"]))
+    return _run("run", program, stdin, limits or CodeLimits())
 
 
 def passes_tests(program: str, tests: str, limits: CodeLimits | None = None) -> bool:
-    """Whether a program runs to its end with tests (assert statements) after it.
+    """Return True if tests (assert statements) run to their end against a program.
 
-    A program cannot pass by leaving early: the last line of the tests must have run.
+    The tests run in another process than the program, which never learns what they expect, and
+    whose exit code, output and memory decide nothing. They get copies of plain data that the
+    program returns; an object of its own equals none of their values.
     """
-    marker = f"all tests ran {os.urandom(8).hex()}"
-    result = run_python(f"{program}\n\n{tests}\n\nprint({marker!r})\n", limits=limits)
-    return result.is_ok and result.stdout.rstrip().endswith(marker)
+    return _run("test", program, tests, limits or CodeLimits()).exit_code == PASSED
 
 
-def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None:
+def _run(mode: str, program: str, stdin: str, limits: CodeLimits) -> CodeResult:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        # A lone surrogate cannot be written as UTF-8: the program then fails on what stands there.
+        Path(folder, "program.py").write_text(program, "utf-8", errors="replace")
+        files[0].write(stdin.encode(errors="replace"))
+        files[0].seek(0)
+        code = _exit_code(mode, folder, files, limits)
+        return CodeResult(code, _start_of(files[1]), _start_of(files[2]))
+
+
+def _exit_code(mode: str, folder: str, files: list[IO[bytes]], limits: CodeLimits) -> int | None:
     numbers = (
         max(int(limits.timeout_s + 1), 1),
         limits.memory_mib * MIB,
@@ -95,37 +86,32 @@ def _run(folder: Path, files: dict[str, Path], limits: CodeLimits) -> int | None
         os.getpid(),
     )
     mark = new_mark()
-    with (
-        files["stdin"].open("rb") as stdin,
-        files["stdout"].open("wb") as stdout,
-        files["stderr"].open("wb") as stderr,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", RUNNER, *map(str, numbers)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=folder / "work",
-            env={
-                "PATH": "/usr/bin:/bin",
-                "HOME": str(folder / "work"),
-                "LANG": "C.UTF-8",
-                # Whoever ends this process by its own mark finds the program by it as well.
-                MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}{mark}",
-            },
-            start_new_session=True,
-        )
-        try:
-            return process.wait(limits.timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            end_marked(mark, but=process.pid)
-            process.wait()
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(PROGRAM_PROCESS), mode, *map(str, numbers)],
+        stdin=files[0],
+        stdout=files[1],
+        stderr=files[2],
+        cwd=folder,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": folder,
+            "LANG": "C.UTF-8",
+            # Whoever ends this process by its own mark finds the program by it as well.
+            MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}{mark}",
+        },
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limits.timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        end_marked(mark, but=process.pid)
+        process.wait()
 
 
-def _start_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(MAX_SHOWN).decode(errors="replace")
+def _start_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_SHOWN).decode(errors="replace")

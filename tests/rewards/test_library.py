@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -99,9 +104,188 @@ def test_a_program_passes_its_tests_or_does_not() -> None:
     assert not passes_tests("def double(x:", tests)
 
 
-@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
-def test_a_program_that_leaves_early_has_not_passed(leave: str) -> None:
-    assert not passes_tests(leave, "assert False")
+# Each is a wrong `double` and a way to look right all the same.
+CHEATS = {
+    "leave": "import sys; sys.exit(0)",
+    "leave at once": "import os; os._exit(0)",
+    "leave with the code of success": "def double(x): import os; os._exit(17)",
+    "raise it": "def double(x): raise SystemExit(17)",
+    "read its own file": """
+        import re
+        marks = re.findall(r"all tests ran \\w+", open("program.py").read())
+        print(*marks, flush=True)
+        import os; os._exit(0)
+    """,
+    "look for the tests": """
+        import glob, os, re
+        def read(path):
+            try: return open(path, "rb").read(10**6)
+            except OSError: return b""
+        found = b"".join(map(read, glob.glob("../**", recursive=True) + [
+            f"/proc/{os.getppid()}/{name}" for name in ("environ", "cmdline", "fd/0", "maps")
+        ]))
+        table = dict(re.findall(rb"double\\((-?\\d+)\\) == (-?\\d+)", found))
+        def double(x): return int(table[str(x).encode()])
+    """,
+    "equal everything": """
+        class Any:
+            def __eq__(self, other): return True
+            __ne__ = __lt__ = __gt__ = __bool__ = __eq__
+            __sub__ = __abs__ = lambda self, *other: self
+        def double(x): return Any()
+    """,
+    "a number that equals everything": """
+        class Any(int):
+            def __eq__(self, other): return True
+        def double(x): return Any(7)
+    """,
+    "change Python": """
+        import builtins, os, sys, unittest
+        builtins.AssertionError = type("Silent", (BaseException,), {})
+        builtins.compile = builtins.exec = lambda *a, **k: None
+        sys.settrace(lambda *a: os._exit(0)); sys.excepthook = lambda *a: os._exit(0)
+        def double(x): return 0
+    """,
+    "walk up the frames": """
+        import gc, sys
+        def double(x):
+            frame = sys._getframe()
+            while frame:
+                frame.f_globals["double"] = frame.f_locals["double"] = lambda x: 2 * x
+                frame.f_globals["tests"] = ""; frame = frame.f_back
+            for peer in [o for o in gc.get_objects() if type(o).__name__ == "Peer"]:
+                peer._send("return", 4, []); peer._send("return", -2, [])
+            return 0
+    """,
+    "scribble on every descriptor": """
+        import os
+        for number in range(64):
+            try: os.write(number, b'["return", 4, []]\\n' * 9 + b"all tests ran")
+            except OSError: pass
+        def double(x): return 0
+    """,
+    "close everything": "import os; os.closerange(0, 64)\ndef double(x): return 0",
+    "send what runs over there": """
+        import gc
+        def double(x):
+            for name, module in (("exec", "builtins"), ("system", "os"), ("_exit", "os")):
+                for peer in [o for o in gc.get_objects() if type(o).__name__ == "Peer"]:
+                    peer._send("return", {"made": [module, name, [17]]}, [])
+                    peer._send("return", {"type": name}, [])
+                    peer._send("ask", name, [17], {"dict": []})
+            return 0
+    """,
+    "attack the process of the tests": """
+        import os, signal
+        try: open(f"/proc/{os.getppid()}/mem", "r+b")
+        except OSError: os.kill(os.getppid(), signal.SIGKILL)
+        else: os.kill(os.getppid(), signal.SIGSTOP)
+        def double(x): return 0
+    """,
+    "fork": """
+        import os
+        pid = os.fork()
+        if pid == 0: os._exit(0)
+        os.waitpid(pid, 0)
+        def double(x): return os.fork()
+    """,
+    "its own assert": """
+        def assert_(*a): pass
+        def check(*a): pass
+        abs = sorted = len = check
+        def double(x): return 7
+    """,
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_wrong_program_cannot_pass_its_tests_by_a_trick(cheat: str) -> None:
+    tests = "assert double(2) == 4\nassert abs(double(-1) - -2) < 1\nassert double(5) in [10, 11]"
+    assert not passes_tests(textwrap.dedent(CHEATS[cheat]), tests)
+
+
+PROGRAM = """
+import collections, math
+from fractions import Fraction
+
+N, log, Pair = 3, [], collections.namedtuple("Pair", "a b")
+
+class TooSmall(ValueError): pass
+
+class Point:
+    def __init__(self, x, y=0): self.x, self.y = x, y
+    def __eq__(self, other): return isinstance(other, Point) and self.x == other.x
+    def __add__(self, other): return Point(self.x + other.x)
+    def __repr__(self): return f"Point({self.x})"
+
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x); return self
+    def __len__(self): return len(self.items)
+    def __contains__(self, x): return x in self.items
+    def __getitem__(self, index): return self.items[index]
+    def __enter__(self): return self
+    def __exit__(self, *error): log.append("left")
+
+def count(text): return collections.Counter(text)
+def sort(a): a.sort()
+def numbers(n): yield from range(n)
+def check_size(x):
+    if x < 0: raise TooSmall(f"{x} is too small")
+def compose(f, g): return lambda x: f(g(x))
+def values(): return [Fraction(1, 2), {1, 2}, (1, (2,)), b"x", 1j, None, math.inf, Pair(1, 2)]
+"""
+HONEST_TESTS = """
+from fractions import Fraction
+
+assert N == 3 and count("aab") == {"a": 2, "b": 1}
+a = [3, 1, 2]
+assert sort(a) is None and a == [1, 2, 3]
+assert list(numbers(3)) == [0, 1, 2] and [2 * n for n in numbers(2)] == [0, 2]
+assert values() == [Fraction(1, 2), {1, 2}, (1, (2,)), b"x", 1j, None, math.inf, (1, 2)]
+for error in (ValueError, TooSmall):
+    try:
+        check_size(-1)
+        assert False
+    except error as caught:
+        assert str(caught) == "-1 is too small"
+assert compose(lambda x: x + 1, abs)(-3) == 4 and compose(str, Point)(1) == "Point(1)"
+p = Point(1, y=2)
+p.x = 5
+assert p == Point(5) and p != Point(6) and p + p == Point(10) and (p.x, p.y) == (5, 2)
+assert isinstance(p, Point) and not isinstance(3, Point) and p != 5
+with Stack() as s:
+    assert not s and s.push(1).push(2) is s
+    assert len(s) == 2 and 2 in s and 3 not in s and list(s) == [1, 2] and s[0:1] == [1]
+assert log == ["left"]
+
+def check(candidate):
+    assert candidate([1]) is None
+check(sort)
+"""
+
+
+def test_tests_see_what_the_program_returns_raises_and_changes() -> None:
+    assert passes_tests(PROGRAM, HONEST_TESTS)
+    lines = [
+        "assert Point(1) == Point(2)",
+        "check_size(-1)",
+        "no_such_name",
+        "import sys; sys.exit(0)",
+    ]
+    assert [line for line in lines if passes_tests(PROGRAM, line)] == []
+
+
+def test_tests_see_arrays() -> None:
+    program = "import numpy\ndef array(): return numpy.arange(4).reshape(2, 2), numpy.int64(3)"
+    tests = "a, n = array()\nassert a.shape == (2, 2) and numpy.allclose(a[1], [2, 3]) and n == 3"
+    assert passes_tests(program, tests, CodeLimits(timeout_s=20, memory_mib=2048))
+
+
+def test_a_program_that_does_not_end_fails_at_the_time_limit() -> None:
+    start = time.monotonic()
+    assert not passes_tests("while True: pass", "assert True", CodeLimits(timeout_s=1))
+    assert time.monotonic() - start < 10
 
 
 def test_a_program_gets_its_input_and_nothing_of_this_environment(
@@ -110,6 +294,54 @@ def test_a_program_gets_its_input_and_nothing_of_this_environment(
     monkeypatch.setenv("CANARY", "secret")
     result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
     assert result.stdout == "hi None ['program.py']\n" and result.is_ok
+
+
+SPY = """
+import glob
+for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline") + ["NOTE"]:
+    try:
+        print("CANARY" if b"very-secret" in open(path, "rb").read() else "", end="")
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.skipif(ctypes.CDLL(None).syscall(444, None, 0, 1) < 1, reason="no Landlock here")
+def test_a_program_cannot_read_keys_of_other_processes_nor_files(tmp_path: Path) -> None:
+    (tmp_path / ".netrc").write_text("very-secret")
+    program = SPY.replace("NOTE", str(tmp_path / ".netrc"))
+    lines = [
+        "from openrlhf.rewards.code_runner import passes_tests, run_python",
+        f"program = {program!r}",
+        "exec(program)  # the process that runs the program can read all three",
+        "print('', run_python(program), flush=True)",
+    ]
+    seen = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines), "very-secret"],
+        env=os.environ | {"WANDB_API_KEY": "very-secret"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert seen.stdout == "CANARYCANARYCANARY CodeResult(exit_code=0, stdout='', stderr='')\n"
+
+
+@pytest.mark.skipif(ctypes.CDLL(None).syscall(444, None, 0, 1) < 6, reason="no Landlock here")
+def test_a_program_can_neither_write_outside_connect_nor_end_others(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = f"""
+import os, socket
+for what in (
+    lambda: open({str(tmp_path / "new")!r}, "w"),
+    lambda: socket.create_connection({server.getsockname()!r}, 5),
+    lambda: os.kill({os.getpid()}, 0),
+    lambda: open({__file__!r}),
+):
+    try: what(); print("could")
+    except PermissionError: pass
+open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("mine").read())
+"""
+        assert run_python(program).stdout == "x\n"
 
 
 def test_a_program_is_found_by_the_mark_of_who_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +356,8 @@ def test_a_program_is_found_by_the_mark_of_who_runs_it(monkeypatch: pytest.Monke
         ("while True: pass", None),
         ("import time; time.sleep(1000)", None),
         ("x = bytearray(10**10)", "MemoryError"),
-        ("open('big', 'wb').write(b'x' * 10**8)", "File too large"),
-        ("print('x' * 10**8)", "File too large"),
+        ("open('big', 'wb').write(b'x' * 10**7)", "File too large"),
+        ("print('x' * 10**7)", "File too large"),
         ("raise ValueError('mine')", "ValueError: mine"),
         ("1/0", "ZeroDivisionError"),
         ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ""),
@@ -145,18 +377,19 @@ def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None)
 
 
 @pytest.mark.parametrize("leave", ["", "os.setsid()"])
-def test_what_a_program_leaves_running_is_ended(tmp_path: Path, leave: str) -> None:
-    note = tmp_path / "pid"
+def test_what_a_program_leaves_running_is_ended(leave: str) -> None:
     program = f"""
 import os, time
 if os.fork() == 0:
     {leave}
-    open({str(note)!r}, "w").write(str(os.getpid()))
+    open("pid", "w").write(str(os.getpid()))
     time.sleep(1000)
-while not os.path.exists({str(note)!r}): time.sleep(0.01)
+while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
+print(open("pid").read())
 """
-    assert run_python(program).is_ok
-    pid = int(note.read_text())
+    result = run_python(program)
+    assert result.is_ok
+    pid = int(result.stdout)
     deadline = time.monotonic() + 5
     while _is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
