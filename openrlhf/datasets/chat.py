@@ -202,11 +202,10 @@ def render_dialogue(
     check_order(messages)
     if has_generation_markers(encoder):
         text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
-        return Rendered(text, tuple(spans))
+        return _ended(encoder, text, spans)
     text = render(encoder, messages, tools=tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = [_prefix_span(encoder, messages, i, text, tools) for i in turns]
-    return Rendered(text, tuple(spans))
+    return _ended(encoder, text, [_prefix_span(encoder, messages, i, text, tools) for i in turns])
 
 
 def render_answer(
@@ -221,7 +220,7 @@ def render_answer(
     prompt = render(encoder, messages[:-1], add_generation_prompt=True, tools=tools)
     text = render(encoder, messages, tools=tools)
     if text.startswith(prompt):
-        return Rendered(text, (_without_tail(encoder, text, len(prompt), len(text)),))
+        return _ended(encoder, text, [(len(prompt), len(text))])
     spans = render_dialogue(encoder, messages, tools=tools).assistant_spans
     return Rendered(text, spans[-1:])
 
@@ -265,17 +264,17 @@ def _prefix_span(
             "assistant's tokens cannot be told apart. Give one with {% generation %} markers with "
             "--tokenizer_chat_template, or leave --multiturn out."
         )
-    return _without_tail(encoder, text, len(before), len(after))
+    return len(before), len(after)
 
 
-def _without_tail(encoder: TextEncoder, text: str, start: int, end: int) -> Span:
-    """The span without white space that the template writes behind its end marker, which no model
-    samples.
+def _ended(encoder: TextEncoder, text: str, spans: Sequence[Span]) -> Rendered:
+    """The dialogue with spans that end where inference stops: no model samples what a template
+    writes behind that. What it writes behind the last one is left out if it says nothing.
     """
-    stripped = text[start:end].rstrip()
-    if encoder.ends_with_special_token(stripped):
-        return start, start + len(stripped)
-    return start, end
+    spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
+    if spans and encoder.says_nothing(text[spans[-1][1] :]):
+        text = text[: spans[-1][1]]
+    return Rendered(text, tuple(spans))
 
 
 def _run_template(

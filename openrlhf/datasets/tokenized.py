@@ -175,7 +175,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         return cached(
             self._rows,
             self._encoder.tokenizer,
-            f"{type(self).__qualname__} {self._format!r}",
+            f"{type(self).__qualname__} {self._format!r} {self._encoder.end_ids}",
             lambda: self._build(progress),
             progress=progress,
             notices=self.notices,

@@ -159,6 +159,7 @@ class TextEncoder:
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ) | frozenset(tokenizer.all_special_ids)
+        self.end_ids = eos_token_ids(tokenizer.name_or_path, tokenizer)
         texts = {str(tokenizer.added_tokens_decoder.get(i, "")) for i in self.special_ids}
         texts |= set(tokenizer.all_special_tokens)
         self._special_texts = sorted(filter(None, texts), key=len, reverse=True)
@@ -167,6 +168,7 @@ class TextEncoder:
         }
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
         self._special_pattern = _any_of(self._special_texts)
+        self._end_pattern = _any_of(tokenizer.convert_ids_to_tokens(list(self.end_ids)))
         self._stand_in_pattern = re.compile(f"({_any_of(list(self._originals)).pattern})")
         self._adds_prefix_space = _adds_prefix_space(tokenizer)
 
@@ -184,9 +186,21 @@ class TextEncoder:
         """Whether a rendered text holds a stand-in."""
         return self._stand_in_pattern.search(text) is not None
 
-    def ends_with_special_token(self, text: str) -> bool:
-        """Whether a rendered text ends in a special token that the template wrote."""
-        return text.endswith(tuple(self._special_texts))
+    def end_of_turn(self, text: str, start: int, end: int) -> int:
+        """Where inference would stop in a turn (start, end) of a rendered text: behind its first
+        end token, which may stand right behind the turn. White space behind another special token
+        that the template closes the turn with is left out too.
+        """
+        pattern = self._end_pattern
+        if found := pattern.search(text, start, end) or pattern.match(text, end):
+            return found.end()
+        stripped = text[start:end].rstrip()
+        is_closed = stripped.endswith(tuple(self._special_texts))
+        return start + len(stripped) if is_closed else end
+
+    def says_nothing(self, text: str) -> bool:
+        """Whether a rendered text is white space and special tokens that the template wrote."""
+        return not self._special_pattern.sub("", text).strip()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of rendered prompts, each with exactly one BOS where tokenizer or template adds "

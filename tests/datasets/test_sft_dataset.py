@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, make_tokenizer
 from tests.utils.test_tokenizer import BOS, EOS, bos_tokenizer
 
@@ -353,3 +359,90 @@ def test_examples_pack_into_a_batch(tokenizer):
     assert batch.num_targets.tolist() == [2, 2]
     with pytest.raises(IndexError):
         dataset[2]
+
+
+# Templates in the style of five families: what opens a dialogue, a user's turn and an assistant's,
+# the end of a turn with what stands behind it, what closes a dialogue, and where inference stops.
+STYLES = {
+    "qwen2.5": {
+        "opening": "<|im_start|>system\nBe kind.<|im_end|>\n",
+        "user": "<|im_start|>user\n",
+        "assistant": "<|im_start|>assistant\n",
+        "end": "<|im_end|>\n",
+        "stops": ["<|im_end|>", "<|endoftext|>"],
+    },
+    "qwen3": {
+        "user": "<|im_start|>user\n",
+        "assistant": "<|im_start|>assistant\n",
+        "before": "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}",
+        "end": "<|im_end|>\n",
+        "stops": ["<|im_end|>", "<|endoftext|>"],
+    },
+    "gemma": {
+        "opening": "<bos>",
+        "user": "<start_of_turn>user\n",
+        "assistant": "<start_of_turn>model\n",
+        "end": "<end_of_turn>\n",
+        "stops": ["<eos>", "<end_of_turn>"],
+    },
+    "llama-3": {
+        "opening": "<|begin_of_text|>",
+        "user": "<|start_header_id|>user<|end_header_id|>\n\n",
+        "assistant": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "end": "<|eot_id|>",
+        "stops": ["<|eot_id|>", "<|end_of_text|>"],
+    },
+    "phi-3": {
+        "user": "<|user|>\n",
+        "assistant": "<|assistant|>\n",
+        "end": "<|end|>\n",
+        "closing": "<|endoftext|>",
+        "stops": ["<|endoftext|>", "<|end|>"],
+    },
+}
+BEHIND_THE_END = "{before}{{{{ m.content }}}}{end}@"
+BEFORE_THE_END = "{before}{{{{ m.content }}}}@{end}"
+
+
+def styled_tokenizer(folder, style: dict, marked: str):
+    """A saved tokenizer with the style's special tokens, its end-of-turn ids in the generation
+    config, and generation markers around what stands before `@`.
+    """
+    parts = {"opening": "", "before": "", "closing": "", **style}
+    learnt, _, unlearnt = marked.format(**parts).partition("@")
+    special = re.findall(r"<[|\w]+>", "".join([*map(str, parts.values())]).replace("<think>", ""))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special, *alphabet]))}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=parts["stops"][0],
+        additional_special_tokens=list(dict.fromkeys(special)),
+        chat_template=(
+            f"{parts['opening']}{{% for m in messages %}}{{% if m.role == 'user' %}}"
+            f"{parts['user']}{{{{ m.content }}}}{parts['end']}{{% else %}}{parts['assistant']}"
+            f"{{% generation %}}{learnt}{{% endgeneration %}}{unlearnt}"
+            f"{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{parts['assistant']}"
+            f"{{% else %}}{parts['closing']}{{% endif %}}"
+        ),
+    ).save_pretrained(folder)
+    ids = [vocab[stop] for stop in parts["stops"]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("marked", [BEHIND_THE_END, BEFORE_THE_END])
+@pytest.mark.parametrize("name", STYLES)
+def test_a_marked_turn_ends_once_where_inference_stops(tmp_path, name, marked):
+    tokenizer = styled_tokenizer(tmp_path, STYLES[name], marked)
+    end = STYLES[name]["end"].strip()
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"messages": [message(*turn) for turn in turns]}]
+    last = "<think>\n\n</think>\n\nd" if name == "qwen3" else "d"
+    every = examples(tokenizer, rows, multiturn=True)
+    whole, learnt = shown(tokenizer, every)
+    assert learnt == f"b{end}{last}{end}"
+    assert whole.endswith(f"{last}{end}") and whole.count(end) == (5 if name == "qwen2.5" else 4)
+    assert shown(tokenizer, examples(tokenizer, rows))[1] == f"{last}{end}"
