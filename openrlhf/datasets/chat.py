@@ -1,8 +1,8 @@
 """From a row's value (text, message list or `conversations`) to rendered text and the spans the
 assistant wrote.
 
-Rendered text holds stand-ins for special tokens spelled in the data (see `TextEncoder`), so nothing
-a row says can open or close a turn. Knows templates; knows nothing of token ids.
+Rendered text holds stand-ins for special tokens spelled in messages (see `TextEncoder`), so nothing
+they say can open or close a turn. Knows templates; knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def render_prompt(
     """
     value = row[input_key]
     if not apply_chat_template:
-        return fill_template(input_template, encoder.hide(plain_text(value, input_key)))
+        return fill_template(input_template, encoder.plain(plain_text(value, input_key)))
     messages = without_answer(to_messages(value))
     if not messages or is_blank(messages[-1]):
         raise RowError(f"'{input_key}' is empty")

@@ -139,8 +139,8 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         text = self._stepwise_text(row) if self._is_stepwise else row[self._input_key]
         steps = plain_text(text, "prompt" if self._is_stepwise else self._input_key)
         marker = self._format.placeholder_token
-        hidden = marker.join(map(self._encoder.hide, steps.split(marker)))
-        return Draft([[Segment(hidden, is_target=False)]], self._labels(row))
+        text = marker.join(map(self._encoder.plain, steps.split(marker)))
+        return Draft([[Segment(text, is_target=False)]], self._labels(row))
 
     def _stepwise_text(self, row: Row) -> str:
         """Prompt and steps on lines of their own, each step with the marker at its end."""

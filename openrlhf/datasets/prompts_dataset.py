@@ -32,7 +32,13 @@ from openrlhf.datasets.conventions import (
 from openrlhf.datasets.problems import Problems, missing_column, row_place
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.token_store import TokenizedRows, TokenStore
-from openrlhf.datasets.tokenized import CHUNK_ROWS, Progress, cached, map_chunks
+from openrlhf.datasets.tokenized import (
+    CHUNK_ROWS,
+    Progress,
+    cached,
+    map_chunks,
+    spelled_notices,
+)
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
@@ -49,11 +55,11 @@ class PromptFormat:
     apply_chat_template: bool | None = None  # None: where the column holds dialogues
     max_len: int | None = None  # tokens of a prompt; None for no limit
     overlong: str = "filter"  # filter | truncate_left | error
-    allow_special_tokens: bool = False  # special tokens spelled in the data keep their meaning
+    allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
 
 # What became of rows, beside the prompts that they are: keys of the counts that are kept.
-DROPPED, TRUNCATED, ANSWERED, HIDDEN = "dropped", "truncated", "answered", "hidden"
+DROPPED, TRUNCATED, ANSWERED = "dropped", "truncated", "answered"
 
 
 class PromptDataset:
@@ -185,7 +191,6 @@ class PromptDataset:
     def _build_chunk(self, start: int) -> tuple[TokenizedRows, Problems]:
         prompts, problems = TokenizedRows([TokenStore()]), Problems()
         row_ids, texts = self._render_chunk(start, prompts, problems)
-        prompts.dropped[HIDDEN] = sum(map(self._encoder.hides_anything, texts))
         encoded = self._encoder.encode_prompts(texts)
         for row_id, text, ids in zip(row_ids, texts, encoded, strict=True):
             try:
@@ -202,9 +207,11 @@ class PromptDataset:
         row_ids, texts = [], []
         for offset in range(stop - start):
             row = {name: values[offset] for name, values in chunk.items()}
+            num_spelled = self._encoder.num_spelled
             try:
                 self._check_label(row)
                 texts.append(self._render(row))
+                prompts.num_spelled += self._encoder.num_spelled > num_spelled
                 prompts.dropped[ANSWERED] += self._is_answered(row)
                 row_ids.append(start + offset)
             except RowError as error:
@@ -256,10 +263,8 @@ class PromptDataset:
 
     def _report(self) -> None:
         limit, num_rows = self._format.max_len, len(self._rows)
-        if num_hidden := self._content.dropped[HIDDEN]:
-            self.notices.append(
-                f"{num_hidden} prompts spell special tokens; they were tokenised as plain text"
-            )
+        is_text = not self.is_chat and self._format.allow_special_tokens
+        self.notices += spelled_notices(self._content.num_spelled, num_rows, are_read=is_text)
         if self.num_answered:
             self.notices.append(
                 f"{self.num_answered} of {num_rows} prompts end with the assistant's turn, which "

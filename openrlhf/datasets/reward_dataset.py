@@ -72,6 +72,7 @@ class PreferenceFormat(RowFormat):
             apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
             overlong=data.overlong_rows,
+            allow_special_tokens=data.allow_special_tokens,
         )
 
 
@@ -187,12 +188,12 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         ]
         if self._prompt_key is None:
             return Draft([[answer] for answer in answers], margin)
-        prompt = self._encoder.hide(plain_text(row[self._prompt_key], self._prompt_key))
+        prompt = self._encoder.plain(plain_text(row[self._prompt_key], self._prompt_key))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
         return Draft([[start, answer] for answer in answers], margin)
 
     def _side_text(self, value: object, column: str) -> str:
-        return self._encoder.hide(text_to_learn(self._response_text(value), column))
+        return self._encoder.plain(text_to_learn(self._response_text(value), column))
 
     def _margin(self, row: Row) -> float:
         if not self._format.with_margin:

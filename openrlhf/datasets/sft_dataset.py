@@ -77,6 +77,7 @@ class AnsweredFormat(RowFormat):
             apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
             overlong=data.overlong_rows,
+            allow_special_tokens=data.allow_special_tokens,
             **more,
         )
 
@@ -209,10 +210,10 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         if answer is None:  # a dialogue that is not to be rendered
             raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
         response = text_to_learn(self._response_text(row[answer]), answer)
-        prompt = self._encoder.hide(plain_text(row[column], column))
+        prompt = self._encoder.plain(plain_text(row[column], column))
         segments = [
             Segment(fill_template(self._format.input_template, prompt), is_target=False),
-            Segment(self._encoder.hide(response), is_target=True, is_cut=_is_cut(row)),
+            Segment(self._encoder.plain(response), is_target=True, is_cut=_is_cut(row)),
         ]
         return Draft([segments])
 
@@ -284,7 +285,7 @@ class SFTDataset(AnsweredPrompts[SFTFormat]):
     def _draft(self, row: Row) -> Draft:
         if not self._format.pretrain_mode:
             return super()._draft(row)
-        text = self._encoder.hide(text_to_learn(row[self._columns.prompt], self._columns.prompt))
+        text = self._encoder.plain(text_to_learn(row[self._columns.prompt], self._columns.prompt))
         return Draft([[Segment(text, is_target=True)]])
 
     def _render(self, messages: Sequence[Message], tools: object) -> Rendered:

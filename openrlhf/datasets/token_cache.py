@@ -180,6 +180,7 @@ def _pack(rows: TokenizedRows) -> list[bytes]:
         "extras": rows.extras,
         "dropped": dict(rows.dropped),
         "num_truncated": rows.num_truncated,
+        "num_spelled": rows.num_spelled,
         "sizes": list(map(len, buffers)),
     }
     encoded = json.dumps(head).encode()
@@ -207,6 +208,7 @@ def _unpack(content: bytes) -> TokenizedRows:
         extras=head["extras"],
         dropped=Counter(head["dropped"]),
         num_truncated=head["num_truncated"],
+        num_spelled=head["num_spelled"],
     )
 
 

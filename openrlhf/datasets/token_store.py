@@ -107,6 +107,7 @@ class TokenizedRows:
     extras: list[Json] = field(default_factory=list)  # what an example holds besides its tokens
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
     num_truncated: int = 0
+    num_spelled: int = 0  # rows whose data spells special tokens
 
     def extend(self, other: TokenizedRows) -> None:
         """Add the examples of rows that follow."""
@@ -116,6 +117,7 @@ class TokenizedRows:
         self.extras += other.extras
         self.dropped += other.dropped
         self.num_truncated += other.num_truncated
+        self.num_spelled += other.num_spelled
 
     def fingerprint(self) -> str:
         """A hash of all examples."""

@@ -50,7 +50,7 @@ class RowFormat:
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
     max_len: int = 2048  # tokens
     overlong: str = "filter"  # filter | truncate | error
-    allow_special_tokens: bool = False  # special tokens spelled in the data keep their meaning
+    allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,10 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         drafts: dict[int, Draft] = {}
         for offset in range(stop - start):
             row = {name: values[offset] for name, values in chunk.items()}
+            num_spelled = self._encoder.num_spelled
             try:
                 drafts[start + offset] = self._draft(row)
+                content.num_spelled += self._encoder.num_spelled > num_spelled
             except LeftOutError as reason:
                 content.dropped[str(reason)] += 1
             except RowError as error:
@@ -294,6 +296,8 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     def _report(self) -> None:
         num_rows = len(self._rows)
+        is_text = not self._format.apply_chat_template and self._format.allow_special_tokens
+        self.notices += spelled_notices(self._content.num_spelled, num_rows, are_read=is_text)
         for reason, count in sorted(self.dropped.items()):
             self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
         if self.num_truncated:
@@ -308,6 +312,14 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             raise DataError(
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
+
+
+def spelled_notices(num_spelled: int, num_rows: int, *, are_read: bool) -> list[str]:
+    """A line where rows spell control tokens: what they are read as."""
+    if not num_spelled:
+        return []
+    how = "control tokens. --allow_special_tokens false reads them as text" if are_read else "text"
+    return [f"{num_spelled} of {num_rows} rows spell control tokens, which are read as {how}"]
 
 
 def cached(

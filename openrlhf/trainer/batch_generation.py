@@ -54,6 +54,7 @@ class PromptTask(BatchTask):
             apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.prompt_max_len,
             overlong=data.overlong_prompts,
+            allow_special_tokens=data.allow_special_tokens,
         )
         rows = self.rows
         if config.csft.enable:

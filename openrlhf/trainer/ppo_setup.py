@@ -259,6 +259,7 @@ def _prompts(
         apply_chat_template=if_given(data, "apply_chat_template"),
         max_len=data.prompt_max_len,
         overlong=data.overlong_prompts,
+        allow_special_tokens=data.allow_special_tokens,
     )
     with counter("tokenising prompts") as show:
         return PromptDataset(rows, tokenizer, prompt_format, progress=show)
@@ -283,6 +284,7 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
         pretrain_mode=True,
         max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         overlong="truncate",
+        allow_special_tokens=data.allow_special_tokens,
     )
     with counter("tokenising pre-training text") as show:
         texts = PretrainText(rows, tokenizer, text_format, progress=show)

@@ -165,4 +165,5 @@ def format_of(config: PRMConfig) -> ProcessFormat:
         reward_tokens=model.reward_tokens or (),
         max_len=data.max_len,
         overlong=data.overlong_rows,
+        allow_special_tokens=data.allow_special_tokens,
     )

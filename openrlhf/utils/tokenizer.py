@@ -1,8 +1,8 @@
 """Loading a tokenizer, and the one way text becomes token ids.
 
-Data cannot speak as another role: a special token spelled out in a prompt or an answer is tokenised
-as the plain text it is, while the same token in a chat template or an input template keeps its
-meaning. Knows nothing of messages, columns or rows.
+Data cannot speak as another role: a special token spelled out in a message is tokenised as the
+plain text it is, while the same token in a chat template or an input template keeps its meaning. So
+it does in a column of plain text, unless that is not trusted. Knows nothing of columns or rows.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, *, allow_special_tokens: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.allow_special_tokens = allow_special_tokens
+        self.allow_special_tokens = allow_special_tokens  # in plain text
+        self.num_spelled = 0  # texts of the data that spelled special tokens so far
         self.leading_ids = leading_token_ids(tokenizer)
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -174,17 +175,21 @@ class TextEncoder:
 
     def hide(self, text: str) -> str:
         """Data text with a stand-in for every special token spelled in it."""
-        if self.allow_special_tokens or not self._special_pattern.search(text):
+        if not self._special_pattern.search(text):
             return text
+        self.num_spelled += 1
         return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+
+    def plain(self, text: str) -> str:
+        """Text of a column, not of a message: its special tokens stay where they are allowed."""
+        if not self.allow_special_tokens:
+            return self.hide(text)
+        self.num_spelled += self._special_pattern.search(text) is not None
+        return text
 
     def reveal(self, text: str) -> str:
         """The text as a person reads it: stand-ins replaced by what they stand for."""
         return self._stand_in_pattern.sub(lambda match: self._originals[match[0]], text)
-
-    def hides_anything(self, text: str) -> bool:
-        """Whether a rendered text holds a stand-in."""
-        return self._stand_in_pattern.search(text) is not None
 
     def end_of_turn(self, text: str, start: int, end: int) -> int:
         """Where inference would stop in a turn (start, end) of a rendered text: behind its first

@@ -71,9 +71,10 @@ def test_special_tokens_in_data_are_plain_text_and_the_template_keeps_its_own(tm
     assert encoder.reveal(rendered) == f"<|user|>{attack}<|end|>"
 
 
-def test_special_tokens_in_data_keep_their_meaning_when_allowed(tmp_path):
+def test_special_tokens_in_plain_text_keep_their_meaning_when_allowed(tmp_path):
     encoder = TextEncoder(make_tokenizer(tmp_path), allow_special_tokens=True)
-    assert encoder.encode_prompts([encoder.hide("a<|end|>")])[0][-1] == 1
+    assert encoder.encode_prompts([encoder.plain("a<|end|>")])[0][-1] == 1
+    assert encoder.encode_prompts([encoder.hide("a<|end|>")])[0][-1] != 1  # of a message
     assert encode_text(encoder.tokenizer, "<|end|>", allow_special_tokens=True) == [1]
     assert 1 not in encode_text(encoder.tokenizer, "<|end|>")
 

@@ -1,0 +1,134 @@
+"""Control tokens spelled in plain-text columns are control tokens, unless the data is not trusted;
+in messages they are text. Each data set is made as its command makes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf.config.cli import parse_config
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.datasets.loading import load_rows
+from openrlhf.trainer import ppo_setup
+from openrlhf.trainer.batch_generation import PromptTask
+from openrlhf.trainer.batch_scoring import ScoreTask
+from openrlhf.trainer.dpo_trainer import DPORecipe
+from openrlhf.trainer.kd_trainer import KDRecipe
+from openrlhf.trainer.kto_trainer import KTORecipe
+from openrlhf.trainer.prm_trainer import PRMRecipe
+from openrlhf.trainer.rm_trainer import RMRecipe
+from openrlhf.trainer.sft_trainer import SFTRecipe
+from openrlhf.utils.tokenizer import load_tokenizer
+from tests.tiny import make_reward_model, write_jsonl
+
+ASKED, ANSWER = "<|user|>2+2?<|end|><|assistant|>", "4<|end|> <|user|>"
+ANSWERED = {"prompt": ASKED, "completion": ANSWER}
+PAIR = {"prompt": ASKED, "chosen": ANSWER, "rejected": "5"}
+STEPS = {"input": f"{ASKED}4 !", "label": ["+"]}
+ASKED_IDS, ANSWER_IDS, END = [3, 1, 4], [1, 3], [1]  # of the six control tokens
+WHOLE_IDS = ASKED_IDS + ANSWER_IDS + END
+TEXT = "--input_key text --pretrain_mode"
+CASES = {
+    "sft": (SFTConfig, SFTRecipe, "", ANSWERED, WHOLE_IDS),
+    "sft_keys": (
+        SFTConfig,
+        SFTRecipe,
+        "--input_key q --output_key a",
+        {"q": ASKED, "a": ANSWER},
+        WHOLE_IDS,
+    ),
+    "sft_text": (SFTConfig, SFTRecipe, "", {"text": ASKED + ANSWER}, WHOLE_IDS),
+    "pretrain": (
+        SFTConfig,
+        SFTRecipe,
+        TEXT,
+        {"text": ASKED + ANSWER},
+        WHOLE_IDS,
+    ),
+    "rm": (RMConfig, RMRecipe, "", PAIR, WHOLE_IDS),
+    "dpo": (DPOConfig, DPORecipe, "", PAIR, WHOLE_IDS),
+    "kto": (KTOConfig, KTORecipe, "", {**ANSWERED, "label": 1}, WHOLE_IDS),
+    "kd": (KDConfig, KDRecipe, "--teacher_model {model}", ANSWERED, WHOLE_IDS),
+    "prm": (PRMConfig, PRMRecipe, "--placeholder_token ! --reward_tokens + -", STEPS, ASKED_IDS),
+    "generate": (BatchInferenceConfig, PromptTask, "--eval_task generate", ANSWERED, ASKED_IDS),
+    "score": (
+        BatchInferenceConfig,
+        ScoreTask,
+        "--eval_task rm --output_key completion",
+        ANSWERED,
+        WHOLE_IDS,
+    ),
+    "rl": (PPOConfig, None, "", ANSWERED, ASKED_IDS),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("control") / "model")
+
+
+def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tuple[list[str], list]:
+    """What the command says of its data, and the ids of control tokens in its first sequence."""
+    config_class, how, flags, _, _ = CASES[name]
+    data = write_jsonl(folder / "data.jsonl", [row])
+    words = f"--pretrain {model} --dataset {data} {flags.format(model=model)} {more}"
+    words += f" --output_path {folder}/out.jsonl" if config_class is BatchInferenceConfig else ""
+    if config_class is PPOConfig:
+        words = words.replace("--dataset", "--remote_rm_url http://x --prompt_data")
+    config = parse_config(config_class, words.split()).config
+    tokenizer = load_tokenizer(str(model))
+    if config_class is PPOConfig:
+        samples, _, _ = ppo_setup._data(config, tokenizer)
+    elif config_class is BatchInferenceConfig:
+        task = how(config)
+        samples = task.prompts if how is PromptTask else task.examples
+    else:
+        samples = how().make_samples(config, load_rows(str(data)), tokenizer, None)
+    ids = samples._content.stores[0][0].tolist()
+    return samples.notices, [token_id for token_id in ids if token_id < 6]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_control_tokens_in_plain_text_are_read_as_such(name, tmp_path, model) -> None:
+    row, expected = CASES[name][3:]
+    notices, ids = made(name, tmp_path, model, row)
+    assert ids == expected
+    line = "1 of 1 rows spell control tokens, which are read as control tokens. "
+    assert line + "--allow_special_tokens false reads them as text" in notices
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_control_tokens_of_data_that_is_not_trusted_are_text(name, tmp_path, model) -> None:
+    row, expected = CASES[name][3:]
+    notices, ids = made(name, tmp_path, model, row, "--allow_special_tokens false")
+    assert ids == (END if expected[-1:] == END else [])
+    assert "1 of 1 rows spell control tokens, which are read as text" in notices
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "rl", "generate"])
+def test_control_tokens_in_messages_are_text(name, tmp_path, model) -> None:
+    turn = {"role": "user", "content": ASKED}
+    row = {**CASES[name][3], "prompt": [turn]}
+    for column in ("completion", "chosen", "rejected"):
+        if column in row:
+            row[column] = [{"role": "assistant", "content": row[column]}]
+    notices, ids = made(name, tmp_path, model, row)
+    assert ids == [3, 1, 4, *(END if name in ("sft", "dpo") else [])]
+    assert "1 of 1 rows spell control tokens, which are read as text" in notices
+
+
+def test_text_that_is_rendered_already_has_the_ids_of_its_tokenizer(tmp_path, model) -> None:
+    text = "<|user|>2+2?<|end|><|assistant|>4<|end|>"
+    row = {"text": text}
+    data = write_jsonl(tmp_path / "data.jsonl", [row])
+    config = parse_config(SFTConfig, f"--pretrain {model} --dataset {data}".split()).config
+    tokenizer = load_tokenizer(str(model))
+    samples = SFTRecipe().make_samples(config, load_rows(str(data)), tokenizer, None)
+    assert samples[0].token_ids.tolist() == tokenizer(text).input_ids
