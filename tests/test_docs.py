@@ -118,6 +118,8 @@ def commands(block: Block, folder: Path) -> list[list[str]]:
 def training_command(words: list[str]) -> tuple[str, list[str]] | None:
     """Module in openrlhf.cli and flags of a command that trains; None for any other."""
     program, *rest = words
+    if program == "python" and rest[0].endswith(".py"):
+        return None
     if program == "openrlhf":
         return COMMANDS[rest[0]][0], rest[1:]
     if program == "ray" and rest[:2] == ["job", "submit"]:
@@ -153,7 +155,7 @@ def check_other(words: list[str]) -> None:
         assert rest[0] == "install" and wanted, "install from the checkout only"
         for extra in (wanted[1] or "vllm").split(","):
             assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
-    elif program == "bash":
+    elif program in ("bash", "python"):
         assert (ROOT / rest[0]).is_file()
     else:
         assert (program, rest[0]) in {("ray", "start"), ("ray", "stop"), ("python3", "-m")}
@@ -359,3 +361,12 @@ def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_di
         "step_000001.parquet",
         "step_000002.parquet",
     ]
+
+
+def test_all_say_the_same_of_idle_threads() -> None:
+    places = [*DOCUMENTS, *(ROOT / "examples/scripts").glob("*.sh")]
+    lines = [line for path in places for line in path.read_text().splitlines()]
+    names = {"KMP_BLOCKTIME", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    told = [line for line in lines if any(f"{name}=" in line for name in names)]
+    assert len(told) > 2
+    assert all(names <= set(re.findall(r"[A-Z_]+(?==)", line)) for line in told)

@@ -1,6 +1,9 @@
-"""Says what a run's evaluations were before and after, and draws reward, length and KL to a PNG.
+"""Says what a run's evaluations were before and after, and draws its curves to a PNG.
 
-Reads nothing but the run folder's metrics.jsonl, so it works for every run.
+    python examples/python/plot_run.py ./output/sft
+
+Reads nothing but the run folder's metrics.jsonl, so it works for every run: reward, length and KL
+of reinforcement learning, loss, accuracy and learning rate of supervised training.
 """
 
 from __future__ import annotations
@@ -15,7 +18,16 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PANELS = (("reward", "reward"), ("response_length", "tokens in a response"), ("kl", "KL"))
+# Title of a panel -> names of its metric, of which the first that was logged is drawn.
+PANELS = {
+    "reward": ("reward",),
+    "loss": ("gpt_loss", "kto_loss", "prm_loss", "distil_loss", "loss"),
+    "accuracy": ("acc",),
+    "tokens in a response": ("response_length",),
+    "KL": ("kl",),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("lr",),
+}
 Record = dict[str, float]
 
 
@@ -31,21 +43,37 @@ def series(records: list[Record], name: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def pass1_name(records: list[Record]) -> str | None:
-    """The first logged evaluation metric that ends in pass1."""
-    names = (name for record in records for name in record if name.endswith("_pass1"))
-    return next(names, None)
+def panels(records: list[Record]) -> dict[str, str]:
+    """Return the metric of every panel that the run has numbers for, by its title."""
+    logged = {name for record in records for name in record}
+    found = {
+        title: next((name for name in names if name in logged), None)
+        for title, names in PANELS.items()
+    }
+    return {title: name for title, name in found.items() if name is not None}
+
+
+def held_out_name(records: list[Record], name: str) -> str | None:
+    """Return the evaluation of a training metric: pass@1 of the reward, else its own name."""
+    logged = [key for record in records for key in record]
+    if name == "reward":
+        return next((key for key in logged if key.endswith("_pass1")), None)
+    return f"eval/{name}" if f"eval/{name}" in logged else None
 
 
 def report(records: list[Record], min_gain: float | None) -> bool:
-    """Print pass@1 before and after; answers whether the gain is large enough."""
-    name = pass1_name(records)
-    if name is None:
+    """Print the evaluation before and after; return whether pass@1 gained enough."""
+    names = [held_out_name(records, name) for name in panels(records).values()]
+    evaluated = [name for name in names if name is not None]
+    if not evaluated:
         print("no evaluation was logged")
         return min_gain is None
-    _, values = series(records, name)
+    for name in evaluated:
+        _, values = series(records, name)
+        gain = values[-1] - values[0]
+        print(f"{name} before {values[0]:.3f}, after {values[-1]:.3f}: {gain:+.3f}")
+    _, values = series(records, evaluated[0])
     gain = values[-1] - values[0]
-    print(f"{name} before {values[0]:.3f}, after {values[-1]:.3f}: {gain:+.3f}")
     if min_gain is None or gain >= min_gain:
         return True
     print(f"the gain {gain:+.3f} is less than the {min_gain:+.3f} asked for", file=sys.stderr)
@@ -53,16 +81,19 @@ def report(records: list[Record], min_gain: float | None) -> bool:
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """One panel a metric; held-out pass@1 as points over the reward."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.2), layout="constrained")
-    for axis, (name, label) in zip(axes, PANELS, strict=True):
+    """One panel a metric; evaluations as points over the training's line."""
+    shown = panels(records)
+    figure, axes = plt.subplots(
+        1, len(shown), figsize=(4 * len(shown), 3.2), layout="constrained", squeeze=False
+    )
+    for axis, (title, name) in zip(axes[0], shown.items(), strict=True):
         axis.plot(*series(records, name), label="training")
         axis.set_xlabel("step")
-        axis.set_title(label)
-    evaluated = pass1_name(records)
-    if evaluated is not None:
-        axes[0].plot(*series(records, evaluated), "o--", label="held out")
-        axes[0].legend()
+        axis.set_title(title)
+        evaluated = held_out_name(records, name)
+        if evaluated is not None:
+            axis.plot(*series(records, evaluated), "o--", label="held out")
+            axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

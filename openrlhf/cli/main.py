@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
+from openrlhf.cli.runner import version_text
+
 # Sub-command -> module in openrlhf.cli, one line of help.
 COMMANDS = {
     "sft": ("train_sft", "supervised fine-tuning and continued pre-training"),
@@ -30,12 +32,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return
+    if words[0] == "--version":
+        print(version_text())
+        return
     name, *rest = words
     modules = {module: name for name, (module, _) in COMMANDS.items()}
     known = modules.get(name.replace("-", "_"), name)
     if known not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        print(f"error: there is no command {name}. Type openrlhf {near}.", file=sys.stderr)
+        near = get_close_matches(name, COMMANDS, n=1)
+        remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{usage()}"
+        print(f"error: there is no command {name}. {remedy}", file=sys.stderr)
         raise SystemExit(2)
     import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
 
@@ -44,7 +50,14 @@ def usage() -> str:
     """The commands, one line each."""
     lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
-        ["usage: openrlhf COMMAND [FLAGS]", "", *lines, "", "openrlhf COMMAND --help: its flags"]
+        [
+            "usage: openrlhf COMMAND [FLAGS]",
+            "",
+            *lines,
+            "",
+            "openrlhf COMMAND --help: its flags",
+            "openrlhf --version: the version",
+        ]
     )
 
 

@@ -40,6 +40,9 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     if "-h" in words or "--help" in words:
         show_help(command)
         return
+    if "--version" in words:
+        print(version_text())
+        return
     is_debug = "--debug" in words
     try:
         command.run(prepare(command, [word for word in words if word != "--debug"]))
@@ -55,6 +58,13 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     except Exception as error:
         traceback.print_exc()
         raise SystemExit(4) from error
+
+
+def version_text() -> str:
+    """Return the version, as `--version` prints it."""
+    from importlib import metadata  # noqa: PLC0415 - it would slow --help
+
+    return f"openrlhf {metadata.version('openrlhf')}"
 
 
 def show_help(command: Command[ConfigT]) -> None:

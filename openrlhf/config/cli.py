@@ -111,7 +111,7 @@ def describe(option: Option, given: Given, detail: Mapping[str, Any]) -> str:
     if bounds:
         must, remedy = f"must be {bounds[0]}", f"Type a value {bounds[0]}"
     elif choices:
-        near = get_close_matches(str(seen).lower(), choices, n=1, cutoff=0.0)[0]
+        near = next(iter(get_close_matches(str(seen).lower(), choices, n=1)), "one of them")
         near = (option.info.known_as or {}).get(str(seen).lower(), near)
         must, remedy = f"must be one of {', '.join(choices)}", f"Type {near}"
     elif option.is_switch:

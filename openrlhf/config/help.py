@@ -23,6 +23,7 @@ Every flag has a dotted name and, after "Also", the names of older commands and 
 
 --config FILE.yaml  defaults from a file: the nested tree, dotted names or flat names; flags win
 --debug             a traceback with every error
+--version           the version of openrlhf
 -h, --help          this text
 """
 TEXT_COLUMN = 28  # where help texts begin

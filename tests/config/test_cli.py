@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,21 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert capsys.readouterr().err == (
         "error: there is no command ppo-locl. Type openrlhf ppo-local.\n"
     )
+
+
+def test_a_word_that_is_no_command_gets_the_list_of_them(capsys):
+    with pytest.raises(SystemExit) as caught:
+        console.main(["frobnicate"])
+    assert caught.value.code == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "error: there is no command frobnicate. Type one of these:"
+    assert [line.split()[0] for line in rest if line[:2] == "  "] == COMMANDS
+
+
+@pytest.mark.parametrize("words", [["--version"], ["sft", "--version"]])
+def test_the_version_is_one_line(words, capsys):
+    console.main(words)
+    assert capsys.readouterr().out == f"openrlhf {version('openrlhf')}\n"
 
 
 def test_wrong_input_is_lines_and_exit_code_2():

@@ -38,7 +38,8 @@ def notices(config_class, line):
 @pytest.mark.parametrize(
     ("config_class", "line", "expected"),
     [
-        (RMConfig, "--loss other", "--loss must be one of sigmoid, logexp: other. Type logexp."),
+        (RMConfig, "--loss log", "--loss must be one of sigmoid, logexp: log. Type logexp."),
+        (RMConfig, "--loss x", "--loss must be one of sigmoid, logexp: x. Type one of them."),
         (
             RMConfig,
             "--micro_train_batch_size 4 --train_batch_size 2",

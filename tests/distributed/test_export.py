@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.export import export_hf, mend_generation_config
+from openrlhf.distributed.export import export_hf, mend_generation_config, without_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import full_parameters
 from openrlhf.models.actor import Actor
@@ -105,7 +105,9 @@ def test_the_folder_keeps_its_logs_and_loses_stale_weights(folder: Path, given: 
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert "a command" in (path / "README.md").read_text()
+    card = (path / "README.md").read_text()
+    assert "a command" in card and "Trained from `qwen2`" in card
+    assert str(folder) not in card
 
 
 @pytest.fixture
@@ -153,3 +155,14 @@ def test_a_published_config_that_forgets_do_sample_can_be_written(tmp_path: Path
     mend_generation_config(config)
     config.save_pretrained(tmp_path)
     assert config.do_sample
+
+
+def test_the_model_card_names_no_folder_of_the_machine() -> None:
+    command = (
+        "/home/bob/.venv/bin/openrlhf sft --pretrain /home/bob/models/qwen/ --save_path=/data/out "
+        "--dataset /d/a.jsonl,/d/b.jsonl --eval_dataset ./held/out.jsonl org/name http://h:1/v1"
+    )
+    assert without_folders(command) == (
+        "openrlhf sft --pretrain qwen --save_path=out --dataset a.jsonl,b.jsonl "
+        "--eval_dataset ./held/out.jsonl org/name http://h:1/v1"
+    )

@@ -85,3 +85,25 @@ def test_the_report_names_both_numbers_and_holds_the_gain(tmp_path, after, retur
     assert result.returncode == returncode
     assert f"before 0.250, after {after:.3f}: {after - 0.25:+.3f}" in result.stdout
     assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_the_curves_of_a_supervised_run_are_its_loss_accuracy_and_rate(tmp_path):
+    records = [
+        {"step": 1, "gpt_loss": 2.0, "acc": 0.5, "lr": 1e-6, "grad_norm": 3.0},
+        {"step": 2, "gpt_loss": 1.5, "acc": 0.75, "lr": 5e-7, "grad_norm": 2.0},
+        {"step": 1, "eval/gpt_loss": 1.75, "eval/ppl": 5.75},
+        {"step": 2, "eval/gpt_loss": 1.25, "eval/ppl": 3.5},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    shown = load("plot_run").panels(records)
+    assert list(shown.items()) == [
+        ("loss", "gpt_loss"),
+        ("accuracy", "acc"),
+        ("gradient norm", "grad_norm"),
+        ("learning rate", "lr"),
+    ]
+    command = [sys.executable, FOLDER / "plot_run.py", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "eval/gpt_loss before 1.750, after 1.250: -0.500" in result.stdout
+    assert (tmp_path / "curves.png").stat().st_size > 5000

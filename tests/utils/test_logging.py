@@ -46,6 +46,19 @@ def test_step_line_of_supervised_training_shows_loss_and_rate():
     assert line == "step 3/10 | loss 1.2500 | grad 2 | lr 5e-06"
 
 
+def test_step_line_shows_the_score_beside_the_reward():
+    line = console.step_line(1, 2, {"reward": -0.25, "score": 0.5})
+    assert line == "step 1/2 | reward -0.250 | score 0.500"
+
+
+def test_step_line_ends_with_the_time_since_the_start_and_until_the_end(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: 1200.0)
+    # It went on behind step 10 and made two steps in 200 s; 48 are left.
+    clock = console.RunClock(first_step=10, start_s=1000.0)
+    line = console.step_line(12, 60, {"reward": 1.0}, clock)
+    assert line == "step 12/60 | reward 1.000 | elapsed 3m20s | eta 1h20m"
+
+
 def test_eval_line_drops_the_prefix():
     line = console.eval_line(20, {"eval/eval_math_pass1": 0.5, "reward": 1.0})
     assert line == "eval at step 20 | math_pass1 0.5"
@@ -54,6 +67,11 @@ def test_eval_line_drops_the_prefix():
 def test_format_count_picks_the_unit():
     counts = [console.format_count(n) for n in (950, 1832, 3_100_000, 7.24e9)]
     assert counts == ["950", "1.8k", "3.1M", "7.2B"]
+
+
+def test_format_seconds_picks_the_units():
+    times = [console.format_seconds(s) for s in (0.4, 59.6, 200, 3600 * 2 + 300, 86400 + 4 * 3600)]
+    assert times == ["0s", "1m00s", "3m20s", "2h05m", "1d04h"]
 
 
 def test_healthy_metrics_give_no_hint():

@@ -27,9 +27,9 @@ FORWARDED_PREFIXES = (
     "OPENRLHF_",
     "RAY_EXPERIMENTAL_NOSET_",
 )
-FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "KMP_BLOCKTIME")
+FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME")
 # Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
-IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 # Weights are packed into new memory at every sync: in small pages that takes twice as long.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
