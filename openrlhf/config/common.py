@@ -211,6 +211,7 @@ class LoggerConfig(Base):
         Alias("report_to", {"tensorboard": "true", "all": "true"}),
         bare="true",
         env="TENSORBOARD_LOGGING_DIR",
+        opens="output",
     )
 
     _home = field_validator("tensorboard_dir")(expand_home)

@@ -15,7 +15,7 @@ from typing import Any
 from openrlhf.config.base import Opens, is_given, value_at, walk
 from openrlhf.config.checks import is_blank
 from openrlhf.config.flags import plain_flag
-from openrlhf.config.run import CommandConfig
+from openrlhf.config.run import CommandConfig, RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -39,7 +39,7 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
     """One line for every file or folder that is named and not there, with its flag."""
     for option in walk(type(config)):
         opens, value = option.info.opens, value_at(config, option.path)
-        if option.path == "ckpt.path" and is_given(config, option.path):
+        if option.path == "ckpt.path" and _writes_checkpoints(config):
             opens = "output"
         if opens is None or is_blank(value):
             continue
@@ -48,6 +48,12 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
             continue
         for name in _names(opens, value):
             yield from _problems(opens, name, f"{plain_flag(option)} {name}")
+
+
+def _writes_checkpoints(config: CommandConfig) -> bool:
+    """Whether the root of checkpoints is named, or written to without being named."""
+    is_written = isinstance(config, RunConfig) and config.ckpt.save_steps > 0
+    return is_written or is_given(config, "ckpt.path")
 
 
 def looks_local(name: str) -> bool:
@@ -106,6 +112,24 @@ def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} has a name of more than {MAX_NAME_BYTES} bytes. Type {remedy}."
     elif not os.access(place, os.W_OK):
         yield f"{typed} cannot be written: no right to write to {place}. Type {remedy}."
+    elif reason := _why_not_writable(place):
+        yield f"{typed} cannot be written: {place} takes no files ({reason}). Type {remedy}."
+
+
+def _why_not_writable(place: Path) -> str | None:
+    """Make a folder in a folder and remove it: rights alone say nothing of /proc, of a full disk
+    or of what a server of files allows.
+    """
+    probe = place / f".openrlhf-{os.getpid()}"
+    try:
+        if place.is_dir():
+            probe.mkdir()
+            probe.rmdir()
+    except FileExistsError:  # another rank's, on another node
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

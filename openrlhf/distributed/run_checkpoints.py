@@ -8,6 +8,9 @@ What is in a checkpoint is the business of the caller.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +28,8 @@ from openrlhf.utils.progress import progress
 
 MAX_FAILED_SAVES = 3  # in a row
 KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
+EXPORT_TRIES = 40  # at the end of a run
+EXPORT_PAUSE_S = 15.0  # between two of them
 FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
 
@@ -243,6 +248,28 @@ class CheckpointSaver:
             for line in problems_of(self.store.rotate):
                 warn(f"old checkpoints could not be removed: {line}")
         return problems
+
+
+def export_final(export: Callable[[Path], None], path: Path) -> None:
+    """Write the trained model at `path`; while that fails try again, and at last elsewhere.
+
+    All ranks call. Raises CheckpointError that says where the weights are.
+    """
+    elsewhere = Path(tempfile.gettempdir()) / f"openrlhf-{path.absolute().name}-{os.getppid()}"
+    for number in range(EXPORT_TRIES):
+        try:
+            return export(path)
+        except CheckpointError as error:
+            problem = str(error)
+        if number == 0 and collectives.is_main():
+            wait = EXPORT_TRIES * EXPORT_PAUSE_S / 60
+            warn(f"{problem} Make room: it is tried for {wait:.0f} minutes, then in {elsewhere}.")
+        time.sleep(EXPORT_PAUSE_S)
+    try:
+        export(elsewhere)
+    except CheckpointError as error:
+        raise CheckpointError(f"{problem} Nor elsewhere: {error}") from None
+    raise CheckpointError(f"{problem} It was written to {elsewhere} instead: move it from there.")
 
 
 def problems_of(work: Callable[[], object]) -> list[str]:

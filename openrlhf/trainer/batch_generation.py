@@ -23,10 +23,10 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.engines.vllm_installed import check_vllm_is_installed
+from openrlhf.engines.vllm_installed import check_head_size, check_vllm_is_installed
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.sizes import num_positions
+from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.sizes import head_size, num_positions
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, load_options
 from openrlhf.trainer.post_processors import wish_template, with_tools, wrap_input
@@ -193,7 +193,10 @@ def check_vllm(config: BatchInferenceConfig) -> None:
     """Refuse what vLLM cannot do: to be used where it is not, and to read adapters."""
     if config.eval_task == "generate_vllm":
         check_vllm_is_installed(instead="--eval_task generate, which does without it")
-        refuse_adapter(config.model.model_name_or_path or "", "--pretrain")
+        path = config.model.model_name_or_path or ""
+        refuse_adapter(path, "--pretrain")
+        facts = load_config(path, trust_remote_code=config.trust_remote_code)
+        check_head_size(head_size(facts), path, instead="--eval_task generate")
 
 
 def sampling_settings(

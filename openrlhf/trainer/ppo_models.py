@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.engines.vllm_installed import check_head_size
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import refuse_token_budget
 from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.router_loss import check_has_experts
-from openrlhf.models.sizes import num_positions
+from openrlhf.models.sizes import head_size, num_positions
 from openrlhf.models.value_head import RewardScale
 from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
@@ -35,6 +36,8 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         raise ConfigError(problems)
     if has_engines:
         refuse_adapter(path, "--pretrain")
+        facts = load_config(path, trust_remote_code=config.trust_remote_code)
+        check_head_size(head_size(facts), path, instead="--vllm_num_engines 0")
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
     if config.actor.aux_loss_coef > 0:
         check_has_experts(policy, path)

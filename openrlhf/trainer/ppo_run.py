@@ -17,7 +17,7 @@ from openrlhf.config.cli import save_resolved
 from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
-from openrlhf.distributed.run_checkpoints import Opened
+from openrlhf.distributed.run_checkpoints import Opened, export_final
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
@@ -361,9 +361,12 @@ def max_mismatch_kl(dtype: torch.dtype) -> float:
 
 
 def _export(config: PPOConfig, groups: Groups) -> None:
-    groups["actor"].call(PolicyModelActor.save_model, config.ckpt.output_dir)
+    methods = {"actor": PolicyModelActor.save_model}
     if "critic" in groups and config.critic.save_value_network:
-        groups["critic"].call(CriticModelActor.save_model, f"{config.ckpt.output_dir}_critic")
+        methods["critic"] = CriticModelActor.save_model
+    for role, method in methods.items():
+        path = Path(config.ckpt.output_dir + ("_critic" if role == "critic" else ""))
+        export_final(lambda path, call=groups[role].call, m=method: call(m, str(path)), path)
 
 
 def _banner(

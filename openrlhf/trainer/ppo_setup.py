@@ -32,12 +32,12 @@ from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.worker_process import WorkerLimits
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
-from openrlhf.utils.user_code import import_function
 
 PLACED = Idle(
     (
@@ -90,8 +90,7 @@ def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
 
     `has_engines`: vLLM generates, and must be installed; else the policy itself does.
     """
-    if ":" in config.actor.policy_loss_type:
-        import_function(config.actor.policy_loss_type)
+    check_policy_loss(config.actor.policy_loss_type)
     if has_engines:
         check_vllm_is_installed(instead="--vllm_num_engines 0: then the policy generates itself")
     model_path = _name(config.actor.model_name_or_path)

@@ -27,8 +27,8 @@ from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed import collectives
-from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.run_checkpoints import DataFacts, Opened
+from openrlhf.distributed.export import check_room, export_hf
+from openrlhf.distributed.run_checkpoints import DataFacts, Opened, export_final
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import TrainEngine
@@ -179,6 +179,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         strategy.shut_down()
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
+    check_room(hf_part(run.model), run_dir)
     trainer = recipe.make_trainer(run)
     checkpointer = Checkpointer(
         trainer, opened, config.ckpt, export=lambda path: recipe.export(run, path)
@@ -189,7 +190,7 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
         say_start(recipe, run, trainer)
     trainer.fit(after_step=checkpointer.save_if_due)
-    recipe.export(run, run_dir)
+    export_final(lambda path: recipe.export(run, path), run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")

@@ -142,6 +142,21 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         ),
         (PPOConfig, PPO_NEEDS + "--save_path text", ["--save_path text is a file. Type the path"]),
         (SFTConfig, SFT_NEEDS + "--save_path text/a/b", ["--save_path text/a/b lies below "]),
+        # Root has the right to write there, and cannot.
+        (
+            SFTConfig,
+            SFT_NEEDS + "--save_path /proc/a --ckpt_path /proc/b --use_tensorboard /proc/c",
+            [
+                "--save_path /proc/a cannot be written: ",
+                "--ckpt_path /proc/b cannot be written: ",
+                "--use_tensorboard /proc/c cannot be written: ",
+            ],
+        ),
+        (
+            BatchInferenceConfig,
+            "--pretrain org/m --dataset org/d --eval_task rm --output_path /proc/a.jsonl",
+            ["--output_path /proc/a.jsonl cannot be written: "],
+        ),
         (SFTConfig, SFT_NEEDS + "--ckpt_path text/a", ["--ckpt_path text/a lies below "]),
         (
             SFTConfig,
@@ -194,10 +209,24 @@ def test_a_path_that_is_not_there_is_one_line(
         (PPOConfig, PPO_NEEDS + "--tokenizer_chat_template {{messages}}"),
         (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config ds_ok.json"),
         (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
+        (SFTConfig, SFT_NEEDS + "--use_tensorboard"),
     ],
 )
 def test_what_is_there_or_may_be_elsewhere_passes(config_class: type, line: str) -> None:
     assert problems(config_class, line) == []
+
+
+def test_a_root_of_checkpoints_that_nobody_named_is_tried_where_it_is_written_to() -> None:
+    Path("ckpt").write_text("")  # the default is ./ckpt/checkpoints
+    assert problems(SFTConfig, SFT_NEEDS + "--save_path run") == []
+    [said] = problems(SFTConfig, SFT_NEEDS + "--save_path run --save_steps 2")
+    assert said.startswith("--ckpt_path ./ckpt/checkpoints_sft lies below ")
+
+
+def test_trying_a_folder_leaves_nothing_in_it() -> None:
+    Path("run").mkdir()
+    assert problems(SFTConfig, SFT_NEEDS + "--save_path run") == []
+    assert list(Path("run").iterdir()) == []
 
 
 def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(

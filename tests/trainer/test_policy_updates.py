@@ -14,9 +14,10 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ray.model_actor import RankIdentity
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor, find_policy_loss
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from tests.trainer.test_experience import rollout
 
 

@@ -14,6 +14,7 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.sizes import head_size
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -235,3 +236,30 @@ def test_positions_that_a_family_names_in_its_own_way_are_found(tmp_path: Path) 
             ),
             has_engines=False,
         )
+
+
+def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_with_what_it_has(
+    tmp_path: Path, reward_dir: Path
+) -> None:
+    model = make_model(tmp_path / "odd", hidden_size=48)  # two heads of 24
+    config = config_of(model, reward_dir)
+    assert check_models(config, has_engines=False) == 262
+    said = "has attention heads of size 24, and vLLM has CPU kernels for 32, 64, .* 512"
+    with pytest.raises(ConfigError, match=f"{model} {said}. Type --vllm_num_engines 0, or take"):
+        check_models(config, has_engines=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (transformers.Qwen2Config(hidden_size=48, num_attention_heads=2), 24),
+        (transformers.Qwen3Config(hidden_size=64, num_attention_heads=2, head_dim=128), 128),
+        (transformers.GPT2Config(n_embd=96, n_head=4), 24),
+        (transformers.DeepseekV3Config(), None),
+        (transformers.MambaConfig(), None),
+    ],
+)
+def test_the_size_of_a_head_is_read_from_the_config(
+    facts: transformers.PretrainedConfig, expected: int | None
+) -> None:
+    assert head_size(facts) == expected

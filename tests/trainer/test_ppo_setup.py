@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from openrlhf.algorithms.policy_loss import ClipRange
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
+from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ray import local_group, vllm_engine
 from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.local_group import LocalCluster
@@ -47,6 +49,59 @@ def test_a_policy_loss_that_the_file_does_not_have(tiny_model_dir: Path, tmp_pat
     where = tmp_path / "losses.py"
     said = problem(tiny_model_dir, tmp_path, f"--policy_loss_type {where}:missing")
     assert said == f"{where} has no missing; found: mine. Define missing in it."
+
+
+LOSS_CODE = """
+from openrlhf.algorithms.policy_loss import PolicyLossTerms, ppo_loss
+
+def two(logprobs_N, old_logprobs_N):
+    return logprobs_N
+
+def fails(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):
+    return logprobs_N + 1 / int(num_actions_B[0] - 2)
+
+def tensor(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):
+    return logprobs_N
+
+def mean(*args, **named):
+    return PolicyLossTerms(*(part.mean() for part in ppo_loss(*args, **named)[:1]), *[0] * 3)
+
+def no_gradient(logprobs_N, *args, **named):
+    return ppo_loss(logprobs_N.detach(), *args, **named)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("two", "{file}:4: --policy_loss_type {file}:two does not take the arguments of a loss ("),
+        ("fails", "{file}:8: ZeroDivisionError: division by zero"),
+        ("tensor", "{file}:tensor returns a Tensor. Return PolicyLossTerms,"),
+        ("mean", "{file}:mean returns a loss_N of shape () for 3 tokens. Return a number a token;"),
+        ("no_gradient", "{file}:no_gradient returns a loss_N without a gradient."),
+    ],
+)
+def test_a_users_loss_is_tried_before_models_load(
+    name: str, said: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(LOSS_CODE)
+    found = problem(tiny_model_dir, tmp_path, f"--policy_loss_type {file}:{name}")
+    assert found.startswith(said.format(file=file)), found
+
+
+def test_what_a_users_loss_raises_in_training_is_a_line_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(LOSS_CODE)
+    loss = find_policy_loss(f"{file}:fails")
+    with pytest.raises(ConfigError, match=rf"{file}:8: ZeroDivisionError"):
+        loss.terms(
+            torch.zeros(2),
+            torch.zeros(2),
+            advantages_N=torch.zeros(2),
+            num_actions_B=torch.tensor([2]),
+            clip=ClipRange(),
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ from openrlhf.algorithms.off_policy import (
     token_ratio,
 )
 from openrlhf.algorithms.policy_loss import (
-    POLICY_LOSSES,
     ClipRange,
-    PolicyLoss,
     PolicyLossTerms,
     aggregate,
 )
-from openrlhf.distributed.export import NamedTensors, export_hf
+from openrlhf.distributed.export import NamedTensors, check_room, export_hf
 from openrlhf.distributed.weight_average import WeightAverage
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
@@ -34,6 +32,7 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
@@ -43,7 +42,6 @@ from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transpor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress
-from openrlhf.utils.user_code import import_function
 
 AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
 
@@ -68,6 +66,8 @@ class PolicyModelActor(TrainedWorker):
             self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
         num_parameters = sum(p.numel() for p in self.actor.parameters())
         self.engine = self.strategy.prepare_train(self.actor, config, num_updates=num_updates)
+        num_copies = 2 if self.config.train.enable_ema else 1
+        check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
         self.policy_loss = find_policy_loss(config.policy_loss_type)
         low, high = config.eps_clip_low_high or (config.eps_clip, config.eps_clip)
         self.clip = ClipRange(low, high, config.dual_clip, config.sapo_tau)
@@ -377,15 +377,3 @@ def _add_by_staleness(metrics: Metrics, name: str, values_N: Tensor, staleness_N
     for staleness in staleness_N.unique().tolist():
         part = values_N[staleness_N == staleness].float()
         metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
-
-
-def find_policy_loss(name: str) -> PolicyLoss:
-    """One of POLICY_LOSSES, or a user's function with the arguments of `ppo_loss` that answers
-    PolicyLossTerms; raises ConfigError.
-    """
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    function = import_function(name)
-    if isinstance(function, PolicyLoss):
-        return function
-    return PolicyLoss(cast(Callable[..., PolicyLossTerms], function))

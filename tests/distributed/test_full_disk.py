@@ -1,0 +1,116 @@
+"""A model that has no room on its disk: said before training, and not lost behind it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf.cli import train_sft
+from openrlhf.distributed import export, run_checkpoints
+from openrlhf.distributed.export import check_room
+from openrlhf.distributed.run_checkpoints import export_final
+from openrlhf.errors import CheckpointError, ConfigError
+from tests.tiny import write_jsonl
+
+
+def sft_words(model: Path, folder: Path) -> list[str]:
+    rows = write_jsonl(folder / "rows.jsonl", [{"input": "q", "output": "a"}] * 2)
+    words = f"--pretrain {model} --dataset {rows} --input_key input --output_key output "
+    words += f"--train_batch_size 2 --micro_train_batch_size 2 --save_path {folder / 'run'}"
+    return words.split()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The disk of a run folder is full; the paths that were tried. Other folders have room."""
+    tried: list[str] = []
+    write_folder = export.write_folder
+
+    def write(model: nn.Module, state: dict, tokenizer: object, path: Path, **named: str) -> None:
+        tried.append(path.name)
+        if path.name == "run":
+            (path / ".export").mkdir(parents=True, exist_ok=True)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_folder(model, state, tokenizer, path, **named)
+
+    monkeypatch.setattr(export, "write_folder", write)
+    monkeypatch.setattr(run_checkpoints, "EXPORT_TRIES", 3)
+    monkeypatch.setattr(run_checkpoints, "EXPORT_PAUSE_S", 0.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    return tried
+
+
+def test_a_model_without_room_at_the_end_is_tried_again_and_then_written_elsewhere(
+    full: list[str], tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    with pytest.raises(SystemExit) as stop:
+        train_sft.main(sft_words(tiny_model_dir, tmp_path))
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 3
+    [error] = [line for line in lines if line.startswith("error: ")]
+    start = f"error: the model cannot be written to {tmp_path}/run: No space left on device. It "
+    assert error.startswith(start + "takes 0.00 GB, ")
+    assert "Traceback" not in "".join(lines)
+    assert [line.startswith("warning: the model cannot be") for line in lines].count(True) == 1
+    [elsewhere] = (tmp_path / "elsewhere").iterdir()
+    assert f"It was written to {elsewhere} instead: move it from there." in error
+    assert full == ["run"] * 3 + [elsewhere.name]
+    transformers.AutoModelForCausalLM.from_pretrained(elsewhere)
+    assert not (tmp_path / "run" / ".export").exists()
+    assert not (tmp_path / "run" / "finished.json").exists()
+
+
+def test_room_that_is_made_meanwhile_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_checkpoints, "EXPORT_PAUSE_S", 0.0)
+    tried: list[Path] = []
+
+    def write(path: Path) -> None:
+        tried.append(path)
+        if len(tried) < 3:
+            raise CheckpointError("no room.")
+
+    export_final(write, tmp_path)
+    assert tried == [tmp_path] * 3
+
+
+def test_a_disk_without_room_for_the_model_is_said_before_training(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, tmp_path: Path, capsys
+) -> None:
+    class Usage:
+        free = 100_000
+
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: Usage)
+    with pytest.raises(SystemExit) as stop:
+        train_sft.main(sft_words(tiny_model_dir, tmp_path))
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said.err.splitlines()[-1] == (
+        f"error: --save_path {tmp_path}/run has 0.00 GB free, and the model takes 0.00 GB. Make "
+        "room, or type the path of a folder on another disk."
+    )
+    assert "step 1/" not in said.out
+
+
+def test_an_adapter_needs_room_for_itself_alone(tmp_path: Path, monkeypatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: Usage)
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10, bias=False))  # 40 kB and 400 B
+    model[0].requires_grad_(requires_grad=False)
+    with pytest.raises(ConfigError, match=r"has 0\.00 GB free"):
+        check_room(model, tmp_path)
+    model.peft_config = {}
+    check_room(model, tmp_path)
+    with pytest.raises(ConfigError):
+        check_room(model.to(torch.float64), tmp_path, num_copies=2)
