@@ -186,7 +186,7 @@ class RewardConfig(Base):
     )
     memory_gib: float = option(
         8.0,
-        "Memory in GiB of each reward function's process, with all it starts.",
+        "Memory in GiB of each process that calls a reward function.",
         "reward_memory_gib",
         gt=0,
     )

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.answers import RewardBatch
-from openrlhf.rewards.family import FamilyWatch
 from openrlhf.rewards.worker import DUMP_SIGNAL
-from openrlhf.utils.processes import (
-    MARK_VARIABLE,
-    ProcessTable,
-    end_all,
-    end_marked,
-    new_mark,
-    resident_gib,
-)
+from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark, resident_gib
 
 LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 TIMED_OUT = "did not end in"
 POLL_S = 0.05  # between two looks at a worker's clock and memory
 DUMP_S = 0.1  # for a hanging worker to write its stack
-EXIT_S = 1.0  # for a worker that hung up to end by itself, and say how
+CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,55 @@ class WorkerLimits:
     """What a worker may take."""
 
     timeout_s: float = 300.0  # for one call of the function
-    memory_gib: float = 8.0  # resident, of the worker and what it started
-    num_processes: int = max(256, 16 * (os.cpu_count() or 1))  # the worker and what it started
+    memory_gib: float = 8.0  # resident, of the worker itself
+
+
+class Mailbox:
+    """Where a worker hands in replies: a socket that it connects to when it has one, and that
+    nothing it does can keep the reader waiting at. What comes without the token is dropped.
+    """
+
+    def __init__(self) -> None:
+        # A short path: the address of a socket has at most 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(
+            dir="/tmp" if os.access("/tmp", os.W_OK) else None
+        )
+        self.address = str(Path(self._folder.name, "mailbox"))
+        self.token = new_mark()  # of the reply that is due
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def poll(self, seconds: float) -> tuple[socket.socket, dict[str, Any]] | None:
+        """Take in what there is: the reply and the connection it came by, or None as yet."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                connection, _ = self._listener.accept()
+                self._selector.register(connection, selectors.EVENT_READ, bytearray())
+                continue
+            connection = key.fileobj  # type: ignore[assignment]
+            data = b""
+            with suppress(ConnectionError):
+                data = connection.recv(CHUNK_BYTES)
+            if data:
+                key.data.extend(data)
+                continue
+            self._selector.unregister(connection)
+            token, _, reply = bytes(key.data).partition(b"\n")
+            with suppress(ValueError):
+                if token == self.token.encode():
+                    return connection, json.loads(reply)
+            connection.close()
+        return None
+
+    def close(self) -> None:
+        """Free what is held."""
+        for key in list((self._selector.get_map() or {}).values()):  # it may be closed already
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._folder.cleanup()
 
 
 class WorkerProcess:
@@ -54,11 +95,10 @@ class WorkerProcess:
         self.limits = limits
         self.log_path = log_path
         self.mark = new_mark()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = _start(path, theirs, log_path, self.mark)
-        self.connection = Connection(ours.detach())
-        reply = self._receive(LOAD_TIMEOUT_S, self._load_problem)
+        self.mailbox = Mailbox()
+        self.connection: socket.socket | None = None  # by which the worker waits for its next batch
+        self.process = _start(path, self.mailbox, log_path, self.mark)
+        reply = self._receive(LOAD_TIMEOUT_S, LOAD_TIMEOUT_S, self._load_problem)
         if "problems" in reply:
             self.kill()
             raise ConfigError(reply["problems"])
@@ -85,42 +125,41 @@ class WorkerProcess:
                 f"Its worker was replaced.{self._log_hint}"
             )
 
-        with suppress(ConnectionError):  # noticed below
-            self.connection.send(batch)
-        return self._receive(self.limits.timeout_s, problem)
+        start_s = time.monotonic()
+        self.mailbox.token = new_mark()
+        assert self.connection is not None, "the worker has not answered its last batch"
+        self.connection.settimeout(self.limits.timeout_s)
+        with suppress(OSError), self.connection:  # noticed below
+            self.connection.sendall(pickle.dumps((self.mailbox.token, batch)))
+        left_s = start_s + self.limits.timeout_s - time.monotonic()
+        return self._receive(left_s, self.limits.timeout_s, problem)
 
     def end(self) -> None:
         """End it and what it started, from any thread; a call in progress fails."""
-        family = ProcessTable().family(self.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        end_all(pid for pid in family if pid != self.process.pid)
         end_marked(self.mark, but=self.process.pid)
 
     def kill(self) -> int:
         """End it and free what is held for it; answers its exit code."""
         self.end()
-        self.connection.close()
+        if self.connection is not None:
+            self.connection.close()
+        self.mailbox.close()
         return self.process.wait()
 
     def _receive(
-        self, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
+        self, left_s: float, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
     ) -> dict[str, Any]:
-        with suppress(EOFError, ConnectionError):
-            if self._has_answered(timeout_s, problem):
-                return json.loads(self.connection.recv_bytes())  # type: ignore[no-any-return]
-        self._wait(EXIT_S)
-        raise problem(f"ended its process ({_exit_in_words(self.kill())})")
-
-    def _has_answered(
-        self, timeout_s: float, problem: Callable[[str], RewardError | ConfigError]
-    ) -> bool:
-        """Wait for an answer; False when the worker has ended without one."""
-        deadline = time.monotonic() + timeout_s
-        family = FamilyWatch(self.process.pid, self.limits.num_processes, self.limits.memory_gib)
-        while not self.connection.poll(POLL_S):
-            if not self.is_alive:  # what it started may still hold the connection
-                return self.connection.poll()
+        """Wait for the whole reply for as long as is left of the limit."""
+        deadline = time.monotonic() + left_s
+        while True:
+            is_alive = self.is_alive  # before the look: it may hand in its reply and end
+            if found := self.mailbox.poll(POLL_S if is_alive else 0.0):
+                self.connection, reply = found
+                return reply
+            if not is_alive:
+                raise problem(f"ended its process ({_exit_in_words(self.kill())})")
             if time.monotonic() > deadline:
                 self._dump_stack()
                 self.kill()
@@ -130,10 +169,6 @@ class WorkerProcess:
                 raise problem(
                     f"took more than {self.limits.memory_gib:g} GiB (--reward_memory_gib)"
                 )
-            if excess := family.excess():
-                self.kill()
-                raise problem(excess)
-        return True
 
     def _load_problem(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: the file {what} while it was imported.{self._log_hint}")
@@ -144,21 +179,18 @@ class WorkerProcess:
 
     def _dump_stack(self) -> None:
         self.process.send_signal(DUMP_SIGNAL)
-        self._wait(DUMP_S)
-
-    def _wait(self, seconds: float) -> None:
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+            self.process.wait(DUMP_S)
 
 
 def _start(
-    path: str, theirs: socket.socket, log_path: Path | None, mark: str
+    path: str, mailbox: Mailbox, log_path: Path | None, mark: str
 ) -> subprocess.Popen[bytes]:
     """The process, in a session of its own so that what it starts can be ended with it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment[MARK_VARIABLE] = mark
     environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
-    arguments = [str(theirs.fileno()), path, str(os.getpid())]
+    arguments = [mailbox.address, mailbox.token, path, str(os.getpid())]
     with ExitStack() as stack:
         output: Any = subprocess.DEVNULL
         if log_path is not None:
@@ -166,7 +198,6 @@ def _start(
             output = stack.enter_context(log_path.open("ab"))
         return subprocess.Popen(
             [sys.executable, "-u", "-m", "openrlhf.rewards.worker", *arguments],
-            pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

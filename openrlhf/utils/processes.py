@@ -9,7 +9,7 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MARK_VARIABLE = "OPENRLHF_STARTED_BY"
 MAX_END_S = 5.0  # of killing: what is killed may just have started others
 ROUND_S = 0.01  # between two rounds of it
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-KIB, GIB = 1024.0, 1024.0**3
+GIB = 1024.0**3
 
 
 def new_mark() -> str:
@@ -55,34 +55,6 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-class ProcessTable:
-    """All processes of the machine at one moment, and who belongs to whom; empty where there is no
-    /proc.
-
-    Reads what the kernel tells without waiting for the processes: one that forks all the time can
-    keep a reader of its environment waiting.
-    """
-
-    def __init__(self) -> None:
-        self._followers: dict[int, list[int]] = {}  # children, and members of a leader's session
-        for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc").is_dir() else ()):
-            with suppress(OSError, ValueError):
-                line = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-                state, parent, _, session, *_ = line.rpartition(")")[2].split()
-                if state != "Z":
-                    self._followers.setdefault(int(parent), []).append(int(pid))
-                    self._followers.setdefault(int(session), []).append(int(pid))
-
-    def family(self, pid: int) -> list[int]:
-        """A process, its descendants and all in their sessions; not what left both."""
-        found, queue = {pid}, [pid]
-        while queue:
-            new = set(self._followers.get(queue.pop(), ())) - found
-            found |= new
-            queue += new
-        return sorted(found)
-
-
 def resident_gib(pid: int) -> float:
     """Memory a process holds, shared or not; 0 where /proc does not tell."""
     try:
@@ -90,23 +62,6 @@ def resident_gib(pid: int) -> float:
     except (OSError, IndexError):
         return 0.0
     return pages * PAGE_BYTES / GIB
-
-
-def joint_gib(pids: Sequence[int]) -> float:
-    """Memory that processes hold together, what they share counted once.
-
-    Takes milliseconds a GiB: ask `resident_gib` first.
-    """
-    return sum(map(_share_gib, pids))
-
-
-def _share_gib(pid: int) -> float:
-    """Memory of a process, what it shares with n others counted as an n-th."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended, or the kernel does not tell
-        return resident_gib(pid)
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * KIB / GIB
 
 
 def process_limit(more: int) -> int:

@@ -22,7 +22,7 @@ from openrlhf.rewards.worker_process import WorkerLimits
 
 # The label of the first sample says what the function does.
 UNRULY = """
-    import ctypes, os, subprocess, sys, time
+    import contextlib, ctypes, os, socket, subprocess, sys, time
 
     kept = []
 
@@ -68,6 +68,25 @@ UNRULY = """
         if word == "two answers":
             if os.fork() == 0: return [0.0] * len(labels)
             time.sleep(0.1)
+        if word in ("write to all", "write half to all"):
+            forged = b'{"rewards": [9.0]}'
+            header = len(forged).to_bytes(4, "big") if word == "write to all" else b"\\0\\0\\1"
+            for number in range(3, 256):
+                with contextlib.suppress(OSError): os.write(number, header + forged)
+            if word == "write half to all": time.sleep(1e6)
+        if word == "close all":
+            os.closerange(3, 256)
+            return [1.0] * len(labels)
+        if word in ("knock", "knock and hang"):
+            for message in (b"", b"half", b"x" * 10**6, b'{"rewards": [9.0]}'):
+                kept.append(socket.socket(socket.AF_UNIX))
+                kept[-1].connect(sys.argv[1])
+                kept[-1].sendall(message)
+            kept[-1].close()
+            if word == "knock and hang": time.sleep(1e6)
+        if word == "late child":
+            subprocess.Popen("sleep 0.3; for n in 3 4 5 6 7 8 9; do echo '[9.0]' >&$n; done",
+                             shell=True, close_fds=False)
         if word == "elsewhere":
             os.chdir("/")
             raise ValueError("first line\\nsecond line " + "x" * 10**6)
@@ -201,7 +220,7 @@ def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
     start = time.monotonic()
     with pytest.raises(RewardError) as caught:
         pool.score(batch_of(word, 2, 3, 4, 5))
-    assert time.monotonic() - start < 0.4 + 2  # the limit and two seconds, whatever it did
+    assert time.monotonic() - start < 0.4 + 5  # the limit and some seconds, whatever it did
     text = str(caught.value)
     assert (
         f"{tmp_path}/my_reward.py: the reward function {message} while it scored samples " in text
@@ -255,6 +274,39 @@ def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePool) ->
     assert pool.score(batch_of(1, 2, 3)).rewards.tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("word", ["write to all", "close all", "knock", "late child"])
+def test_whatever_a_function_writes_or_closes_its_own_rewards_count(
+    make_pool: MakePool, word: str
+) -> None:
+    pool = make_pool(num_workers=1)
+    [worker] = pool.worker_pids
+    for _ in range(2):
+        assert pool.score(batch_of(word)).rewards.tolist() == [1.0]
+    time.sleep(0.5 if word == "late child" else 0)
+    assert pool.score(batch_of(1, 2)).rewards.tolist() == [1.0, 2.0]
+    assert pool.worker_pids == [worker]
+
+
+@pytest.mark.parametrize("word", ["write half to all", "knock and hang"])
+@pytest.mark.timeout(60)
+def test_half_a_message_does_not_put_off_the_time_limit(make_pool: MakePool, word: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"did not end in 0\.5 s \(--reward_timeout_s\)"):
+        make_pool(timeout_s=0.5).score(batch_of(word))
+    assert time.monotonic() - start < 0.5 + 5
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_worker_does_not_keep_the_sender_of_a_large_batch_waiting(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool(timeout_s=0.5, num_workers=1)
+    os.kill(pool.worker_pids[0], signal.SIGSTOP)
+    with pytest.raises(RewardError, match="did not end in"):
+        pool.score(batch_of("x" * 10**7))
+    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+
+
 def test_an_error_is_one_line_with_its_place_wherever_the_function_went(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +316,7 @@ def test_an_error_is_one_line_with_its_place_wherever_the_function_went(
         with pytest.raises(RewardError) as caught:
             pool.score(batch_of("elsewhere"))
         assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
-    assert "my_reward.py:50: ValueError: first line second line xxx" in str(caught.value)
+    assert "my_reward.py:69: ValueError: first line second line xxx" in str(caught.value)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
@@ -360,11 +412,13 @@ def test_closing_ends_all_workers_and_what_they_do(make_pool: MakePool) -> None:
 
 
 PARENT = """
-import sys, time
+import sys, threading, time
 from openrlhf.rewards.answers import RewardBatch
 from openrlhf.rewards.worker_process import WorkerLimits, WorkerProcess
 workers = [WorkerProcess(sys.argv[1], WorkerLimits(), None) for _ in range(2)]
-workers[0].connection.send(RewardBatch(["q"], ["p"], ["r"], ["spin"]))
+batch = RewardBatch(["q"], ["p"], ["r"], ["spin"])
+threading.Thread(target=workers[0].answer, args=[batch], daemon=True).start()
+time.sleep(0.5)
 print(*[worker.process.pid for worker in workers], flush=True)
 time.sleep(100)
 """
