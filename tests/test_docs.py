@@ -238,11 +238,10 @@ def test_every_yaml_file_is_valid(block: Block) -> None:
 @pytest.mark.parametrize("block", cases("python"))
 def test_every_reward_function_scores(block: Block, folder: Path) -> None:
     from openrlhf.rewards.base import RewardBatch
-    from openrlhf.rewards.function import FunctionReward, load_reward_function
+    from openrlhf.rewards.function import FunctionReward
 
     name = named(block)
     assert name is not None, "say the file's name in the first line"
-    load_reward_function(name)
     batch = RewardBatch(
         queries=["1+1=2", "1+1=3", "2+2=4"],
         prompts=["1+1=", "1+1=", "2+2="],

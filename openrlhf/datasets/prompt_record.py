@@ -15,3 +15,4 @@ class PromptRecord:
     label: object = ""  # without --label_key
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)  # the row's other columns
+    source: object = None  # the prompt as its row has it: text, or messages

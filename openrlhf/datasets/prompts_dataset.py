@@ -17,6 +17,7 @@ from torch import Tensor
 from openrlhf.config.notices import Caution
 from openrlhf.datasets.chat import (
     RowError,
+    asked_part,
     ends_with_answer,
     has_placeholder,
     render_prompt,
@@ -107,6 +108,7 @@ class PromptDataset:
             label=row[label_key] if label_key else "",
             datasource=str(row.get("datasource") or "default"),
             columns={name: value for name, value in row.items() if name != self._input_key},
+            source=asked_part(row[self._input_key]),
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -33,7 +34,8 @@ class RewardResult:
 
     rewards: Tensor  # (B,) float32, finite
     scores: Tensor | None = None  # (B,) float32: raw 0-1 task scores, where the source gives them
-    extra_logs: dict[str, Tensor] = field(default_factory=dict)  # (B,) float32 each
+    extra_logs: dict[str, Tensor] = field(default_factory=dict)  # (B,) float32 each; nan: none
+    extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each
 
 
 class RewardSource(Protocol):
@@ -76,22 +78,29 @@ def result_from_answer(answer: object, *, batch: RewardBatch, source: str) -> Re
 
 
 def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardResult:
-    """The results of consecutive slices as one; raises RewardError when they do not carry the same
-    parts.
+    """The results of consecutive slices as one, B in all; raises RewardError where some have scores
+    and others not.
     """
     if not results:
         return RewardResult(torch.zeros(0))
-    parts = {(r.scores is not None, *sorted(r.extra_logs)) for r in results}
-    if len(parts) > 1:
-        raise RewardError(
-            f"{source}: scores or extra_logs are there for some batches and not for others"
-        )
     scores = [r.scores for r in results if r.scores is not None]
+    if scores and len(scores) < len(results):
+        raise RewardError(f"{source}: scores are there for some batches and not for others")
+    logs = dict.fromkeys(name for r in results for name in r.extra_logs)
+    columns = dict.fromkeys(name for r in results for name in r.extra_columns)
+    missing = [torch.full_like(r.rewards, torch.nan) for r in results]
     return RewardResult(
         rewards=torch.cat([r.rewards for r in results]),
         scores=torch.cat(scores) if scores else None,
         extra_logs={
-            name: torch.cat([r.extra_logs[name] for r in results]) for name in results[0].extra_logs
+            name: torch.cat(
+                [r.extra_logs.get(name, nan) for r, nan in zip(results, missing, strict=True)]
+            )
+            for name in logs
+        },
+        extra_columns={
+            name: [v for r in results for v in r.extra_columns.get(name, [None] * len(r.rewards))]
+            for name in columns
         },
     )
 
@@ -141,7 +150,8 @@ def _as_tensors(answer: CheckedAnswer) -> RewardResult:
         rewards=torch.tensor(answer.rewards, dtype=torch.float32),
         scores=None if answer.scores is None else torch.tensor(answer.scores, dtype=torch.float32),
         extra_logs={
-            name: torch.tensor(values, dtype=torch.float32)
+            name: torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float32)
             for name, values in answer.extra_logs.items()
         },
+        extra_columns=answer.extra_columns,
     )

@@ -9,9 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results, result_from_answer
-from openrlhf.rewards.user_function import UserFunction, load_reward_function
-
-__all__ = ["FunctionReward", "load_reward_function"]
+from openrlhf.rewards.user_function import UserFunction
 
 
 class FunctionReward:

@@ -22,7 +22,6 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES
-from openrlhf.rewards.base import StreamingSource
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -274,22 +273,26 @@ def _samples_generator(
             config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
         )
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
-    scorer = _scorer(config, inputs.reward_source, groups, models_stream=has_own_devices, turn=turn)
+    scorer = _scorer(config, inputs, groups, models_stream=has_own_devices, turn=turn)
     scorer = cluster.shared(scorer)
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
 
 
 def _scorer(
     config: PPOConfig,
-    source: StreamingSource | None,
+    inputs: RunInputs,
     groups: Groups,
     *,
     models_stream: bool,
     turn: AbstractContextManager[object],
 ) -> GroupScorer:
     reward = config.reward
-    if source is not None:
-        scorer: Scorer = SourceScorer(source, config.rollout.micro_batch_size)
+    if inputs.reward_source is not None:
+        scorer: Scorer = SourceScorer(
+            inputs.reward_source,
+            config.rollout.micro_batch_size,
+            max_steps=make_schedule(config, len(inputs.prompts)).num_steps,
+        )
     else:
         forwards = {
             name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")

@@ -326,7 +326,7 @@ class PPOTrainer:
 
 
 def _row(rollout: Rollout) -> dict[str, object]:
-    return {
+    return rollout.extra_columns | {
         "sample_id": rollout.sample_id,
         "row_id": rollout.row_id,
         "prompt": rollout.prompt_text,

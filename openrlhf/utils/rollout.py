@@ -40,6 +40,10 @@ class Rollout:
     # Shared by the parts of an agent's episode, which share a reward; empty: a sample of its own.
     episode_id: str = ""
     reward_parts: dict[str, float] = field(default_factory=dict)  # by model, of several models
+    # For the reward source: the prompt as its row has it, the response without special tokens.
+    source_prompt: object = None
+    plain_response: str = ""
+    extra_columns: dict[str, object] = field(default_factory=dict)  # what it noted beside rewards
 
     @property
     def num_actions(self) -> int:

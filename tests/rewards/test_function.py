@@ -10,7 +10,7 @@ import torch
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.function import FunctionReward, load_reward_function
+from openrlhf.rewards.function import FunctionReward
 
 
 def batch_of(size: int, **columns: list[object]) -> RewardBatch:
@@ -91,7 +91,7 @@ def test_scores_and_extra_logs_come_per_sample_and_a_scalar_counts_for_all(tmp_p
     assert result.extra_logs["b"].tolist() == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("logs", ["{'a': [1]}", "{'a': 'x'}", "[1, 2]", "{'a': [1, None]}"])
+@pytest.mark.parametrize("logs", ["{'a': [1]}", "{'a': 'x'}", "[1, 2]", "{'a': [1, 'x']}"])
 def test_extra_logs_of_another_size_or_type_are_an_error(tmp_path, logs):
     with pytest.raises(RewardError, match=r"extra_logs"):
         answering(tmp_path, f"dict(rewards=[1, 2], extra_logs={logs})").score(batch_of(2))
@@ -115,16 +115,19 @@ def test_no_samples_need_no_call(tmp_path):
     assert answering(tmp_path, "1 / 0").score(batch_of(0)).rewards.tolist() == []
 
 
-def test_batches_that_log_different_things_are_an_error(tmp_path):
-    source = reward_from(
-        tmp_path,
-        """
+def test_batches_may_log_different_things_but_have_all_scores_or_none(tmp_path):
+    code = """
         def reward_func(queries, prompts, labels):
-            return {"rewards": [0.0], "extra_logs": {labels[0]: 1}}
-        """,
-        batch_size=1,
-    )
-    with pytest.raises(RewardError, match=r"for some batches and not for others"):
+            answer = {{"rewards": [0.0], "extra_logs": {{labels[0]: 1}}}}
+            return answer | ({{"scores": [1.0]}} if {has_scores} else {{}})
+    """
+    result = reward_from(tmp_path, code.format(has_scores=False), batch_size=1).score(batch_of(2))
+    assert [str(values.tolist()) for values in result.extra_logs.values()] == [
+        "[1.0, nan]",
+        "[nan, 1.0]",
+    ]
+    source = reward_from(tmp_path, code.format(has_scores="'0' in labels"), batch_size=1)
+    with pytest.raises(RewardError, match=r"scores are there for some batches and not for others"):
         source.score(batch_of(2))
 
 
@@ -169,9 +172,9 @@ def test_hugging_face_functions_without_kwargs_get_only_the_columns_they_name(tm
     assert source.score(batch).rewards.tolist() == [1.0, 0.0]
 
 
-def test_none_of_a_hugging_face_function_is_an_error(tmp_path):
+def test_none_of_the_only_hugging_face_function_is_an_error(tmp_path):
     source = reward_from(tmp_path, "def f(prompts, completions, **kwargs): return [1.0, None]")
-    with pytest.raises(RewardError, match=r"sample 0/1/0 is None"):
+    with pytest.raises(RewardError, match=r"no reward function applies to sample 0/1/0"):
         source.score(batch_of(2))
 
 
@@ -187,7 +190,7 @@ def test_none_of_a_hugging_face_function_is_an_error(tmp_path):
 def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, message):
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
-        load_reward_function(tmp_path / "bad.py")
+        FunctionReward(tmp_path / "bad.py")
 
 
 def test_a_missing_file_is_refused_at_start(tmp_path):

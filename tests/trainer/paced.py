@@ -49,6 +49,7 @@ class Prompt:
     label: object = None
     datasource: str = "default"
     columns: dict[str, object] = field(default_factory=dict)
+    source: str = "p"
 
 
 class Words:

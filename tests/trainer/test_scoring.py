@@ -65,7 +65,8 @@ def group(index: int, size: int = 2) -> list[Rollout]:
             weight_versions=torch.zeros(2, dtype=torch.int32),
             finish_reason="stop",
             prompt_text="p",
-            response_text=f"r{index}",
+            response_text=f"r{index}<|end|>",
+            plain_response=f"r{index}",
             label=index,
         )
         for k in range(size)
@@ -132,7 +133,11 @@ def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> 
     run(Source(lambda batch: seen.append(batch) or [0.0] * 2), [[cut, group(0)[1]]], DROP)
     [batch] = seen
     assert batch.columns == {"is_truncated": [True, False], "level": [3, None]}
-    assert (batch.queries[0], batch.prompts[0], batch.responses[0]) == ("pr0", "p", "r0")
+    assert (batch.queries[0], batch.prompts[0], batch.responses[0]) == (
+        "pr0<|end|>",
+        "p",
+        "r0",
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ PLAIN = (
     "extra_logs",
     "episode_id",
     "reward_parts",
+    "extra_columns",
 )
 
 
@@ -113,7 +114,7 @@ def read_groups(folder: Path, prompts: PromptDataset, origin: SampleOrigin) -> K
                 datasource=prompt.datasource,
                 columns=prompt.columns,
                 **{name: next(column).clone() for name, column in columns.items()},
-                **{name: fact[name] for name in PLAIN},
+                **{name: fact[name] for name in PLAIN if name in fact},
             )
             for fact in group["rollouts"]
         ]

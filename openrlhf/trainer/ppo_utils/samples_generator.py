@@ -173,10 +173,14 @@ class SamplesGenerator:
             )
             for k, completion in enumerate(completions)
         ]
-        texts = self.tokenizer.batch_decode(
-            [r.token_ids[r.action_mask] for r in rollouts], skip_special_tokens=False
+        ids = [r.token_ids[r.action_mask] for r in rollouts]
+        whole, plain = (
+            self.tokenizer.batch_decode(ids, skip_special_tokens=skips) for skips in (False, True)
         )
-        return [replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True)]
+        return [
+            replace(rollout, response_text=text, plain_response=words)
+            for rollout, text, words in zip(rollouts, whole, plain, strict=True)
+        ]
 
     def _rollout(
         self, prompt: PromptRecord, completion: Completion, *, group_id: int, sample_id: str
@@ -199,4 +203,5 @@ class SamplesGenerator:
             label=prompt.label,
             datasource=prompt.datasource,
             columns=prompt.columns,
+            source_prompt=prompt.source,
         )

@@ -207,9 +207,11 @@ class SourceScorer:
 
     is_streaming = True
 
-    def __init__(self, source: StreamingSource, batch_size: int) -> None:
+    def __init__(self, source: StreamingSource, batch_size: int, *, max_steps: int = 0) -> None:
+        """`max_steps`: of the run, for functions that ask how far it is."""
         self.source = source
         self.batch_size: int | None = batch_size
+        self.max_steps = max_steps
 
     @property
     def has_room(self) -> bool:
@@ -228,7 +230,8 @@ class SourceScorer:
             with handed_to(outcomes):
                 outcomes.set_result(_outcomes(groups, answer))
 
-        answer = self.source.submit(texts_of([r for group in groups for r in group]))
+        batch = texts_of([r for group in groups for r in group])
+        answer = self.source.submit(replace(batch, max_steps=self.max_steps))
         answer.add_done_callback(settle)
         return outcomes
 
@@ -238,7 +241,7 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
     return RewardBatch(
         queries=[r.prompt_text + r.response_text for r in rollouts],
         prompts=[r.prompt_text for r in rollouts],
-        responses=[r.response_text for r in rollouts],
+        responses=[r.plain_response for r in rollouts],
         labels=[r.label for r in rollouts],
         columns={
             TRUNCATED_COLUMN: [r.is_truncated for r in rollouts],
@@ -247,6 +250,9 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
         if rollouts
         else {},
         sample_ids=[r.sample_id for r in rollouts],
+        source_prompts=[r.source_prompt for r in rollouts],
+        response_ids=[r.token_ids[r.action_mask].tolist() for r in rollouts],
+        global_step=max((int(r.weight_versions[-1]) for r in rollouts), default=0),
     )
 
 
@@ -262,18 +268,19 @@ def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcom
     rewards = iter(result.rewards.tolist())
     scores = iter([None] * len(result.rewards) if result.scores is None else result.scores.tolist())
     logs = {name: iter(column.tolist()) for name, column in result.extra_logs.items()}
-    return [
-        [
-            replace(
-                rollout,
-                reward=next(rewards),
-                score=next(scores),
-                extra_logs={name: next(column) for name, column in logs.items()},
-            )
-            for rollout in group
-        ]
-        for group in groups
-    ]
+    columns = {name: iter(values) for name, values in result.extra_columns.items()}
+
+    def scored(rollout: Rollout) -> Rollout:
+        numbers = {name: next(column) for name, column in logs.items()}
+        return replace(
+            rollout,
+            reward=next(rewards),
+            score=next(scores),
+            extra_logs={name: v for name, v in numbers.items() if not math.isnan(v)},
+            extra_columns={name: next(values) for name, values in columns.items()},
+        )
+
+    return [[scored(rollout) for rollout in group] for group in groups]
 
 
 def _sort_out(

@@ -1,0 +1,238 @@
+"""Reward functions as TRL documents them give the right rewards, from the tokens an engine sampled
+through worker processes to scored samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
+
+# One sample a row: what the policy says, the prompt, further columns.
+SAID = ["<think>a</think>\\boxed{4}", "\\boxed{5}", "print(7)"]
+TEXTS = ["2+2=", "2+3=", "write 7"]
+COLUMNS = {"solution": ["4", "6", "7"], "task": ["math", "math", "code"]}
+
+
+class SayingEngine:
+    """Says one of the texts for each prompt, and its end token."""
+
+    def __init__(self, tokenizer, texts: Sequence[str], version: int) -> None:
+        self.tokenizer, self.texts, self.version = tokenizer, texts, version
+
+    def generate(self, requests: Sequence[GenerationRequest], on_group=None) -> list:
+        for index, text in enumerate(self.texts):
+            ids = (*self.tokenizer.encode(text), self.tokenizer.eos_token_id)
+            on_group(index, [Completion(ids, (-0.5,) * len(ids), "stop", self.version)])
+        return []
+
+
+def score(
+    folder: Path, tokenizer, code: str, *, prompts: Sequence[object] = TEXTS, **form: object
+) -> SampleBatch:
+    """The samples of the rows, scored by the functions of a file; the policy is at step 3 of 6."""
+    file = folder / "rewards.py"
+    file.write_text(dedent(code))
+    rows = [
+        {"prompt": prompt, **{name: values[k] for name, values in COLUMNS.items()}}
+        for k, prompt in enumerate(prompts)
+    ]
+    data = PromptDataset(Dataset.from_list(rows), tokenizer, PromptFormat("prompt", **form))
+    engine = SayingEngine(tokenizer, SAID, version=3)
+    with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
+        scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
+        generator = SamplesGenerator(engine, scorer, tokenizer, vocab_size=len(tokenizer))
+        return generator.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
+
+
+def logged(samples: SampleBatch) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for r in samples.rollouts for name in r.extra_logs)
+    return {name: [r.extra_logs.get(name) for r in samples.rollouts] for name in names}
+
+
+# Each as its documentation describes the interface: some arguments by name, the others in **kwargs.
+STANDARD = r"""
+    import asyncio, re
+
+    def by_length(completions, **kwargs):
+        return [-abs(10 - len(completion)) for completion in completions]
+
+    def by_tokens(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def by_column(completions, solution, **kwargs):
+        found = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+        contents = [match.group(1) if match else "" for match in found]
+        return [1.0 if c == s else 0.0 for c, s in zip(contents, solution)]
+
+    def by_equality(prompts, completions, solution):
+        assert set(prompts) <= {"2+2=", "2+3=", "write 7"}, prompts
+        return [float(c == f"\\boxed{{{int(s) - 1}}}") for c, s in zip(completions, solution)]
+
+    def for_mathematics(prompts, completions, task, **kwargs):
+        return [len(p) + 0.5 if t == "math" else None for p, t in zip(prompts, task)]
+
+    def for_code(prompts, completions, task, **kwargs):
+        return [2.0 if t == "code" else None for t in task]
+
+    async def later(prompts, completions, **kwargs):
+        await asyncio.sleep(0.01)
+        return [0.25] * len(completions)
+
+    def by_progress(completions, trainer_state, **kwargs):
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    def with_logs(completions, solution, log_extra=None, log_metric=None, **kwargs):
+        rewards = [float(s in c) for c, s in zip(completions, solution)]
+        if log_extra:
+            log_extra("golden", list(solution))
+        if log_metric:
+            log_metric("calls", 1)
+        return rewards
+
+    def of_everything(**kwargs):
+        names = {"prompts", "completions", "completion_ids", "solution", "task", "trainer_state"}
+        return [float(names <= set(kwargs))] * len(kwargs["completions"])
+
+    reward_funcs = [by_length, by_tokens, by_column, by_equality, for_mathematics, for_code, later,
+                    by_progress, with_logs, of_everything]
+    reward_weights = [0, 0, 1, 1, 10, 1, 1, 0, 0, 0]
+"""
+LENGTHS = [len(text) for text in SAID]
+EXPECTED = {
+    "by_length": [-abs(10 - n) for n in LENGTHS],
+    "by_tokens": [n + 1 for n in LENGTHS],  # the end token is one
+    "by_column": [1, 0, 0],
+    "by_equality": [0, 1, 0],
+    "for_mathematics": [4.5, 4.5, None],
+    "for_code": [None, None, 2],
+    "later": [0.25] * 3,
+    "by_progress": [0.5] * 3,
+    "with_logs": [1, 0, 1],
+    "of_everything": [1] * 3,
+    "calls": [1] * 3,  # a number for all samples of a call
+}
+
+
+def test_functions_in_the_form_of_trl_score_texts_without_special_tokens(tmp_path, tiny_tokenizer):
+    samples = score(tmp_path, tiny_tokenizer, STANDARD)
+    assert logged(samples) == EXPECTED
+    assert [r.reward for r in samples.rollouts] == [1 + 45 + 0.25, 1 + 45 + 0.25, 2 + 0.25]
+    assert [r.extra_columns for r in samples.rollouts] == [{"golden": s} for s in ("4", "6", "7")]
+    assert samples.metrics["extra/for_mathematics"] == 4.5  # of those it applies to
+
+
+CONVERSATIONAL = r"""
+    import re
+
+    def form(completions, **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(bool(re.match(r"^<think>.*?</think>", content))) for content in contents]
+
+    def shape(prompts, completions, **kwargs):
+        assert all([set(m) for m in c] == [{"role", "content"}] for c in completions)
+        assert {m["role"] for c in completions for m in c} == {"assistant"}
+        assert all(p[0] == {"role": "system", "content": "Think."} for p in prompts)
+        assert {len(p) for p in prompts} == {2}  # without the answer
+        return [float(len(prompt[-1]["content"])) for prompt in prompts]
+
+    reward_funcs = [form, shape]
+"""
+
+
+def test_prompts_that_are_dialogues_come_as_messages_and_so_do_completions(
+    tmp_path, tiny_tokenizer
+):
+    system, answer = {"role": "system", "content": "Think."}, {"role": "assistant", "content": "?"}
+    dialogues = [[system, {"role": "user", "content": text}, answer] for text in TEXTS]
+    samples = score(tmp_path, tiny_tokenizer, CONVERSATIONAL, prompts=dialogues)
+    assert logged(samples) == {"form": [1, 0, 0], "shape": [4, 4, 7]}
+    assert [r.reward for r in samples.rollouts] == [5, 4, 7]
+
+
+def test_a_text_that_the_chat_template_renders_is_shown_as_its_row_has_it(tmp_path, tiny_tokenizer):
+    code = """
+        def known(prompts, completions):
+            return [float(p in ("2+2=", "2+3=", "write 7") and c.isprintable())
+                    for p, c in zip(prompts, completions)]
+    """
+    samples = score(tmp_path, tiny_tokenizer, code, apply_chat_template=True)
+    assert [r.reward for r in samples.rollouts] == [1, 1, 1]
+    assert samples.rollouts[0].prompt_text == "<|user|>2+2=<|end|><|assistant|>"
+
+
+def test_queries_hold_the_end_token_and_responses_do_not(tmp_path, tiny_tokenizer):
+    code = """
+        def reward_func(queries, prompts, labels, responses):
+            assert set(labels) == {""}
+            return [float(q == p + r + "<|end|>") for q, p, r in zip(queries, prompts, responses)]
+    """
+    samples = score(tmp_path, tiny_tokenizer, code)
+    assert [r.reward for r in samples.rollouts] == [1, 1, 1]
+
+
+def test_a_sample_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer):
+    code = """
+        def f(completions, task, **kwargs):
+            return [1.0 if t == "math" else None for t in task]
+    """
+    with pytest.raises(RewardError, match=r"no reward function applies to sample t/2/0: all retur"):
+        score(tmp_path, tiny_tokenizer, code)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("reward_funcs = [3]", "reward_funcs is a int, not a function"),
+        (
+            "def f(completions): ...\nreward_funcs = [f, f]",
+            "reward_funcs has a name twice: f, f. Rename one",
+        ),
+        (
+            "def f(completions): ...\nreward_funcs, reward_weights = [f], [1, 2]",
+            "reward_weights has 2 numbers for 1 functions",
+        ),
+        (
+            "def f(completions): ...\ndef g(a, b, c): ...\nreward_funcs = [f, g]",
+            "reward_funcs has functions without completions",
+        ),
+    ],
+)
+def test_a_list_of_functions_that_cannot_be_used_is_refused_at_start(code, message, tmp_path):
+    (tmp_path / "bad.py").write_text(code)
+    with pytest.raises(ConfigError, match=message):
+        FunctionReward(tmp_path / "bad.py")
+
+
+@pytest.mark.slow
+def test_the_reward_functions_that_trl_ships_run_and_say_the_same(tmp_path, tiny_tokenizer):
+    rewards = pytest.importorskip("trl.rewards")
+    code = """
+        from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
+
+        too_long = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)
+        reward_funcs = [accuracy_reward, think_format_reward, too_long]
+    """
+    dialogues = [[{"role": "user", "content": text}] for text in TEXTS]
+    found = logged(score(tmp_path, tiny_tokenizer, code, prompts=dialogues))
+    completions = [[{"role": "assistant", "content": text}] for text in SAID]
+    ids = [[*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id] for text in SAID]
+    too_long = rewards.get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)
+    assert found == {
+        "accuracy_reward": rewards.accuracy_reward(completions, COLUMNS["solution"]),
+        "think_format_reward": rewards.think_format_reward(completions),
+        "soft_overlong_punishment_reward": pytest.approx(too_long(ids)),
+    }
+    assert all(len(set(values)) > 1 for values in found.values())
