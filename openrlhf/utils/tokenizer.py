@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from openrlhf.config.local_paths import is_template_text, looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
+from openrlhf.utils.threads import OverdueError, time_limit
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -27,6 +29,7 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 _render_jinja: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = cast(
     Any, render_jinja_template
 )
+RENDER_S = 20.0  # for one dialogue: templates come with models, which nobody has to trust
 # Stand-ins for special tokens found in data while a template is rendered around them: private-use
 # characters.
 _FIRST_STAND_IN = 0xF0000
@@ -131,18 +134,37 @@ def render_chat(
     """
     import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
 
+    template = chat_template_of(tokenizer)
     try:
-        texts, spans = _render_jinja(
-            [list(messages)],
-            tools=list(tools) if tools else None,
-            chat_template=chat_template_of(tokenizer),
-            return_assistant_tokens_mask=wants_spans,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise TemplateError(str(error)) from error
+        _refuse_powers(template)
+        with time_limit(RENDER_S):
+            texts, spans = _render_jinja(
+                [list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                return_assistant_tokens_mask=wants_spans,
+                add_generation_prompt=add_generation_prompt,
+                **tokenizer.special_tokens_map,
+            )
+    except OverdueError as error:
+        raise ConfigError(
+            f"the chat template takes longer than {RENDER_S:g} s to write one dialogue. "
+            "Give another one with --tokenizer_chat_template."
+        ) from error
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
+        raise TemplateError(str(error) or type(error).__name__) from error
     return texts[0], [(start, end) for start, end in spans[0]] if wants_spans else []
+
+
+@lru_cache(maxsize=16)
+def _refuse_powers(template: str) -> None:
+    """Raise TemplateError for an operator that no dialogue needs and no time limit can stop."""
+    import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
+
+    if any(
+        kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)
+    ):
+        raise TemplateError("it has the operator **")
 
 
 class TextEncoder:

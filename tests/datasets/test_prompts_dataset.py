@@ -240,6 +240,29 @@ def test_templates_run_in_a_sandbox(tokenizer):
         prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
 
 
+def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
+    monkeypatch.setattr("openrlhf.utils.tokenizer.RENDER_S", 0.2)
+    loop = "{% for i in range(99999) %}"
+    tokenizer.chat_template = loop + loop + "{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"template takes longer than 0.2 s to write one dialo"):
+        prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 9 ** 9 ** 9 }}", r"it has the operator \*\*"),
+        ("{% for i in range(10000000000) %}{% endfor %}", "Range too big"),
+        ("{{ 'x' * 99999999999999 }}", "MemoryError"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_that_asks_too_much_is_refused(template, reason, tokenizer):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=rf"the chat template refuses it: {reason}"):
+        prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
+
+
 @pytest.mark.parametrize("label", [None, float("nan")])
 def test_missing_and_nan_labels_are_named(tokenizer, label):
     rows = [{"input": "a", "label": 1.0}, {"input": "b", "label": label}]

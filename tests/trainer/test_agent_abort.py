@@ -100,11 +100,11 @@ def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenize
 def test_a_client_that_leaves_is_not_sampled_for(tmp_path, tiny_tokenizer):
     body = """
 try:
-    await chat.create(model="m", messages=talk, timeout=0.3)
+    await chat.create(model=session.model, messages=talk, timeout=0.3)
 except openai.APITimeoutError:
     pass
 await asyncio.sleep(0.2)
-answer = await chat.create(model="m", messages=talk, max_tokens=2)
+answer = await chat.create(model=session.model, messages=talk, max_tokens=2)
 return {"reward": 1.0}
 """
     result, engine = run(tmp_path, tiny_tokenizer, agent_of(body), words=WORDS * 9)
@@ -115,7 +115,7 @@ return {"reward": 1.0}
 STREAMING = """
 import time
 chunks, seen = [], []
-stream = await chat.create(model="m", messages=talk, stream=True, logprobs=True{more})
+stream = await chat.create(model=session.model, messages=talk, stream=True, logprobs=True{more})
 async for chunk in stream:
     chunks.append(chunk.choices[0])
     seen.append(time.monotonic())
@@ -163,10 +163,10 @@ def test_an_answer_is_streamed_while_it_is_sampled(
 def test_a_streamed_turn_that_cannot_be_asked_has_a_status(tmp_path, tiny_tokenizer):
     body = """
 try:
-    await chat.create(model="m", messages=talk, stream=True, temperature=0.2)
+    await chat.create(model=session.model, messages=talk, stream=True, temperature=0.2)
 except openai.BadRequestError as error:
     assert "the run samples with 1.0" in error.body["message"]
-    stream = await chat.create(model="m", messages=talk, stream=True)
+    stream = await chat.create(model=session.model, messages=talk, stream=True)
     return {"reward": float(len([chunk async for chunk in stream]))}
 """
     result, _ = run(tmp_path, tiny_tokenizer, agent_of(body), words="hello you")

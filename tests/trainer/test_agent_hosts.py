@@ -156,11 +156,12 @@ def test_vllm_streams_to_the_official_client_and_stops_when_it_leaves(
     tmp_path, vllm_engine, tiny_tokenizer
 ):
     body = """
-stream = await chat.create(model="m", messages=talk, stream=True, max_tokens=300, logprobs=True)
+stream = await chat.create(
+    model=session.model, messages=talk, stream=True, max_tokens=300, logprobs=True)
 pieces = [chunk async for chunk in stream]
 tokens = [t for c in pieces if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
 said = "".join(c.choices[0].delta.content or "" for c in pieces)
-left = await chat.create(model="m", messages=talk, stream=True, max_tokens=400)
+left = await chat.create(model=session.model, messages=talk, stream=True, max_tokens=400)
 async for chunk in left:
     await left.close()
     break

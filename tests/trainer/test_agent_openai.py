@@ -149,7 +149,7 @@ def test_models_tokens_and_logprobs_are_told(tmp_path, tiny_tokenizer):
 models = await client.models.list()
 assert [model.id for model in models.data] == [session.model]
 told = await client.post("/tokenize", body={"messages": talk}, cast_to=object)
-answer = await chat.create(model="any", messages=talk, logprobs=True)
+answer = await chat.create(model=session.model, messages=talk, logprobs=True)
 choice = answer.choices[0]
 assert answer.usage.prompt_tokens == told["count"] == len(told["tokens"])
 assert "".join(entry.token for entry in choice.logprobs.content) == "yes<|end|>"
@@ -174,13 +174,13 @@ cases = [
 ]
 for case in cases:
     try:
-        await chat.create(**{"model": "m", "messages": talk, **case})
+        await chat.create(**{"model": session.model, "messages": talk, **case})
     except openai.BadRequestError as error:
         refused[next(iter(case)) + str(len(refused))] = error.body["message"]
 assert "the run samples with 1.0" in refused["temperature0"]
 assert "unknown role 'king'" in refused["messages6"]
 assert refused["extra_body9"].startswith("guided_json is not supported")
-await chat.create(model="m", messages=talk)
+await chat.create(model=session.model, messages=talk)
 return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
 """
     result, _ = run_agent(body, tmp_path, tiny_tokenizer)
@@ -201,7 +201,7 @@ return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
 
 def test_a_client_that_always_sends_a_temperature_can_be_served(tmp_path, tiny_tokenizer):
     body = """
-await chat.create(model="m", messages=talk, temperature=0.3, top_p=0.9, max_tokens=2)
+await chat.create(model=session.model, messages=talk, temperature=0.3, top_p=0.9, max_tokens=2)
 return {"reward": 1.0}
 """
     extra = "    ignores_client_sampling = True"
@@ -215,7 +215,7 @@ def test_a_full_context_is_told_as_openai_tells_it(tmp_path, tiny_tokenizer):
     body = """
 for turn in range(9):
     try:
-        answer = await chat.create(model="m", messages=talk)
+        answer = await chat.create(model=session.model, messages=talk)
     except openai.BadRequestError as error:
         assert error.code == "context_length_exceeded"
         break
@@ -231,7 +231,7 @@ return {"reward": 1.0, "truncated": True}
 def test_a_blocking_client_is_answered(tmp_path, tiny_tokenizer):
     body = """
 plain = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
-answer = plain.chat.completions.create(model="m", messages=talk)
+answer = plain.chat.completions.create(model=session.model, messages=talk)
 return {"reward": float(answer.choices[0].message.content == "yes")}
 """
     result, _ = run_agent(body, tmp_path, tiny_tokenizer)
@@ -241,11 +241,11 @@ return {"reward": float(answer.choices[0].message.content == "yes")}
 def test_a_key_ends_with_its_episode_and_others_are_refused(tmp_path, tiny_tokenizer):
     body = """
 KEPT.append(session.api_key)
-await chat.create(model="m", messages=talk)
+await chat.create(model=session.model, messages=talk)
 for key in ["sk-wrong", *KEPT[:-1]]:
     stranger = openai.AsyncOpenAI(base_url=session.base_url, api_key=key, max_retries=0)
     try:
-        await stranger.chat.completions.create(model="m", messages=talk)
+        await stranger.chat.completions.create(model=session.model, messages=talk)
     except (openai.AuthenticationError, openai.ConflictError):
         continue
     return {"reward": 0.0}
@@ -263,7 +263,7 @@ return {"reward": 1.0}
 def test_sessions_of_many_episodes_do_not_mix(tmp_path, tiny_tokenizer):
     body = """
 for turn in range(3):
-    answer = await chat.create(model="m", messages=talk)
+    answer = await chat.create(model=session.model, messages=talk)
     talk += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go"}]
 await client.close()
 return {"reward": 1.0}
@@ -294,23 +294,38 @@ async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as web:
         (await web.post("/chat/completions", content=b"{")).status_code,
         (await web.post("/chat/completions", json=[1])).status_code,
         (await web.post("/chat/completions", content=b" " * (33 * 2**20))).status_code,
+        (await web.post("/chat/completions", content=b"[" * 99_999)).status_code,
+        (await web.post("/chat/completions", content=DEEP)).status_code,
+        (await web.post("/chat/completions", content=HALF)).status_code,
+        (await web.post("/chat/completions", content=HALF_IN_BYTES)).status_code,
+        (await web.post("/chat/completions", json={"model": "m", "messages": talk})).status_code,
+        (await web.post("/chat/completions", json={"messages": DEEP_CALL})).status_code,
         (await web.post("/tokenize", json={})).status_code,
         (await web.get("/nothing")).status_code,
         (await web.get("/health", headers={"authorization": ""})).status_code,
         (await web.get("/models", headers={"authorization": ""})).status_code,
     ]
-await chat.create(model="m", messages=talk)
+await chat.create(model=session.model, messages=talk)
 return {"reward": 1.0, "extra_logs": {str(k): s for k, s in enumerate(statuses)}}
 """
-    result, _ = run_agent(body, tmp_path, tiny_tokenizer)
+    extra = r"""
+    global DEEP, HALF, HALF_IN_BYTES, DEEP_CALL
+    DEEP = b'{"messages": [{"role": "user", "content": ""}], "x": ' + b"[" * 99 + b"]" * 99 + b"}"
+    HALF = b'{"messages": [{"role": "user", "content": "a \ud800 b"}]}'
+    HALF_IN_BYTES = HALF.replace(b"\\ud800", b"\xed\xa0\x80")
+    CALL = {"function": {"name": "f", "arguments": '{"a":' * 5000}}
+    DEEP_CALL = [{"role": "user", "content": "x"},
+                 {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+"""
+    result, _ = run_agent(body, tmp_path, tiny_tokenizer, extra=extra)
     statuses = list(result.extra_logs.values())
-    assert statuses == [400, 400, 413, 400, 404, 200, 401]
+    assert statuses == [400, 400, 413, *[400] * 6, 400, 404, 200, 401]
 
 
 def test_streamed_usage_comes_when_it_is_asked_for(tmp_path, tiny_tokenizer):
     body = """
 stream = await chat.create(
-    model="m", messages=talk, stream=True, stream_options={"include_usage": True})
+    model=session.model, messages=talk, stream=True, stream_options={"include_usage": True})
 chunks = [chunk async for chunk in stream]
 assert chunks[-1].choices == [] and chunks[-2].choices[0].finish_reason == "stop"
 return {"reward": chunks[-1].usage.completion_tokens}

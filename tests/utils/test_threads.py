@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 from openrlhf.utils.mailboxes import Mailboxes
-from openrlhf.utils.threads import EventThread
+from openrlhf.utils.threads import EventThread, OverdueError, time_limit
 
 
 def test_calls_run_in_order_and_late_ones_in_time():
@@ -72,3 +73,25 @@ def test_a_closed_box_lets_go_of_who_waits_and_takes_nothing_more():
     start = time.monotonic()
     assert boxes.fetch("a", 60.0) == boxes.fetch("b", 60.0) == []
     assert time.monotonic() - start < 10
+
+
+def test_a_block_is_interrupted_in_the_thread_that_runs_it() -> None:
+    ends: list[str] = []
+
+    def work(seconds: float) -> None:
+        try:
+            with time_limit(0.2):
+                end_s = time.monotonic() + seconds
+                while time.monotonic() < end_s:
+                    with suppress(Exception):
+                        sum(range(1000))
+            ends.append("done")
+        except OverdueError:
+            ends.append("overdue")
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in (0.0, 60.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(ends) == ["done", "overdue"]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.datasets.chat import Message, RowError, render, to_messages
 from openrlhf.engines.base import Completion
+from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.agent_engine import TextCodec
 from openrlhf.utils.agent import BadAnswerError
 
 KEPT_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 # The form that Hermes and Qwen models write: one JSON object between two marks, any number of them.
+MAX_DEPTH = 64  # of JSON: what is nested deeper, templates and encoders fail on
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -155,7 +157,7 @@ class Dialogue:
         try:
             shown = [for_template(message) for message in messages]
             return render(self.codec.encoder, shown, add_generation_prompt=True, tools=tools)
-        except RowError as error:
+        except (RowError, ConfigError) as error:
             raise BadAnswerError(str(error)) from error
 
 
@@ -172,9 +174,31 @@ def parse_reply(text: str) -> Reply:
     return Reply(text, TOOL_CALL.sub("", text).strip() or None, tuple(calls))
 
 
+def read_json(text: str) -> Any:
+    """Return what JSON holds; ValueError where it nests too deeply or has halves of characters."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for item in level for part in _parts(item)]
+    if level:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def _tool_call(text: str) -> ToolCall | None:
     try:
-        call = json.loads(text)
+        call = read_json(text)
     except ValueError:
         return None
     name, arguments = call.get("name"), call.get("arguments", {})
@@ -231,7 +255,7 @@ def _function_of(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
         except ValueError as error:
-            raise BadAnswerError(f"tool call arguments are not JSON: {arguments!r}") from error
+            raise BadAnswerError(f"tool call arguments are not JSON: {error}") from error
     return {"name": function.get("name"), "arguments": arguments}

@@ -14,6 +14,7 @@ from openrlhf.engines.base import Completion
 from openrlhf.trainer.ppo_utils.agent_chat import Reply
 from openrlhf.trainer.ppo_utils.agent_engine import TextCodec
 
+MODEL_NAME = "policy"
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -105,7 +106,7 @@ def read_chat_request(body: Mapping[str, Any]) -> ChatRequest:
         messages=body.get("messages"),
         tools=list(tools) if tools and uses_tools else None,
         sampling=_sampling(body),
-        model=str(body.get("model") or "policy"),
+        model=str(body.get("model") or MODEL_NAME),
         is_streamed=bool(body.get("stream")),
         wants_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         wants_logprobs=bool(body.get("logprobs")),

@@ -24,12 +24,13 @@ from weakref import WeakValueDictionary
 
 from openrlhf.engines.base import OnTokens
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.agent_chat import Dialogue
+from openrlhf.trainer.ppo_utils.agent_chat import Dialogue, read_json
 from openrlhf.trainer.ppo_utils.agent_engine import Episode, TextCodec, TurnTaker
 from openrlhf.trainer.ppo_utils.agent_loop import LoopThread
 from openrlhf.trainer.ppo_utils.agent_sampling import named_values
 from openrlhf.trainer.ppo_utils.agent_trace import EpisodeOverError
 from openrlhf.trainer.ppo_utils.openai_requests import (
+    MODEL_NAME,
     APIError,
     ChatAnswer,
     ChatRequest,
@@ -40,7 +41,6 @@ from openrlhf.trainer.ppo_utils.openai_stream import ChunkStream, TokenWatcher
 from openrlhf.trainer.ppo_utils.openai_stream import event as event_of
 from openrlhf.utils.agent import AgentError, ContextFullError, OpenAISession
 
-MODEL_NAME = "policy"
 MAX_BODY_BYTES = 32 * 2**20
 START_TIMEOUT_S = 30.0
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -67,6 +67,9 @@ class ChatSession:
     def read(self, body: Body) -> ChatRequest:
         """The request of a body; raises APIError."""
         request = read_chat_request(body)
+        if request.model != MODEL_NAME:
+            message = f"model is {request.model!r}. Use {MODEL_NAME!r}, as session.model says."
+            raise APIError(400, message, "model", "model_not_found")
         return without_run_sampling(request) if self.ignores_client_sampling else request
 
     async def chat(self, request: ChatRequest, on_tokens: OnTokens | None = None) -> ChatAnswer:
@@ -234,7 +237,7 @@ async def _read_json(receive: Receive) -> Body:
         chunks.append(chunk)
         is_more = bool(message.get("more_body"))
     try:
-        body = json.loads(b"".join(chunks))
+        body = read_json(b"".join(chunks).decode())
     except ValueError as error:
         raise APIError(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
