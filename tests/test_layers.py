@@ -43,6 +43,7 @@ HOMES = {
     "openrlhf.engines.vllm": {"torch", "vllm"},
     "openrlhf.engines.hf_engine": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
+    "openrlhf.distributed.run_folder": {"psutil"},
     "openrlhf.distributed.schedule": {"torch", "transformers"},
     "openrlhf.distributed.weight_average": {"torch", "safetensors"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},

@@ -6,6 +6,7 @@ subclasses the part.
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from typing import Literal
 
@@ -19,6 +20,16 @@ DType = Literal["auto", "bf16", "fp16", "fp32"]
 def timed_name(stem: str) -> str:
     """`ppo_0131T23:59`."""
     return f"{stem}_{datetime.now():%m%dT%H:%M}"
+
+
+def timed_folder(stem: str) -> str:
+    """`./ckpt/ppo-20260131-235959`; ranks that were started together get the same."""
+    now = datetime.now()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import psutil  # noqa: PLC0415 - would slow --help
+
+        now = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
+    return f"./ckpt/{stem}-{now:%Y%m%d-%H%M%S}"
 
 
 class AdamConfig(Base):
@@ -156,7 +167,7 @@ class CheckpointConfig(Base):
 
     output_dir: str = option(
         "./ckpt",
-        "Run folder and exported model.",
+        "Run folder and exported model; unset: a folder in ./ckpt with command and time.",
         "save_path",
         "output_dir",
         opens="output",
@@ -179,6 +190,11 @@ class CheckpointConfig(Base):
         "Pass rate whose best model is kept; empty: the first *_pass1, beside checkpoints; "
         "`none`: off.",
     )
+
+    @property
+    def uses_root(self) -> bool:
+        """Whether the run reads or writes anything under `path`."""
+        return self.save_steps > 0 or self.load_enable or self.best_metric_key not in ("", "none")
 
 
 class WandbConfig(Base):

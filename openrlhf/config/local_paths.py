@@ -56,6 +56,19 @@ def _writes_checkpoints(config: CommandConfig) -> bool:
     return is_written or is_given(config, "ckpt.path")
 
 
+def reads_from(config: CommandConfig, folder: Path) -> bool:
+    """Return True if a model, data set or other input of this config lies in a folder."""
+    root = folder.resolve()
+    for option in walk(type(config)):
+        opens, value = option.info.opens, value_at(config, option.path)
+        if opens is None or opens in ("output", "output_file") or is_blank(value):
+            continue
+        for path in filter(None, (_path_of(opens, name) for name in _names(opens, value))):
+            if root in (path.resolve(), *path.resolve().parents):
+                return True
+    return False
+
+
 def looks_local(name: str) -> bool:
     """Whether a name can only be that of a file or folder: no hub id is written like it."""
     if name.startswith(("/", ".", "~")) or name.endswith((*DATA_SUFFIXES, ".py")):

@@ -13,7 +13,13 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from openrlhf.config.base import Base, is_given, option, switch, with_default
-from openrlhf.config.common import CheckpointConfig, EvalConfig, LoggerConfig, TrainConfig
+from openrlhf.config.common import (
+    CheckpointConfig,
+    EvalConfig,
+    LoggerConfig,
+    TrainConfig,
+    timed_folder,
+)
 from openrlhf.config.notices import Caution
 
 
@@ -69,8 +75,13 @@ class RunConfig(CommandConfig):
     logger: LoggerConfig = LoggerConfig()
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Defaults that follow: the folder of TensorBoard, and micro-batches within batches."""
+        """Defaults that follow: run folder, folder of TensorBoard, micro-batches within batches."""
         yield from super().derived()
+        if not is_given(self, "ckpt.output_dir"):
+            yield (
+                "ckpt.output_dir",
+                timed_folder(type(self).__name__.removesuffix("Config").lower()),
+            )
         if self.logger.tensorboard_dir == "true":
             yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
         if self.train.micro_batch_size > self.train.batch_size and not is_given(

@@ -8,7 +8,6 @@ the folders, when one is due and who fills them is not known here.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from openrlhf.distributed import manifest
 from openrlhf.distributed.export import library_versions
 from openrlhf.distributed.rotation import Entry, superfluous
+from openrlhf.distributed.run_folder import move_aside
 from openrlhf.errors import CheckpointError
 from openrlhf.utils.logging import warn
 
@@ -87,14 +87,7 @@ class CheckpointStore:
         return self._move_aside(sorted(self.root.glob(_BEST)))
 
     def _move_aside(self, paths: Sequence[Path]) -> Path | None:
-        if not paths:
-            return None
-        number = next(n for n in itertools.count(1) if not (self.root / f"aside-{n}").exists())
-        folder = self.root / f"aside-{number}"
-        folder.mkdir()
-        for path in paths:
-            path.rename(folder / path.name)
-        return folder
+        return move_aside(self.root, paths) if paths else None
 
     def stage(self, step: int) -> Staged:
         """Empty folders for the checkpoint of a step; raises where the disk has no room for one."""

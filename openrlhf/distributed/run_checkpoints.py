@@ -7,7 +7,6 @@ What is in a checkpoint is the business of the caller.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.local_paths import reads_from
 from openrlhf.config.resume_settings import Settings, check_settings, settings_of
 from openrlhf.config.run import RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.checkpoint import STATE, CheckpointStore, Saved, Staged
 from openrlhf.distributed.manifest import write_json
+from openrlhf.distributed.run_folder import FINISHED, read_json, set_earlier_run_aside
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
@@ -30,7 +31,6 @@ MAX_FAILED_SAVES = 3  # in a row
 KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
 EXPORT_TRIES = 40  # at the end of a run
 EXPORT_PAUSE_S = 15.0  # between two of them
-FINISHED = "finished.json"  # in a run folder whose model is that of the last step
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,28 @@ class Opened:
         """
 
         def look() -> bool:
-            if is_at_end and _read_json(run_dir / FINISHED) == self._finish(self.resume_step):
+            if is_at_end and read_json(run_dir / FINISHED) == self._finish(self.resume_step):
                 notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
                 return True
-            (run_dir / FINISHED).unlink(missing_ok=True)
+            if self.saved is not None:
+                (run_dir / FINISHED).unlink(missing_ok=True)
             return False
 
         is_done, problems = on_main(look)
         raise_all(problems)
         return bool(is_done)
+
+    def clear_folder(self, run_dir: Path, command: RunConfig) -> None:
+        """Move what an earlier run left in `run_dir` aside, unless this run goes on from it; the
+        main rank calls, once the models are loaded.
+        """
+        if self.saved is not None:
+            return
+        keeps_model = reads_from(command, run_dir)
+        aside = set_earlier_run_aside(run_dir, keeps_model=keeps_model)
+        if aside is not None:
+            what = "the records" if keeps_model else "the model and the records"
+            notice(f"{what} of the run before in {run_dir} were moved to {aside}")
 
     def note_finished(self, run_dir: Path, step: int) -> None:
         """Note that `run_dir` holds the model of the last step; the main rank calls."""
@@ -158,7 +171,8 @@ def _start(
     kind: str,
 ) -> Saved | None:
     """What the run goes on from, and a line that says so."""
-    store.remove_torn()
+    if config.uses_root:
+        store.remove_torn()  # not what another run writes there now
     saved = store.latest() if config.load_enable else None
     if saved is not None and not _is_of(saved, kind):
         return saved  # to be refused
@@ -295,11 +309,3 @@ def raise_all(problems: Sequence[str]) -> None:
     """Raise CheckpointError if anything went wrong."""
     if problems:
         raise CheckpointError(" ".join(problems))
-
-
-def _read_json(path: Path) -> Any:
-    """What a file holds; None where there is none that can be read."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

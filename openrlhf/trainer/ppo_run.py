@@ -18,6 +18,7 @@ from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.distributed.run_checkpoints import Opened, export_final
+from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
@@ -102,8 +103,8 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
-    redirect_framework_logs(inputs.run_dir, "driver")
-    with inputs:
+    with inputs, holding_folders(config.ckpt):
+        redirect_framework_logs(inputs.run_dir, "driver")
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
@@ -130,13 +131,14 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
         show_bars_on(None)  # one controller draws for all
     inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
-    redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
-    with inputs, LocalCluster(config, str(inputs.run_dir), topology) as cluster:
-        opened = open_run(config, inputs)
-        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
-            return
-        cluster.resume_step = opened.resume_step or 0
-        _run(config, inputs, cluster, opened)
+    with inputs, holding_folders(config.ckpt) if topology.is_main else nullcontext():
+        redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
+        with LocalCluster(config, str(inputs.run_dir), topology) as cluster:
+            opened = open_run(config, inputs)
+            if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+                return
+            cluster.resume_step = opened.resume_step or 0
+            _run(config, inputs, cluster, opened)
 
 
 def _run(
@@ -178,6 +180,8 @@ def _run(
     )
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
+    if cluster.is_main:
+        opened.clear_folder(inputs.run_dir, config)
     parts = _assemble(config, inputs, cluster, checkpoints, groups, samples)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed import collectives
 from openrlhf.distributed.export import check_room, export_hf
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened, export_final
+from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import TrainEngine
@@ -150,6 +152,11 @@ def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
     check_here(config.ds)
+    with holding_folders(config.ckpt) if topology.is_main else nullcontext():
+        _run(recipe, config, topology)
+
+
+def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
@@ -317,6 +324,7 @@ def prepare_run(
     )
     tracker: Tracker = NullTracker()
     if strategy.is_main:
+        opened.clear_folder(inputs.run_dir, config)
         tracker = make_tracker(
             config.logger,
             inputs.run_dir,

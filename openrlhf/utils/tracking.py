@@ -97,15 +97,14 @@ class JsonlTracker:
     """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`.
 
     `resume_step` is the step of the checkpoint a run goes on from: later records of the run before
-    are dropped, so that steps never appear twice. Without it an existing file is set aside as
-    `metrics.previous.jsonl`.
+    are dropped, so that steps never appear twice.
     """
 
     def __init__(self, run_dir: Path | str, *, resume_step: int | None = None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.num_lost = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        if resume_step is not None and self.path.exists():
             self._take_over(resume_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -124,10 +123,7 @@ class JsonlTracker:
     def close(self) -> None:
         """Nothing is pending: every line was written when it came."""
 
-    def _take_over(self, resume_step: int | None) -> None:
-        if resume_step is None:
-            self.path.replace(self.path.with_name("metrics.previous.jsonl"))
-            return
+    def _take_over(self, resume_step: int) -> None:
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
 from importlib import import_module
 
 import pytest
 
 from openrlhf.config.base import value_at
-from openrlhf.config.cli import build
+from openrlhf.config.cli import build, parse_config
 from openrlhf.config.distillation import KDConfig
 from openrlhf.config.flags import flag_table
 from openrlhf.config.ppo import PPOConfig
@@ -63,12 +65,25 @@ def defaults(config_class):
 def test_a_flag_is_accepted_and_has_its_default(config_class, flag, default):
     target = flag_table(config_class)[flag][0]
     value = value_at(defaults(config_class), target.option.path)
-    if flag == "wandb_run_name":
+    if flag in ("wandb_run_name", "save_path"):
         assert value.startswith(default)
     else:
         expected = DECIDED_OTHERWISE.get(flag, default)
         assert value == expected
         assert isinstance(value, bool) == isinstance(expected, bool)
+
+
+def test_default_run_folders_differ_by_command_and_time(monkeypatch):
+    assert re.fullmatch(r"./ckpt/sft-\d{8}-\d{6}", defaults(SFTConfig).ckpt.output_dir)
+    assert defaults(PPOConfig).ckpt.output_dir.startswith("./ckpt/ppo-")
+    given = parse_config(
+        SFTConfig, ["--pretrain", "a/b", "--dataset", "a/b", "--save_path", "./ckpt"]
+    )
+    assert given.config.ckpt.output_dir == "./ckpt"
+    monkeypatch.setenv("WORLD_SIZE", "2")  # ranks of one launcher, a moment apart
+    first = defaults(SFTConfig).ckpt.output_dir
+    time.sleep(1.1)
+    assert defaults(SFTConfig).ckpt.output_dir == first
 
 
 def test_flags_without_effect_are_these():

@@ -41,13 +41,6 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_fresh_run_sets_the_old_file_aside(tmp_path):
-    tracking.JsonlTracker(tmp_path).log(1, {"reward": 1.0})
-    tracking.JsonlTracker(tmp_path).log(1, {"reward": 2.0})
-    assert tracking.read_metrics(tmp_path / "metrics.previous.jsonl")[0]["reward"] == 1.0
-    assert tracking.read_metrics(tmp_path / "metrics.jsonl")[0]["reward"] == 2.0
-
-
 def test_a_file_that_cannot_be_written_warns_once(tmp_path, capsys):
     tracker = tracking.JsonlTracker(tmp_path)
     tracker.path.mkdir()  # opening it now fails, for root as well
