@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from openrlhf.config.common import OptimizerConfig
-from openrlhf.distributed.weights import base_model_of, hf_model_of
+from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,13 @@ Group = dict[str, object]
 
 def muon_groups(model: nn.Module, groups: Sequence[Group], optim: OptimizerConfig) -> list[Group]:
     """Parameter groups cut in hidden matrices (first) and the rest; every parameter is marked."""
-    apart = {id(parameter) for parameter in embeddings_and_heads(model)}
+    hidden = ids_of_matrices(model) - set(map(id, embeddings_and_heads(model)))
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
     muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
     halves: dict[bool, list[Group]] = {True: [], False: []}
     for group in groups:
         for parameter in group["params"]:
-            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
-            parameter.use_muon = num_dims >= 2 and id(parameter) not in apart
+            parameter.use_muon = id(parameter) in hidden
         for use_muon, settings in ((True, muon), (False, adam)):
             params = [p for p in group["params"] if p.use_muon is use_muon]
             if params:

@@ -31,13 +31,11 @@ from openrlhf.distributed.muon import make_muon, muon_groups
 from openrlhf.distributed.schedule import LearningRate
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.distributed.weights import base_model_of, hf_model_of
+from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
 from openrlhf.errors import ConfigError
 from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)
-
-NO_DECAY_SUFFIXES = (".bias",)
 
 
 class DeepSpeedStrategy:
@@ -189,12 +187,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     """Trainable parameters in a decayed group and one without decay: biases and the weights of
     norms.
     """
-    decayed, undecayed = [], []
-    for name, parameter in model.named_parameters():
+    decayed, undecayed, matrices = [], [], ids_of_matrices(model)
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
-            is_exempt = name.endswith(NO_DECAY_SUFFIXES) or num_dims < 2
-            (undecayed if is_exempt else decayed).append(parameter)
+            (decayed if id(parameter) in matrices else undecayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from openrlhf.distributed.backend import import_deepspeed
 
 GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
+# Biases, and what Mamba layers have instead: experts and heads may stack them to any shape.
+VECTOR_SUFFIXES = ("bias", ".A_log", ".D")
 
 
 def hf_model_of(module: nn.Module) -> nn.Module:
@@ -30,6 +32,19 @@ def hf_model_of(module: nn.Module) -> nn.Module:
 def base_model_of(model: nn.Module) -> nn.Module:
     """The Hugging Face model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def ids_of_matrices(module: nn.Module) -> set[int]:
+    """Parameters of two dimensions and more, by `id`, that are no stack of biases or norms."""
+    found = set()
+    for name, owner in module.named_modules():
+        if type(owner).__name__.endswith("Norm"):  # of each head in some families
+            continue
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+            if num_dims >= 2 and not f"{name}.{leaf}".endswith(VECTOR_SUFFIXES):
+                found.add(id(parameter))
+    return found
 
 
 def gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:

@@ -38,6 +38,7 @@ from openrlhf.models.kernels import (
 from openrlhf.models.own_logits import check_own_logits
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers
+from openrlhf.models.rotary import give_each_its_own, refuse_padded_rows
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.packable import why_padded
@@ -178,6 +179,8 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
         dtype = resolve_dtype(dtype, config)
     family = causal_class(config)
     is_padded = family is not None and why_padded(family, config) is not None
+    if family is not None and is_padded:
+        refuse_padded_rows(config, family.__name__)
     requested = options.get("attn_implementation")
     kwargs: dict[str, object] = {
         "config": config,
@@ -330,6 +333,7 @@ def finish_loading(
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
+    give_each_its_own(model)
     if has_lm_head:
         check_own_logits(model, runs_on=default_device_type())
     if options.get("use_liger_kernel"):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.muon import muon_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy, parameter_groups
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
@@ -37,6 +39,30 @@ NUM_SAMPLES = 12  # six micro-batches of two in a world of one, three per rank i
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Tanh(), nn.Linear(33, 4))
+
+
+def test_biases_and_norms_do_not_decay_whatever_their_shape() -> None:
+    experts = transformers.GptOssConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    norms = transformers.CohereConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=64, num_hidden_layers=1, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, use_qk_norm=True,
+    )  # fmt: skip
+    for config, num_stacked in ((experts, 2), (norms, 2)):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        decayed, undecayed = (
+            {names[id(parameter)] for parameter in group["params"]}
+            for group in parameter_groups(model, 0.1)
+        )
+        assert not [name for name in decayed if "norm" in name or name.endswith("bias")]
+        stacked = [name for name in undecayed if model.get_parameter(name).ndim > 1]
+        assert len(stacked) == num_stacked
+        in_muon = muon_groups(model, parameter_groups(model, 0.0), OPTIM)[0]["params"]
+        assert in_muon and not {names[id(parameter)] for parameter in in_muon} & undecayed
 
 
 def samples_of(step: int) -> Tensor:

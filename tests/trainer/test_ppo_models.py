@@ -263,3 +263,14 @@ def test_the_size_of_a_head_is_read_from_the_config(
     facts: transformers.PretrainedConfig, expected: int | None
 ) -> None:
     assert head_size(facts) == expected
+
+
+def test_a_policy_whose_positions_change_with_length_generates_no_longer_texts(
+    tmp_path: Path, reward_dir: Path
+) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    path = make_model(tmp_path / "m", max_position_embeddings=64, rope_parameters=scaling)
+    flags = "--advantage_estimator group_norm --prompt_max_len 14 --generate_max_len"
+    check_models(config_of(path, reward_dir, f"{flags} 50"), has_engines=True)
+    with pytest.raises(ConfigError, match=r"64 tokens that engine and trainer read alike"):
+        check_models(config_of(path, reward_dir, f"{flags} 51"), has_engines=True)
