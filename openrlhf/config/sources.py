@@ -1,6 +1,7 @@
 """Where values come from: environment, YAML file, command line; each later one wins.
 
-Collects every unknown name and every senseless value instead of stopping at the first.
+Collects every unknown name and every senseless value instead of stopping at the first. On a command
+line a name of several leaves is read before those of one, and two names of one leaf must agree.
 """
 
 from __future__ import annotations
@@ -70,11 +71,43 @@ def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:
                 reading.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
             else:
                 read_yaml(reading, Path(words[0]))
-    for name, source, words in flags:
-        if name != "config":
-            reading.take(name, source, words)
+    table = flag_table(config_class)
+    settings = [flag for flag in flags if flag[0] != "config"]
+    for name, source, words in sorted(settings, key=lambda flag: -len(table.get(flag[0], "?"))):
+        reading.take(name, source, words)
+    reading.problems += contradictions(config_class, settings)
     read_environment(reading, is_after=True)
     return reading
+
+
+def contradictions(
+    config_class: type[CommandConfig], flags: Sequence[tuple[str, str, list[str]]]
+) -> Iterator[str]:
+    """Two names of the same leaves with different values; of the same name the last one counts."""
+    said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
+    for name, source, words in {flag[0]: flag for flag in flags}.values():
+        targets = flag_table(config_class).get(name, ())
+        try:
+            found = raw_values(source, words, targets) if targets else {}
+        except ConfigError:  # said already
+            continue
+        paths = frozenset(target.option.path for target in targets)
+        is_secret = any(target.option.info.secret_env for target in targets)
+        typed = source if is_secret else " ".join([source, *words])
+        first, before = said.setdefault(paths, (typed, found))
+        if any(not _is_same(raw, before.get(path, raw)) for path, raw in found.items()):
+            both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
+            yield f"{both}. Leave one of them out."
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two raw values mean the same: `1e-6` and `0.000001`, `True` and `true`."""
+    if str(one).lower() == str(other).lower():
+        return True
+    try:
+        return float(str(one)) == float(str(other))
+    except ValueError:
+        return False
 
 
 def read_environment(reading: Reading, *, is_after: bool = False) -> None:

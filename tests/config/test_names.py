@@ -61,7 +61,8 @@ def test_the_flat_name_sets_what_the_dotted_names_set(config_class, flat, dotted
         typed = ["bf16"]
     if flat == "flash_attn":
         typed = ["flash_attention_2"]
-    start = ["--attn_implementation", "eager"] if "attn_implementation" in dotted else []
+    other = "false" if flat == "flash_attn" else "eager"
+    start = [f"--{flat}", other] if "attn_implementation" in dotted else []
     by_flat = tree(config_class, [*start, f"--{flat}", *words.split()])
     by_dots = tree(config_class, [word for path in paths for word in (f"--{path}", *typed)])
     before = tree(config_class, start)
@@ -201,6 +202,13 @@ def test_the_last_of_two_values_wins():
         PPOConfig, ["--max_norm", "2", "--actor.max_norm", "3", "--seed", "1", "--seed", "4"]
     )
     assert (config.actor.max_norm, config.critic.max_norm, config.train.seed) == (3, 2, 4)
+
+
+def test_a_name_of_one_setting_wins_over_one_of_several_wherever_it_stands():
+    config = tree(PPOConfig, ["--actor.max_norm", "3", "--max_norm", "2"])
+    assert (config.actor.max_norm, config.critic.max_norm) == (3, 2)
+    key = tree(SFTConfig, ["--use_wandb", "abc", "--report_to", "wandb"]).logger.wandb.key
+    assert key == "abc"
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,47 @@ def test_all_problems_are_listed_together():
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "--bf16 --ds.param_dtype fp16",
+            "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them "
+            "out.",
+        ),
+        (
+            "--max_len 512 --max_length 1024",
+            "--max_length 1024 contradicts --max_len 512: both set data.max_len. Leave one of them "
+            "out.",
+        ),
+        (
+            "--attn_implementation eager --flash_attn",
+            "--flash_attn contradicts --attn_implementation eager: both set "
+            "ds.attn_implementation. Leave one of them out.",
+        ),
+        (
+            "--use_wandb abc --logger.wandb.key def",
+            "--logger.wandb.key contradicts --use_wandb: both set logger.wandb.key. Leave one of "
+            "them out.",
+        ),
+    ],
+)
+def test_two_names_of_one_setting_must_agree(line, expected):
+    assert problems(SFTConfig, SFT_NEEDS + line) == [expected]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--bf16 --ds.param_dtype bf16",
+        "--learning_rate 1e-6 --adam.lr 0.000001",
+        "--bf16 false --ds.param_dtype fp16",
+    ],
+)
+def test_two_names_of_one_setting_may_agree(line):
+    parse_config(SFTConfig, (SFT_NEEDS + line).split())
+
+
 def test_a_name_like_no_other_gets_no_suggestion():
     assert problems(SFTConfig, SFT_NEEDS + "--qqqq 1") == [
         "--qqqq is not a known name. --help lists all of them."
