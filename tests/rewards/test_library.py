@@ -25,24 +25,156 @@ from openrlhf.rewards.text_checks import (
 from openrlhf.utils import extract_boxed_answer
 from openrlhf.utils.processes import MARK_VARIABLE, new_mark
 
+# Answers and truths that are equal, and that are not.
+EQUAL = r"""
+    1/2 = 0.5
+    so it is \boxed{\frac{1}{2}} = 1/2
+    first \boxed{3}, no: \boxed{4}. = 4
+    This makes 1,000 = 1000
+    x = 3 == 3
+    \boxed{x^2+2x+1} = (x+1)^2
+    50\% = 0.5
+    50% = 50\%
+    50 percent = 50%
+    12.5\% = \frac{1}{8}
+    (1,2) = (1, 2)
+    {1,2} = \{2,1\}
+    \sqrt{8} = 2\sqrt{2}
+    The sum is 5.<|im_end|> = 5
+    -0.25 = -\frac14
+    1e3 = 1000
+    \boxed{1e3} = 1000
+    1E6 = 1000000
+    2.5e3 = 2500
+    1.5e-3 = 0.0015
+    -2e+2 = -200
+    The mass is 6.02e2 kg = 602
+    1\times 10^3 = 1000
+    1 \cdot 10^{-2} = 0.01
+    1×10^3 = 1000
+    6.02 \times 10^{23} = 6.02e23
+    10^{3} = 1000
+    2**10 = 1024
+    3 = 3.0
+    3. = 3
+    \boxed{3.} = 3
+    007 = 7
+    .5 = 0.5
+    +3 = 3
+    −3 = -3
+    1,234,567 = 1234567
+    1 000 = 1000
+    \boxed{12 500} = 12500
+    1{,}000 = 1000
+    1,234.5 = 1234.5
+    $18 = 18
+    18 dollars = 18
+    \boxed{18 dollars} = 18
+    \$18.00 = 18
+    5 cm = 5
+    5\text{ cm} = 5
+    5 \mathrm{~m} = 5
+    5\,\text{m}^2 = 5
+    90^\circ = 90
+    90° = 90
+    45 degrees = 45
+    2/4 = 1/2
+    \frac{2}{4} = \frac12
+    \dfrac{1}{2} = \tfrac{1}{2}
+    -\frac{1}{2} = \frac{-1}{2}
+    1\frac{1}{2} = 3/2
+    3:4 = \frac{3}{4}
+    √2 = \sqrt{2}
+    sqrt(8) = 2\sqrt{2}
+    \sqrt[3]{27} = 3
+    \frac{1}{\sqrt{2}} = \frac{\sqrt{2}}{2}
+    \frac{\pi}{2} = \pi/2
+    π = \pi
+    5! = 120
+    2^{10} = 1024
+    \ln e = 1
+    \sin 30^\circ + x - x = \sin 30^\circ
+    x+y = y+x
+    2x = 2*x
+    x(x+1) = x^2+x
+    y = 2x+1 == 2x+1
+    x=3 == x = 3
+    \{1,2,3\} = \{3,2,1\}
+    1, 2 = 2, 1
+    1 and 2 = \{1, 2\}
+    x=1 or x=2 == 1, 2
+    \emptyset = \{\}
+    (1,2] = (1, 2]
+    [0,\infty) = [0, \infty)
+    (-\infty, 0) \cup (1, 2) = (-\infty,0)\cup(1,2)
+    \infty = ∞
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} = \begin{bmatrix}1&2\\3&4\end{bmatrix}
+    \begin{pmatrix}1\\2\end{pmatrix} = \begin{pmatrix}2/2\\2\end{pmatrix}
+    3+4i = 4i+3
+    B = B
+    (B) = B
+    b) is wrong, so the answer is B. = B
+    The answer is (C). = C
+    \boxed{\text{(B)}} = B
+    \text{C} = (C)
+    Monday = monday
+    \boxed{\text{east}} = east
+    The answer is yes. = Yes
+    \text{Evelyn} = \text{Evelyn}
+    \( 4 \) = 4
+    we get $x = 7$ = 7
+    \[ \boxed{\dfrac{3}{4}} \] = 0.75
+"""
+DIFFERENT = r"""
+    3 = 4
+    -3 = 3
+    \boxed{} = 2
+    I do not know = 2
+    0.3 = 1/3
+    0.333 = 1/3
+    \boxed{4} or rather \boxed{5} = 4
+    1e3 = 1
+    2.5e3 = 2.5
+    1e3 = 3
+    1e-3 = 1000
+    \boxed{1e3} = 1
+    10^{3} = 10
+    1,000 = 1
+    1 000 = 0
+    12,34 = 1234
+    2x = 2
+    2\sqrt{2} = 2
+    2 sqrt(2) = 2
+    1\frac{1}{2} = \frac{1}{2}
+    50\% = 0.05
+    (1,2) = (2,1)
+    (1,2] = [1,2]
+    (1,2) = [1,2]
+    \{1,2\} = \{1,2,3\}
+    1 and 2 = 2
+    \begin{pmatrix}1&2\end{pmatrix} = \begin{pmatrix}2&1\end{pmatrix}
+    -\infty = \infty
+    \pi = 3.14
+    x^2 = x
+    3+4i = 3-4i
+    A = B
+    The answer is (C). = B
+    east = seat
+    Tuesday = Monday
+    not Monday but Tuesday = Monday
+    yes = no
+    90^\circ = 45
+"""
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        ("1/2", "0.5"),
-        (r"so it is \boxed{\frac{1}{2}}", "1/2"),
-        (r"first \boxed{3}, no: \boxed{4}.", "4"),
-        ("This makes 1,000", "1000"),
-        ("x = 3", "3"),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2"),
-        (r"50\%", "0.5"),
-        ("(1,2)", "(1, 2)"),
-        (r"{1,2}", r"\{2,1\}"),
-        (r"\sqrt{8}", r"2\sqrt{2}"),
-        ("The sum is 5.<|im_end|>", "5"),
-        ("-0.25", r"-\frac14"),
-    ],
-)
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    """Answer and truth of each line; `==` parts them where they hold a sign of equality."""
+    lines = [line.strip() for line in table.strip().splitlines()]
+    parted = [line.rpartition(" == " if " == " in line else " = ") for line in lines]
+    return [(answer, truth) for answer, _, truth in parted]
+
+
+@pytest.mark.parametrize(("answer", "truth"), pairs(EQUAL))
 def test_equal_answers_are_equal_in_whatever_form(answer: str, truth: str) -> None:
     assert math_equal(answer, truth)
 
@@ -50,21 +182,16 @@ def test_equal_answers_are_equal_in_whatever_form(answer: str, truth: str) -> No
 @pytest.mark.parametrize(
     ("answer", "truth"),
     [
-        ("3", "4"),
-        ("-3", "3"),
+        *pairs(DIFFERENT),
         ("", "2"),
-        ("I do not know", "2"),
-        (r"\boxed{}", "2"),
         ("5 or 6", ""),
-        ("0.3", "1/3"),
-        (r"\boxed{4} or rather \boxed{5}", "4"),
         (r"\boxed{9^{9^{9^{9^9}}}}", "9^{9^{9^{9^9}}}+1"),
     ],
 )
 def test_other_answers_are_not_and_none_takes_long(answer: str, truth: str) -> None:
     start = time.monotonic()
     assert not math_equal(answer, truth)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
 
 
 def test_the_last_box_is_read_with_its_braces() -> None:
