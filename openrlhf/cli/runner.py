@@ -43,9 +43,12 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     if "--version" in words:
         print(version_text())
         return
+    from openrlhf.utils import stopping  # noqa: PLC0415 - rich would slow --help
+
     is_debug = "--debug" in words
     try:
-        command.run(prepare(command, [word for word in words if word != "--debug"]))
+        with stopping.listening():
+            command.run(prepare(command, [word for word in words if word != "--debug"]))
     except OpenRLHFError as error:
         if is_debug:
             traceback.print_exc()
@@ -53,7 +56,8 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
             print(f"error: {line}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as error:
-        print("error: interrupted", file=sys.stderr)
+        if Topology.from_env().is_main:
+            print(": ".join(["error: interrupted", *filter(None, [str(error)])]), file=sys.stderr)
         raise SystemExit(130) from error
     except Exception as error:
         traceback.print_exc()

@@ -184,6 +184,12 @@ class CheckpointConfig(Base):
     max_mem: float = option(
         float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0, allow_inf_nan=True
     )
+    grace_s: float = option(
+        120.0,
+        "Seconds that a run may go on after Ctrl-C or SIGTERM, to end its step and save.",
+        "grace_s",
+        gt=0,
+    )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
     best_metric_key: str = option(
         "",

@@ -22,7 +22,12 @@ from openrlhf.config.run import RunConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.checkpoint import STATE, CheckpointStore, Saved, Staged
 from openrlhf.distributed.manifest import write_json
-from openrlhf.distributed.run_folder import FINISHED, read_json, set_earlier_run_aside
+from openrlhf.distributed.run_folder import (
+    FINISHED,
+    read_json,
+    set_earlier_run_aside,
+    why_held,
+)
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
@@ -227,6 +232,29 @@ class CheckpointSaver:
         if collectives.is_main():
             warn(f"{line} The earlier ones are kept, training goes on.")
         return False
+
+    def save_last(self, save: Callable[[], bool], *, resume_step: int | None) -> str:
+        """Save a run that was asked to stop, even if it keeps no checkpoints; all ranks call.
+
+        Return what became of it and how to go on, as the end of a sentence.
+        """
+        config, problems = self.config, list[str]()
+        if config.disable_ds:
+            return "nothing to go on from was saved (--disable_ds_ckpt)"
+        if config.save_steps <= 0:
+            _, problems = on_main(lambda: self._take_root(resume_step))
+        if problems or not save():
+            return " ".join(["it could not be saved.", *problems])
+        how = "" if config.load_enable else " with --load_checkpoint"
+        return f"it was saved in {config.path}. To go on, type the same command{how}"
+
+    def _take_root(self, resume_step: int | None) -> None:
+        """Make room in a checkpoint root that the run did not use so far."""
+        reason = why_held(Path(self.config.path))
+        if reason is not None:
+            raise CheckpointError(f"--ckpt_path {self.config.path} is in use: {reason}")
+        self.store.remove_torn()
+        self.store.set_aside(after_step=-1 if resume_step is None else resume_step)
 
     def save_best(self, step: int, export: Callable[[Path], None], facts: Mapping) -> bool:
         """Keep the model that `export` writes as the best so far, in place of the one before; all

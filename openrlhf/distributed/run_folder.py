@@ -68,7 +68,7 @@ def holding(folder: Path, flag: str) -> Iterator[None]:
         "started": psutil.Process().create_time(),
     }
     with _locked(folder):
-        if (reason := _why_held(path)) is not None:
+        if (reason := why_held(folder)) is not None:
             raise ConfigError(f"{flag} {folder} is in use: {reason} Type another {flag}.")
         write_json(path, own)
     ended = threading.Event()
@@ -98,8 +98,9 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _why_held(path: Path) -> str | None:
-    """Who holds a folder, as a sentence; None where nobody does."""
+def why_held(folder: Path) -> str | None:
+    """Return who else holds a folder, as a sentence; None where nobody does."""
+    path = folder / HOLDER
     holder = read_json(path)
     if not isinstance(holder, dict):
         return None
@@ -107,7 +108,7 @@ def _why_held(path: Path) -> str | None:
     who = f"process {pid} on {host} runs there."
     if host == socket.gethostname():
         return f"{who} Wait for it, or end it." if _is_alive(holder) else None
-    with tempfile.NamedTemporaryFile(dir=path.parent) as probe:  # by the clock of the file system
+    with tempfile.NamedTemporaryFile(dir=folder) as probe:  # by the clock of the file system
         silent_s = os.stat(probe.name).st_mtime - path.stat().st_mtime
     if silent_s > STALE_S:
         return None

@@ -15,6 +15,7 @@ from openrlhf.distributed.manifest import write_json
 from openrlhf.distributed.random_state import random_state, set_random_state
 from openrlhf.distributed.run_checkpoints import CheckpointSaver, DataFacts, Opened
 from openrlhf.trainer.base_trainer import BaseTrainer
+from openrlhf.utils import stopping
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
@@ -80,10 +81,23 @@ class Checkpointer:
         elif collectives.is_main():  # there is no such thing as a rank's own random numbers
             warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
-    def save_if_due(self) -> None:
-        """The hook of the loop: save every `--save_steps` steps and after the last."""
-        if self.saver.is_on and self.trainer.is_due(self.config.save_steps):
-            self.save()
+    def after_step(self) -> None:
+        """The hook of the loop: save when it is due; raise Interrupted once any rank was asked to
+        stop.
+        """
+        is_saved = self.save_if_due()
+        is_asked = collectives.all_reduce_max({"asked": float(stopping.is_asked())})["asked"]
+        if is_asked and not self.trainer.is_finished:
+            outcome = self.saver.save_last(
+                lambda: is_saved or self.save(), resume_step=self.opened.resume_step
+            )
+            self.trainer.tracker.close()
+            raise stopping.Interrupted(f"step {self.trainer.global_step} is done, {outcome}")
+
+    def save_if_due(self) -> bool:
+        """Save every `--save_steps` steps and after the last; return whether it was."""
+        is_due = self.saver.is_on and self.trainer.is_due(self.config.save_steps)
+        return is_due and self.save()
 
     def save(self) -> bool:
         """Save now; all ranks call, all answer whether it was saved.

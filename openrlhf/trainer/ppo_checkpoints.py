@@ -182,9 +182,22 @@ class PPOCheckpoints:
             return self.kept != state.state_dict()
         return state.global_step % self.config.ckpt.save_steps == 0
 
-    def save(self, state: RunState) -> None:
-        """Save now, between two steps; raises CheckpointError when it failed several times in a
-        row.
+    def save_last(self, state: RunState) -> str:
+        """Save a run that was asked to stop, between two steps; return what became of it and how
+        to go on.
+        """
+        if state.global_step == 0:
+            return "no step is done, and nothing was saved"
+        is_saved = self.kept == state.state_dict()
+        outcome = self.saver.save_last(
+            lambda: is_saved or self.save(state), resume_step=self.opened.resume_step
+        )
+        return f"step {state.global_step} is done, {outcome}"
+
+    def save(self, state: RunState) -> bool:
+        """Save now, between two steps; return whether it was.
+
+        Raises CheckpointError when it failed several times in a row.
         """
         groups = state.finished_groups()
         content = state.state_dict()
@@ -200,6 +213,7 @@ class PPOCheckpoints:
             state=lambda: {RUN: content, **self.opened.notes},
         )
         self.kept = content if is_saved else self.kept
+        return is_saved
 
     def keep_best(self, global_step: int, values: Mapping[str, float]) -> None:
         """After an evaluation of the policy as it is: keep it if it is the best so far."""

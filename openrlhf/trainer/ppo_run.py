@@ -83,6 +83,7 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
 from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator
+from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     notice,
     print_banner,
@@ -189,7 +190,8 @@ def _run(
         unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
         save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
     parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
-    trainer.fit()
+    with stopping.patiently(config.ckpt.grace_s):
+        trainer.fit()
     _export(config, groups)
     if cluster.is_main:
         opened.note_finished(inputs.run_dir, trainer.state.global_step)

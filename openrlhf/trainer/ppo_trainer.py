@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.distributed import collectives
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
@@ -30,6 +32,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.utils import stopping
 from openrlhf.utils.logging import RunClock, eval_line, hints, notice, step_line, warn_once
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
@@ -99,7 +102,7 @@ class PPOTrainer:
         while not self.is_over:
             metrics = Metrics()
             with timed("step_total", metrics):
-                rollouts = self.generate(state.global_step + 1, metrics)
+                rollouts = self.generate_unless_stopped(metrics)
                 if rollouts:
                     state.global_step += 1
                     metrics.merge(self.train_step(rollouts, state.global_step))
@@ -112,6 +115,7 @@ class PPOTrainer:
             if self.is_eval_step(state.global_step):
                 self.evaluate(state.global_step)
             self.save_if_due()
+            self.stop_if_asked()
         self.log(state.global_step)
         self.check_has_learnt()
         if state.evaluated_step != state.global_step:
@@ -138,6 +142,42 @@ class PPOTrainer:
     def settle(self) -> None:
         """Note the groups that were trained on."""
         self.sampler.settle(self.trained_groups)
+
+    def generate_unless_stopped(self, metrics: Metrics) -> list[Rollout]:
+        """Generate the next step's samples; leave them when the user asks to stop.
+
+        Of several controllers none leaves alone: they stop together, after the step.
+        """
+        global_step = self.state.global_step + 1
+        if collectives.world_size() > 1:
+            return self.generate(global_step, metrics)
+        before = self.state.sampler.state_dict()
+        try:
+            with stopping.leavable():
+                return self.generate(global_step, metrics)
+        except KeyboardInterrupt:
+            self.undo_draw(before)
+            self.stop()
+
+    def undo_draw(self, before: dict[str, Any]) -> None:
+        """Put the prompts of a step back that was left."""
+        self.sampler.load_state_dict(before)
+
+    def stop_if_asked(self) -> None:
+        """End the run between two steps if any controller was asked to."""
+        asked = collectives.all_reduce_max({"asked": float(stopping.is_asked())})["asked"]
+        if asked and not self.is_over:
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        """Save and end the run because the user asked for it."""
+        for engine in self.parts.engines:  # they may be at work, and are not needed any more
+            engine.shutdown()
+        self.parts.phases.engines.clear()
+        with self.parts.phases.training():
+            outcome = self.parts.checkpoints.save_last(self.state)
+        self.parts.tracker.close()
+        raise stopping.Interrupted(outcome)
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Scored rollouts of the step's prompts, as many groups with a signal as a step has."""

@@ -62,6 +62,9 @@ class PPOTrainerAsync(PPOTrainer):
         metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
         return rollouts
 
+    def undo_draw(self, before: dict[str, Any]) -> None:
+        """See PPOTrainer; what has no outcome yet is generated again, or kept."""
+
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights once no running sample would be of two versions, or under
         running samples.

@@ -44,6 +44,7 @@ from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
 from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
+from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
     format_count,
@@ -196,7 +197,12 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
         unsaid = undecided(config, inputs.samples, inputs.eval_samples)
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
         say_start(recipe, run, trainer)
-    trainer.fit(after_step=checkpointer.save_if_due)
+    try:
+        with stopping.patiently(config.ckpt.grace_s):
+            trainer.fit(after_step=checkpointer.after_step)
+    except stopping.Interrupted:
+        strategy.shut_down()
+        raise
     export_final(lambda path: recipe.export(run, path), run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)

@@ -1,7 +1,11 @@
-"""Ctrl-C in the middle of a run: exit code 130, one line, and nothing left behind."""
+"""Ctrl-C and SIGTERM in the middle of a run: it saves, exits with code 130, says how to go on, and
+leaves no process behind.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,23 +19,29 @@ import pytest
 
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import argv
+from tests.integration.test_launchers import environment, launched
+from tests.tiny import write_jsonl
 
 DEADLINE_S = 150.0
 FLAGS = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
-    "--label_key answer --num_episodes 2000 --logging_steps 1 "
+    "--label_key answer --num_episodes {episodes} --logging_steps 1 "
 )
+SFT_FLAGS = "--train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1 --logging_steps 1"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @contextmanager
-def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+def started(words: list[str], **more: object) -> Iterator[subprocess.Popen[str]]:
     """A command that takes Ctrl-C, whatever this process does with it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *words],
+        words,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **more,
     )
     try:
         yield process
@@ -40,38 +50,101 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def wait_for_a_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_a_step(
+    run_dir: Path, process: subprocess.Popen[str], *, metric: str = "reward"
+) -> None:
     deadline = time.monotonic() + DEADLINE_S
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or not any("reward" in r for r in read_metrics(metrics)):
+    while not metrics.exists() or not any(metric in r for r in read_metrics(metrics)):
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+def interrupt(process: subprocess.Popen[str], number: int) -> str:
+    """Send a signal; what the command said until it ended, with all its processes."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=90)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, alive
+    return error
+
+
+def saved_step(error: str, root: Path) -> int:
+    """The step of a last line that says how to go on."""
+    how = rf"it was saved in {root}\. To go on, type the same command with --load_checkpoint"
+    found = re.search(rf"error: interrupted: step (\d+) is done, {how}\n", error)
+    assert found, error[-3000:]
+    assert (root / f"global_step{found[1]}" / "state.json").exists()
+    return int(found[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "command", ["train_ppo --vllm_num_engines 0", "train_ppo_ray --vllm_num_engines 1"]
 )
-def test_ctrl_c_ends_a_run_and_all_its_processes(
-    command: str, tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
+def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
+    command: str,
+    number: int,
+    tiny_model_dir: Path,
+    prompt_file: Path,
+    reward_file: Path,
+    tmp_path: Path,
 ) -> None:
     module, *flags = command.split()
-    words = argv(
-        FLAGS + " ".join(flags),
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=reward_file,
-        train_batch_size="16",
-        save_path=tmp_path / "run",
-    )
-    with started([f"openrlhf.cli.{module}", *words]) as process:
-        wait_for_a_step(tmp_path / "run", process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+    run, root = tmp_path / "run", tmp_path / "ckpt"
+
+    def words(episodes: int) -> list[str]:
+        return argv(
+            FLAGS.format(episodes=episodes) + " ".join(flags),
+            pretrain=tiny_model_dir,
+            prompt_data=prompt_file,
+            remote_rm_url=reward_file,
+            train_batch_size="16",
+            save_path=run,
+            ckpt_path=root,
+        )
+
+    python = [sys.executable, "-m", f"openrlhf.cli.{module}"]
+    with started([*python, *words(2000)]) as process:
+        wait_for_a_step(run, process)
+        error = interrupt(process, number)
     assert process.returncode == 130, error[-3000:]
-    assert error.strip().splitlines()[-1] == "error: interrupted"
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive, alive
+    step = saved_step(error, root)
+    state = json.loads((root / f"global_step{step}" / "state.json").read_text())["run"]
+    cursor, ledger = state["sampler"]["cursor"], state["sampler"]["ledger"]
+    num_drawn = cursor["episode"] * 11 + cursor["position"]
+    assert num_drawn == ledger["num_drawn"] == ledger["outcomes"]["trained"]
+    assert not ledger["pending"]  # prompts of a step that was left are drawn again
+    subprocess.run(
+        [*python, *words(cursor["episode"] + 1), "--load_checkpoint"], check=True, timeout=200
+    )
+    steps = [r["step"] for r in read_metrics(run / "metrics.jsonl") if "reward" in r]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "{python} -m {module}",
+        "torchrun --nproc_per_node 2 --master_port {port} -m {module}",
+        "deepspeed --num_gpus 2 --master_port {port} --module {module}",
+    ],
+)
+def test_supervised_training_saves_when_it_is_told_to_end(
+    launcher: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i} and", "completion": "two words"} for i in range(80_000)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    run, root = tmp_path / "run", tmp_path / "ckpt"
+    named = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --ckpt_path {root}"
+    words = [*launched("sft", launcher), *f"{named} --save_path {run} {SFT_FLAGS}".split()]
+    with started(words, env=environment()) as process:
+        wait_for_a_step(run, process, metric="gpt_loss")
+        error = interrupt(process, signal.SIGTERM)
+    step = saved_step(error, root)
+    if "python" in launcher:
+        assert process.returncode == 130
+    position = json.loads((root / f"global_step{step}" / "state.json").read_text())["loop"]
+    assert position["position"]["num_samples"] == 8 * step

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
+from openrlhf.utils import stopping
 from openrlhf.utils.logging import warn
 
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
@@ -44,6 +45,7 @@ def ray_session() -> Iterator[None]:
         yield
         return
     _connect()
+    stopping.listen()  # Ray has put a handler of its own in place
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from openrlhf.trainer.ppo_utils.scoring import Group, ScoredGroups, Scoring
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, policy_dtype, reward_roles
 from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.utils.stopping import Interrupted
 
 ROLES = ("actor", "critic", "ref")
 
@@ -120,7 +121,7 @@ class LocalCluster:
         """End engines; leave the world together, unless a peer may be waiting elsewhere."""
         for engine in self.engines:
             engine.shutdown()
-        if kind is None:
+        if kind is None or issubclass(kind, Interrupted):
             shut_down()
 
     def start_group(self, role: str, worker_class: type) -> WorkerGroup:

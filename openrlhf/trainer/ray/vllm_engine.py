@@ -264,7 +264,8 @@ class EnginePool:
             finally:
                 arrivals.put(None)
 
-        with ThreadPoolExecutor(max_workers=width) as pool:
+        pool = ThreadPoolExecutor(max_workers=width)
+        try:
             arrivals: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
             pending = [pool.submit(ask, k, arrivals) for k in range(min(width, len(requests)))]
             num_samples = sum(r.sampling.num_samples for r in requests)
@@ -272,6 +273,8 @@ class EnginePool:
                 answers[position] = answer
                 if on_group is not None:
                     on_group(position, answer)
+        finally:
+            pool.shutdown(wait=False)  # who leaves this call does not wait for the engines
         for future in pending:
             future.result()
         return answers

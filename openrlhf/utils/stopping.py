@@ -1,0 +1,114 @@
+"""Ctrl-C and SIGTERM: a training loop notes them and ends by itself; elsewhere they raise.
+
+A second signal ends the process at once, and so does the end of the grace time.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from openrlhf.utils.logging import warn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_S = 2.0  # a launcher passes on what a terminal has sent to every process already
+
+
+class Interrupted(KeyboardInterrupt):
+    """The end of a run that was asked to stop; the message says what was saved and how to go on."""
+
+
+class _Listener:
+    """What this process was asked; signals reach the main thread only."""
+
+    def __init__(self) -> None:
+        self.grace_s: float | None = None  # of the loop that runs; None: there is none
+        self.is_leavable = False
+        self.asked_at: float | None = None
+        self.is_overdue = False
+        self.ended = threading.Event()
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.is_overdue:
+            raise KeyboardInterrupt(
+                f"the step did not end in {self.grace_s:g} s (--grace_s); it was not saved"
+            )
+        now, before = time.monotonic(), self.asked_at
+        if before is not None and now - before < SAME_S:
+            return
+        self.asked_at = now
+        if self.grace_s is None or before is not None:
+            raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        threading.Thread(target=self._end_grace, args=(name, self.grace_s), daemon=True).start()
+        if self.is_leavable:
+            raise KeyboardInterrupt
+
+    def _end_grace(self, name: str, grace_s: float) -> None:
+        warn(f"{name}: saving once the step is over, in at most {grace_s:g} s; again to end now.")
+        if not self.ended.wait(grace_s):
+            self.is_overdue = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+_listener = _Listener()
+
+
+def listen() -> None:
+    """Handle SIGINT and SIGTERM from now on, unless this process was started to ignore them."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _listener.hear)
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """A block in which SIGINT and SIGTERM raise KeyboardInterrupt, but where a loop is patient."""
+    global _listener
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _listener = _Listener()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    listen()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def patiently(grace_s: float) -> Iterator[None]:
+    """A block that asks `is_asked` now and then and ends by itself, within `grace_s` seconds."""
+    listener = _listener
+    listener.grace_s = grace_s
+    try:
+        yield
+    finally:
+        listener.ended.set()
+        if not listener.is_overdue:
+            listener.grace_s = None
+
+
+@contextmanager
+def leavable() -> Iterator[None]:
+    """A part of such a block that may be left: it raises KeyboardInterrupt when it is asked."""
+    if _listener.asked_at is not None:
+        raise KeyboardInterrupt
+    _listener.is_leavable = True
+    try:
+        yield
+    finally:
+        _listener.is_leavable = False
+
+
+def is_asked() -> bool:
+    """Return True once this process was asked to stop."""
+    return _listener.asked_at is not None

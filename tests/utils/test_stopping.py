@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM: noted by a loop that ends by itself, raised everywhere else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from openrlhf.utils import stopping
+
+
+def ask(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_outside_of_a_loop_a_signal_raises_at_once(number):
+    with stopping.listening(), pytest.raises(KeyboardInterrupt):
+        ask(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_patient_loop_notes_a_signal_and_a_launchers_copy_of_it(number):
+    with stopping.listening(), stopping.patiently(60):
+        assert not stopping.is_asked()
+        ask(number)
+        ask(signal.SIGTERM)
+        assert stopping.is_asked()
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(stopping, "SAME_S", 0.0)
+    with stopping.listening(), stopping.patiently(60), pytest.raises(KeyboardInterrupt):
+        ask()
+        assert stopping.is_asked()
+        ask()
+
+
+def test_a_part_that_may_be_left_is_left_for_what_was_asked_before_too():
+    with stopping.listening(), stopping.patiently(60):
+        with pytest.raises(KeyboardInterrupt), stopping.leavable():
+            ask()
+        with pytest.raises(KeyboardInterrupt), stopping.leavable():
+            pass
+
+
+def test_the_end_of_the_grace_time_says_what_was_not_saved():
+    overdue = pytest.raises(KeyboardInterrupt, match=r"did not end in 0\.1 s \(--grace_s\)")
+    with overdue, stopping.listening(), stopping.patiently(0.1):
+        ask()
+        time.sleep(10)
+
+
+def test_handlers_of_before_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping.listening():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
