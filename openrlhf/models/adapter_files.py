@@ -7,6 +7,7 @@ is imported where an adapter is at hand: with bitsandbytes it takes seconds in e
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from openrlhf.errors import ConfigError, first_line
+from openrlhf.models.quiet_loading import refused_name, would_run_code
 from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
             f"The weights of the adapter at {path} do not fit its base: {error.args[0]} is "
             "missing. Save it again."
         ) from error
+    except pickle.UnpicklingError as error:
+        raise ConfigError(would_run_code(f"The adapter at {path}", refused_name(error))) from error
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
             f"The adapter at {path} does not fit {model.config._name_or_path}: "

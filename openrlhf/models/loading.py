@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypedDict
@@ -20,6 +20,7 @@ from typing import TypedDict
 import torch
 import transformers
 from torch import nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
@@ -37,7 +38,7 @@ from openrlhf.models.kernels import (
 )
 from openrlhf.models.own_logits import check_own_logits
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers
+from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers, would_run_code
 from openrlhf.models.rotary import give_each_its_own, refuse_padded_rows
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
@@ -62,6 +63,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model path {path!r} does not exist. "
             "Give a folder with a config.json, or a hub id such as org/name."
         )
+    refuse_pickled_code(folder)
     if (base := base_of_adapter(path)) is not None:
         return _config_of_adapter(path, base, trust_remote_code=trust_remote_code)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -83,6 +85,21 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
             "Give a folder with a config.json, or the id of a model that can be reached."
         ) from error
+
+
+def refuse_pickled_code(folder: Path) -> None:
+    """Raise ConfigError if the weights of a folder are pickles that name more than tensors.
+
+    Nothing is run. Pickles of torch before 1.6 are judged when they are loaded, by torch itself.
+    """
+    if any(folder.glob("*.safetensors")):
+        return  # they are what is read
+    for file in sorted(folder.glob("*_model*.bin")):
+        with suppress(
+            ValueError, RuntimeError, OSError
+        ):  # of an older torch, or torn: found in loading
+            if names := get_unsafe_globals_in_checkpoint(file):
+                raise ConfigError(would_run_code(str(file), ", ".join(sorted(names))))
 
 
 def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> PretrainedConfig:

@@ -5,6 +5,9 @@ refusals in one line.
 from __future__ import annotations
 
 import io
+import os
+import pickle
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -18,6 +21,22 @@ from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import bars_for_tqdm, progress
 
 MIB = 2**20
+# For weights in a .bin file transformers would ask a service of the hub to convert them.
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
+
+
+def would_run_code(file: str, names: str) -> str:
+    """The line about pickled weights that name more than tensors."""
+    return (
+        f"{file} would run code when it is loaded: it names {names}. "
+        "Do not use it; take the model from a source you trust, as safetensors."
+    )
+
+
+def refused_name(error: pickle.UnpicklingError) -> str:
+    """What torch's restricted reader has stumbled over."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else "more than tensors"
 
 
 @contextmanager
@@ -34,7 +53,13 @@ def quiet_transformers(path: str) -> Iterator[None]:
     try:
         with looking_up("model", path):
             yield
-    except (OSError, SafetensorError) as error:
+    except pickle.UnpicklingError as error:
+        file = f"The file of weights in {path}"
+        raise ConfigError(would_run_code(file, refused_name(error))) from error
+    except (OSError, SafetensorError, EOFError, KeyError, RuntimeError) as error:
+        is_pickled = any(Path(path).expanduser().glob("*_model*.bin"))
+        if isinstance(error, (KeyError, RuntimeError)) and not is_pickled:
+            raise
         raise ConfigError(
             f"The weights of {path} cannot be read: {first_line(error).rstrip('.')}. "
             "Copy or save them again."

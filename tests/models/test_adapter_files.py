@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,29 @@ def test_an_adapter_that_lacks_a_weight_or_has_one_too_many_is_refused(
     edit_weights(policy[0], lambda weights: weights.update({name: ones, more: ones + 1}))
     with pytest.raises(ConfigError, match=re.escape(f"1 are unexpected ({more}")):
         load_causal_lm(policy[0])
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch ran",)
+
+
+def test_a_pickled_adapter_loads_unless_it_would_run_code(
+    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = policy[0]
+    monkeypatch.chdir(folder)
+    expected = load_causal_lm(folder).state_dict()
+    weights = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(weights, folder / "adapter_model.bin")
+    found = load_causal_lm(folder).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.save(weights | {"payload": Payload()}, folder / "adapter_model.bin")
+    for load in (load_causal_lm, lambda path: load_adapter(load_causal_lm(tiny_model_dir), path)):
+        with pytest.raises(ConfigError, match="would run code when it is loaded: it names posix"):
+            load(folder)
+    assert not (folder / "ran").exists()
 
 
 def test_a_reward_adapter_without_its_head_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:

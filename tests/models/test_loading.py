@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from openrlhf.cli import train_sft
 from openrlhf.errors import ConfigError
 from openrlhf.models import loading
 from openrlhf.models.loading import choose_attention, load_causal_lm, load_config, resolve_dtype
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.value_head import RewardModel
 from tests.models.helpers import tiny_model
+from tests.tiny import write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,68 @@ def test_a_folder_with_a_torn_file_is_one_line(causal_dir, tmp_path, file, conte
     with pytest.raises(ConfigError, match=words) as caught:
         load_causal_lm(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+class Payload:
+    """An object whose pickle runs a command when it is loaded."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def pickled_dir(causal_dir, tmp_path):
+    """Writes the model's weights, and maybe more, as pytorch_model.bin and returns the folder."""
+
+    def write(*, is_zip: bool = True, **more: object):
+        folder = tmp_path / "pickled"
+        shutil.copytree(causal_dir, folder)
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        file = folder / "pytorch_model.bin"
+        torch.save(weights | more, file, _use_new_zipfile_serialization=is_zip)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickled_weights_of_tensors_load(pickled_dir, causal_dir, is_zip):
+    found, expected = load_causal_lm(pickled_dir(is_zip=is_zip)), load_causal_lm(causal_dir)
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, RewardModel.from_pretrained])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickled_weights_that_would_run_code_are_one_line_and_run_nothing(
+    pickled_dir, tmp_path, load, is_zip
+):
+    folder = pickled_dir(is_zip=is_zip, payload=Payload(tmp_path / "ran"))
+    with pytest.raises(ConfigError, match="would run code when it is loaded: it names posix") as e:
+        load(folder)
+    assert len(str(e.value).splitlines()) == 1 and not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_that_would_run_code_end_a_command_with_2(pickled_dir, tmp_path, capsys):
+    folder = pickled_dir(payload=Payload(tmp_path / "ran"))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
+    with pytest.raises(SystemExit) as stop:
+        train_sft.main(["--pretrain", str(folder), "--dataset", str(rows), "--save_path", "run"])
+    assert stop.value.code == 2 and not (tmp_path / "ran").exists()
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert line.startswith(f"error: {folder}/pytorch_model.bin would run code")
+
+
+@pytest.mark.parametrize("size", [300, 20_000])
+def test_torn_pickled_weights_are_one_line(pickled_dir, size):
+    folder = pickled_dir()
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ConfigError, match=r"weights of .* cannot be read: .* Copy or save them"):
+        load_causal_lm(folder)
 
 
 def test_a_reward_model_is_no_policy(causal_dir, tmp_path):
