@@ -10,7 +10,16 @@ import pytest
 
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_utils.agent_file import AgentFile
-from tests.trainer.agent_fakes import StreamingEngine, act_one, says, write_agent
+from tests.trainer.agent_fakes import (
+    StreamingEngine,
+    act,
+    act_one,
+    make_runner,
+    request,
+    says,
+    write_agent,
+)
+from tests.trainer.agent_files import OPENAI_EXECUTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = ROOT.parent / "shared" / "seeds"
@@ -186,6 +195,28 @@ def test_an_agent_may_count_with_the_tokens_that_a_turn_may_have(tmp_path, tiny_
     result = act_one(file, engine, tiny_tokenizer, max_length=20)
     assert (result.failure, result.reward) == (None, 18.0)
     assert result.is_truncated  # the context was full: no limit of the agent's own
+
+
+@pytest.mark.parametrize("start", ["first episode", "thread"])
+def test_an_executor_that_serves_the_openai_api_itself_gets_its_own_tokens(
+    start, tmp_path, tiny_tokenizer
+):
+    pytest.importorskip("openai")
+    file = write_agent(tmp_path, f"START = {start!r}\n{OPENAI_EXECUTOR}")
+    engine = StreamingEngine(lambda asked: [*asked.prompt_token_ids[1:3], 1], delay_s=0.02)
+    runner = make_runner(file, engine, tiny_tokenizer)
+    names = [f"{a}{b}" for a in "abc" for b in "ef"] * 2  # two samples of each prompt are alike
+    requests = [request(tiny_tokenizer, text=t, name=f"{t}/{k}") for k, t in enumerate(names)]
+    for part in (requests[:7], requests[7:]):  # the second begins when the first has ended
+        for name, result in act(runner, part).items():
+            assert result.failure is None, result.failure
+            (segment,) = result.segments
+            turn = f"<|assistant|>{name[:2]}<|end|>"
+            text = tiny_tokenizer.decode(segment.token_ids)
+            assert text == f"<|user|>{name[:2]}<|end|>{turn}<|user|>again<|end|>{turn}"
+            assert (sum(segment.action_mask), result.num_turns) == (6, 2)
+            assert result.extra_logs == {"num_tokens": len(segment.token_ids)}
+    runner.close()
 
 
 def seed_file(tmp_path: Path) -> Path:

@@ -46,6 +46,8 @@ class Episode:
 
 
 CURRENT: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
+# Whether a task was begun by no other: a server's, which may work for any episode.
+IS_LOOSE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_loose", default=False)
 
 
 def current_episode() -> Episode:
@@ -181,6 +183,8 @@ class TurnTaker:
         params: object,
         codec: TextCodec,
         on_tokens: OnTokens | None = None,
+        *,
+        owner: Episode | None = None,
     ) -> tuple[str, Completion]:
         """Request id and completion; AgentError for what cannot be asked, EngineError."""
         episode.trace.check_open()
@@ -191,13 +195,15 @@ class TurnTaker:
                 f"a prompt of {len(prompt_ids)} tokens fills the context of "
                 f"{self.limits.max_length}"
             )
-        settings = turn_settings(params, episode.request.sampling, room=room, encoder=codec.encoder)
+        sampling = (owner or episode).request.sampling
+        settings = turn_settings(params, sampling, room=room, encoder=codec.encoder)
         request_id = episode.next_request_id()
         request = GenerationRequest(request_id, tuple(prompt_ids), settings)
         try:
             completion = await self._sample(episode, request, on_tokens)
             fills_context = settings.max_new_tokens == room
-            episode.trace.record(prompt_ids, completion, fills_context=fills_context)
+            name = owner.request.sample_id if owner else None
+            episode.trace.record(prompt_ids, completion, fills_context=fills_context, owner=name)
         except EngineError as error:
             episode.engine_error = error
             raise
@@ -240,6 +246,8 @@ class AgentEngine:
         self._taker = taker
         self._codec = codec
         self._server = server  # started by the first episode that asks for it
+        # Takes down what loose tasks sample. An episode whose answer names such tokens gets them.
+        self.outside: Episode | None = None
 
     def generate(
         self,
@@ -251,15 +259,20 @@ class AgentEngine:
         **ignored: object,
     ) -> PendingTurn:
         """Sample one turn of the running episode; see `openrlhf.utils.agent.LLMEngine`."""
-        episode = current_episode()
+        owner = CURRENT.get(None)
+        is_loose = self.outside is not None and (owner is None or IS_LOOSE.get())
+        episode = self.outside if self.outside is not None and is_loose else current_episode()
+        if owner is None or owner.trace.is_closed:
+            owner = episode
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
-        ids, text = prompt_ids_of(wanted, lambda t: self._codec.encode_prompt(t, episode.request))
-        return PendingTurn(self._generate(episode, ids, text, sampling_params))
+        ids, text = prompt_ids_of(wanted, lambda t: self._codec.encode_prompt(t, owner.request))
+        return PendingTurn(self._generate(episode, owner, ids, text, sampling_params))
 
     async def _generate(
-        self, episode: Episode, ids: list[int], text: str | None, params: object
+        self, episode: Episode, owner: Episode, ids: list[int], text: str | None, params: object
     ) -> TurnResult:
-        request_id, completion = await self._taker.take(episode, ids, params, self._codec)
+        taker = self._taker
+        request_id, completion = await taker.take(episode, ids, params, self._codec, owner=owner)
         is_bare = bool(_value(params, "skip_special_tokens"))
         output = TurnOutput(
             self._codec.decode(completion.token_ids, skip_special_tokens=is_bare), completion

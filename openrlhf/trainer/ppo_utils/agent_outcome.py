@@ -12,7 +12,9 @@ from openrlhf.trainer.ppo_utils.agent_trace import (
     AgentLimits,
     EpisodeRequest,
     EpisodeResult,
+    EpisodeTrace,
     Failure,
+    Segment,
 )
 from openrlhf.utils.agent_calls import AgentError, BadAnswerError, as_number, flag_of
 from openrlhf.utils.user_code import in_words, user_line
@@ -29,12 +31,14 @@ def judge(
     path: str,
     limits: AgentLimits,
     began_s: float,
+    outside: Episode,
 ) -> EpisodeResult:
     """The result of an episode that has answered, failed or run out of time."""
-    request, segments = episode.request, episode.trace.close()
+    request, segments = episode.request, _segments(episode, acting, outside.trace)
     seconds = time.monotonic() - began_s
-    if episode.engine_error is not None:
-        result = failed(request, "engine", str(episode.engine_error))
+    engine_error = episode.engine_error or outside.engine_error
+    if engine_error is not None:
+        result = failed(request, "engine", str(engine_error))
     elif not acting.done():
         limit = f"the episode was not done after {limits.episode_timeout_s:g} s"
         result = failed(request, "episode_timeout", f"{path}: {limit}")
@@ -49,9 +53,49 @@ def judge(
     return replace(
         result,
         segments=segments if result.failure is None else (),
-        num_turns=episode.trace.num_turns,
+        num_turns=sum(segment.num_turns for segment in segments),
+        is_truncated=result.is_truncated or any(segment.is_truncated for segment in segments),
         seconds=seconds,
     )
+
+
+def _segments(
+    episode: Episode, acting: asyncio.Future[object], outside: EpisodeTrace
+) -> tuple[Segment, ...]:
+    """What an episode has sampled.
+
+    Tasks of a server that one episode started sample for all of them: an answer that names tokens
+    gets exactly those, any other all that its own tasks seem to have sampled.
+    """
+    own = episode.trace.close()
+    is_done = acting.done() and not acting.cancelled() and acting.exception() is None
+    named = _named_tokens(_answer(episode, acting.result())) if is_done else None
+    if named is not None and (not own or outside.num_segments):
+        found = tuple(s for s in own if (s.token_ids, s.action_mask) == named)
+        found = found or outside.take(lambda s: (s.token_ids, s.action_mask) == named, num_most=1)
+        if found:
+            return found[:1]
+    return own + outside.take(lambda s: s.owner == episode.request.sample_id)
+
+
+def _named_tokens(answer: object) -> tuple[list[int], list[bool]] | None:
+    """The tokens and the mask of an answer's observation_tokens and action_ranges, if any."""
+    ids = answer.get("observation_tokens") if isinstance(answer, Mapping) else None
+    if not isinstance(ids, (list, tuple)):
+        return None
+    try:
+        ranges = list(answer["action_ranges"])  # type: ignore[index]
+        mask = [False] * ranges[-1][1]
+        for start, stop in ranges:
+            mask[start:stop] = [True] * (stop - start)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return list(ids[: len(mask)]), mask
+
+
+def _answer(episode: Episode, answer: object) -> object:
+    """What execute returned, or put into the result queue."""
+    return episode.answers[-1] if answer is None and episode.answers else answer
 
 
 def _cause(error: BaseException, path: str) -> tuple[str, str]:
@@ -63,10 +107,8 @@ def _cause(error: BaseException, path: str) -> tuple[str, str]:
 
 def _scored(episode: Episode, answer: object, path: str) -> EpisodeResult:
     """The numbers of an answer; the failure "bad_answer" when it has none."""
-    if answer is None and episode.answers:
-        answer = episode.answers[-1]
     try:
-        return _numbers(episode, answer)
+        return _numbers(episode, _answer(episode, answer))
     except BadAnswerError as error:
         return failed(episode.request, error.kind, f"{path}: {error}")
 
@@ -88,7 +130,7 @@ def _numbers(episode: Episode, answer: object) -> EpisodeResult:
         extra_logs={
             str(name): as_number(value, f"extra_logs[{name!r}]") for name, value in logs.items()
         },
-        is_truncated=is_cut or episode.trace.is_truncated,
+        is_truncated=is_cut,
     )
 
 

@@ -7,12 +7,13 @@ the loop is left behind and the others start again on a new one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
 from openrlhf.trainer.ppo_utils.agent_engine import (
     CURRENT,
+    IS_LOOSE,
     AgentEngine,
     Episode,
     OpensSessions,
@@ -250,17 +252,30 @@ class _Stage:
         async with self._room:
             began_s = time.monotonic()
             episode = Episode(request, vocab_size=self.taker.vocab_size)
+            outside = self._outside_of(request)
             self._episodes.add(episode)
             CURRENT.set(episode)
             acting = asyncio.ensure_future(self._execute(request))
             try:
                 await asyncio.wait({acting}, timeout=self.limits.episode_timeout_s)
-                return judge(episode, acting, self.agent.path, self.limits, began_s)
+                return judge(episode, acting, self.agent.path, self.limits, began_s, outside)
             finally:
                 self.taker.end(episode)
                 self._episodes.discard(episode)
                 if not acting.done():
                     acting.cancel()
+                if not self._episodes:  # nobody is left for whom it could be
+                    self.taker.end(outside)
+                    self.context.llm_engine.outside = None
+
+    def _outside_of(self, request: EpisodeRequest) -> Episode:
+        """What takes down the turns of loose tasks, as long as there are episodes."""
+        engine = self.context.llm_engine
+        if engine.outside is None:
+            named = replace(request, sample_id=f"{request.sample_id}/outside")
+            engine.outside = Episode(named, vocab_size=self.taker.vocab_size)
+        outside: Episode = engine.outside
+        return outside
 
     async def _execute(self, request: EpisodeRequest) -> object:
         params = first_params(request.sampling, self.limits.max_length)
@@ -273,8 +288,13 @@ class _Stage:
 def _named_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 ) -> asyncio.Task[Any]:
-    """A task that carries the name of the episode it belongs to, whoever makes it."""
-    task = asyncio.Task(coroutine, loop=loop, **options)
+    """A task that carries the name of the episode it belongs to, whoever makes it; one that no
+    task makes, but a connection to a server, is loose.
+    """
+    context = contextvars.copy_context()
+    if is_loose := asyncio.current_task(loop) is None and CURRENT.get(None) is not None:
+        context.run(IS_LOOSE.set, is_loose)
+    task: asyncio.Task[Any] = context.run(partial(asyncio.Task, coroutine, loop=loop, **options))
     episode = CURRENT.get(None)
     if episode is not None:
         task.set_name(episode.request.sample_id)

@@ -8,8 +8,9 @@ a segment's tokens (a template that rewrites history, a branch) begins a segment
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.utils.agent_calls import AgentError
@@ -52,6 +53,9 @@ class Segment:
     num_prompt_tokens: int  # before the first sampled one
     logprobs: list[float] = field(default_factory=list)  # A
     weight_versions: list[int] = field(default_factory=list)  # A
+    num_turns: int = 0
+    is_truncated: bool = False
+    owner: str | None = None  # the episode whose tasks seem to have sampled it
 
     def extend(self, prompt_token_ids: Sequence[int], completion: Completion) -> None:
         """Append what stands between the last turn and this one, and this turn."""
@@ -60,6 +64,7 @@ class Segment:
         self.action_mask += [False] * len(between) + [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.weight_versions += completion.token_versions
+        self.num_turns += 1
 
 
 @dataclass(frozen=True)
@@ -91,14 +96,17 @@ class EpisodeTrace:
     def __init__(self, sample_id: str, *, vocab_size: int) -> None:
         self.sample_id = sample_id
         self.vocab_size = vocab_size
-        self.num_turns = 0
-        self.is_truncated = False
         self._segments: list[Segment] = []
         self._is_closed = False
         self._lock = threading.Lock()
 
     def record(
-        self, prompt_token_ids: Sequence[int], completion: Completion, *, fills_context: bool = True
+        self,
+        prompt_token_ids: Sequence[int],
+        completion: Completion,
+        *,
+        fills_context: bool = True,
+        owner: str | None = None,
     ) -> None:
         """Note a turn; EngineError for an impossible one, EpisodeOverError after the end.
 
@@ -110,9 +118,22 @@ class EpisodeTrace:
         prompt = list(prompt_token_ids)
         with self._lock:
             self._check_open()
-            self._segment_of(prompt).extend(prompt, completion)
-            self.num_turns += 1
-            self.is_truncated |= fills_context and completion.finish_reason == "length"
+            segment = self._segment_of(prompt)
+            segment.extend(prompt, completion)
+            segment.owner = owner
+            segment.is_truncated |= fills_context and completion.finish_reason == "length"
+
+    @property
+    def num_segments(self) -> int:
+        """How many there are now."""
+        with self._lock:
+            return len(self._segments)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a turn was cut where the context was full."""
+        with self._lock:
+            return any(segment.is_truncated for segment in self._segments)
 
     @property
     def is_closed(self) -> bool:
@@ -130,6 +151,15 @@ class EpisodeTrace:
         prompt = list(prompt_token_ids)
         with self._lock:
             return max((s.token_ids.copy() for s in self._begun(prompt)), key=len, default=[])
+
+    def take(
+        self, is_wanted: Callable[[Segment], bool], num_most: int | None = None
+    ) -> tuple[Segment, ...]:
+        """Hand out segments, which are not of this trace any more."""
+        with self._lock:
+            taken = tuple(islice(filter(is_wanted, self._segments), num_most))
+            self._segments = [s for s in self._segments if not any(s is t for t in taken)]
+        return taken
 
     def close(self) -> tuple[Segment, ...]:
         """End the episode; what comes later is refused."""
