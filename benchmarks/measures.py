@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -314,7 +315,8 @@ def step_trl(work: w.Workload) -> Measurement:
 
     args = trl.GRPOConfig(
         output_dir=str(work.model.parent / "trl"),
-        per_device_train_batch_size=work.num_completions,
+        per_device_train_batch_size=work.micro_batch,
+        gradient_accumulation_steps=work.num_completions // work.micro_batch,
         num_generations=w.NUM_SAMPLES,
         max_completion_length=work.max_new_tokens,
         max_steps=num_steps,
@@ -375,6 +377,8 @@ def main() -> None:
     max_new_tokens = int(rest[0]) if rest else 64
     hidden_size = int(rest[1]) if len(rest) > 1 else 256
     work = w.make_workload(Path(folder), max_new_tokens=max_new_tokens, hidden_size=hidden_size)
+    if len(rest) > 2:
+        work = replace(work, micro_batch=int(rest[2]))
     print("RESULT " + json.dumps(MEASURES[name](work)))
 
 

@@ -1,7 +1,8 @@
 """Supervised trainers on the fixed model: rows of log-normal lengths, 64 a step, ours and TRL's.
 
 Each side gets the same rows, model, dtype and threads; both are warmed up and the median step
-counts. `python -m benchmarks.supervised NAME FOLDER` prints one JSON object.
+counts. `python -m benchmarks.supervised NAME FOLDER [MICRO_BATCH]` prints one JSON object;
+MICRO_BATCH rows are in a micro-batch of TRL's, all of a step unless it is given.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def ours(kind: str, work: w.Workload) -> Measurement:
     return {"seconds": statistics.median(steps[2:]), "tokens": tokens_a_step(rows)}
 
 
-def trl_side(kind: str, work: w.Workload) -> Measurement:
-    """TRL's trainer with its defaults, as its documents show it."""
+def trl_side(kind: str, work: w.Workload, micro_batch: int) -> Measurement:
+    """TRL's trainer with its defaults but for the micro-batch, as its documents show it."""
     import datasets
     import trl
     from transformers import (
@@ -119,7 +120,8 @@ def trl_side(kind: str, work: w.Workload) -> Measurement:
     }[kind]
     args = config_class(
         output_dir=str(work.model.parent / f"trl-{kind}"),
-        per_device_train_batch_size=BATCH_SIZE,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=BATCH_SIZE // micro_batch,
         max_steps=NUM_STEPS,
         max_length=1024,
         learning_rate=1e-6,
@@ -153,10 +155,11 @@ def trl_side(kind: str, work: w.Workload) -> Measurement:
 
 def main() -> None:
     """Measure what the command line names: `ours_sft`, `trl_dpo` and so on."""
-    name, folder = sys.argv[1:3]
+    name, folder, *rest = sys.argv[1:]
     side, _, kind = name.partition("_")
     work = w.make_workload(Path(folder))
-    result = (ours if side == "ours" else trl_side)(kind, work)
+    micro_batch = int(rest[0]) if rest else BATCH_SIZE
+    result = ours(kind, work) if side == "ours" else trl_side(kind, work, micro_batch)
     print("RESULT " + json.dumps(result))
 
 

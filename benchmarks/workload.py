@@ -25,6 +25,7 @@ class Workload:
 
     model: Path
     max_new_tokens: int = 64
+    micro_batch: int = NUM_PROMPTS * NUM_SAMPLES  # completions in a micro-batch of TRL's
 
     @property
     def num_completions(self) -> int:
