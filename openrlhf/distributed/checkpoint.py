@@ -167,6 +167,11 @@ class CheckpointStore:
                 warn(f"{error} The best model {path.name} is damaged and passed over.")
         return max(found, key=lambda facts: int(facts["step"]), default=None)
 
+    def find(self, step: int) -> Path | None:
+        """Return the folder that keeps a step, a model before resumable states, if there is one."""
+        names = (_best_name(step), *reversed(_names(step)))
+        return next((self.root / name for name in names if (self.root / name).is_dir()), None)
+
     def entries(self) -> list[Entry]:
         """What stands under the root, by step."""
         found: dict[int, dict[bool, Path]] = {}

@@ -232,6 +232,10 @@ class PPOCheckpoints:
             if collectives.is_main():
                 notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
 
+    def find(self, step: int) -> Path | None:
+        """Return the folder that keeps the model of a step, if any does."""
+        return self.opened.store.find(step)
+
     def _best_so_far(self) -> dict[str, Any] | None:
         """What is known of the best model; one by another metric is no match for any."""
 

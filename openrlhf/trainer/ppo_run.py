@@ -89,6 +89,7 @@ from openrlhf.utils.logging import (
     print_banner,
     redirect_framework_logs,
     say_notices,
+    warn,
 )
 from openrlhf.utils.progress import progress, show_bars_on
 from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
@@ -196,6 +197,9 @@ def _run(
     if cluster.is_main:
         opened.note_finished(inputs.run_dir, trainer.state.global_step)
         notice(f"model saved to {inputs.run_dir}")
+        fall = trainer.fall()
+        if fall is not None:
+            warn(fall)
 
 
 def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Groups:

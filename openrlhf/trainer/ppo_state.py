@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy
 from openrlhf.trainer.ppo_utils.kept_groups import KeptGroups
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
@@ -29,6 +30,8 @@ class RunState:
     global_step: int = 0  # steps done
     weight_version: int = 0  # of the policy; counts its updates
     evaluated_step: int | None = None  # the last one
+    # The first, the best and the last one of the pass rate by which the best model is chosen.
+    evaluations: list[Evaluation] = field(default_factory=list)
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
     unlogged: Metrics = field(default_factory=Metrics)  # of the steps since the last line
     num_unlogged: int = 0  # those steps
@@ -37,12 +40,18 @@ class RunState:
         """Keep a step's metrics for the hints of later ones."""
         self.history = needed_history([*self.history, values])
 
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation for the comparison at the end."""
+        same = [found for found in self.evaluations if found.name == evaluation.name]
+        self.evaluations = noteworthy([*same, evaluation])
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON; taken between two steps."""
         return {
             "global_step": self.global_step,
             "weight_version": self.weight_version,
             "evaluated_step": self.evaluated_step,
+            "evaluations": [list(found) for found in self.evaluations],
             "kl": self.kl_controller.state_dict(),
             "sampler": self.sampler.state_dict(),
             "texts": None if self.texts is None else self.texts.state_dict(),
@@ -67,6 +76,7 @@ class RunState:
         self.global_step = state["global_step"]
         self.weight_version = state["weight_version"]
         self.evaluated_step = state["evaluated_step"]
+        self.evaluations = [Evaluation(*found) for found in state["evaluations"]]
         self.unlogged = Metrics.from_state_dict(state["unlogged"])
         self.num_unlogged = state["num_unlogged"]
         self.kl_controller.load_state_dict(state["kl"])

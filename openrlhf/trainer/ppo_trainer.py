@@ -6,8 +6,10 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.config.ppo import PPOConfig
@@ -18,7 +20,7 @@ from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation, evaluation_metrics, has_fallen
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL, GroupFilter
@@ -33,10 +35,20 @@ from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.utils import stopping
-from openrlhf.utils.logging import RunClock, eval_line, hints, notice, step_line, warn_once
+from openrlhf.utils.logging import (
+    RunClock,
+    eval_line,
+    hints,
+    notice,
+    short_name,
+    step_line,
+    warn_once,
+)
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tracking import RolloutWriter, Tracker
+
+MAX_SHOWN = 200  # characters of a response in a hint
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,34 @@ class PPOTrainer:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.parts.tracker.close()
+        self.say_evaluations()
+
+    def say_evaluations(self) -> None:
+        """Compare the first, the best and the last evaluation in a line, if there were several."""
+        if len({found.step for found in self.state.evaluations}) > 1:
+            first, best, last = self.state.evaluations
+            self.say(
+                f"{short_name(best.name)}: first {first} (step {first.step}), best {best} "
+                f"(step {best.step}, {self.place_of(best)}), last {last} (step {last.step})"
+            )
+
+    def fall(self) -> str | None:
+        """Return what to say of a policy that became worse than its best; None if it did not."""
+        if not self.state.evaluations or not has_fallen(*self.state.evaluations[1:]):
+            return None
+        _, best, last = self.state.evaluations
+        return (
+            f"the policy got worse: {short_name(best.name)} fell from {best} at step {best.step} "
+            f"to {last} at step {last.step}, by more than two standard errors. The model of step "
+            f"{best.step}: {self.place_of(best)}."
+        )
+
+    def place_of(self, evaluation: Evaluation) -> str:
+        """Return where the model of an evaluation is, or that it was not kept."""
+        path = self.parts.checkpoints.find(evaluation.step)
+        if path is None and evaluation.step == 0:
+            return str(self.config.actor.model_name_or_path)
+        return "not kept, --save_steps keeps the best" if path is None else str(path)
 
     def check_has_learnt(self) -> None:
         """Raise RewardError when no prompt of the whole run could be trained on."""
@@ -291,6 +331,9 @@ class PPOTrainer:
         values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
         self.say(eval_line(global_step, values))
+        pass_1 = next((name for name in values if name.endswith("_pass1")), None)
+        if (name := self.parts.checkpoints.best_metric or pass_1) in values:
+            self.state.note_evaluation(Evaluation.of(name, global_step, values))
         self.parts.checkpoints.keep_best(global_step, values)
         return values
 
@@ -333,12 +376,14 @@ class PPOTrainer:
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
+        file = None
+        if self.parts.rollout_writer is not None:
+            rows = [_row(rollout) for rollout in rollouts]
+            file = self.parts.rollout_writer.write(global_step, rows)
         values = self.values_of(metrics)
-        for line in hints(values, self.state.history):
+        for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
             self.say(line)
         self.state.remember(values)
-        if self.parts.rollout_writer is not None:
-            self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
 
     def log(self, global_step: int) -> None:
         """One line, the metrics file, the sinks; nothing where all steps are logged."""
@@ -363,6 +408,16 @@ class PPOTrainer:
         """Print a line, once for all controllers."""
         if self.parts.is_main:
             notice(line)
+
+
+def _example(rollout: Rollout, file: Path | None) -> str:
+    """Return a sentence that shows one sample, and where the others are."""
+    response, label = (
+        textwrap.shorten(text, MAX_SHOWN, placeholder=" ...")
+        for text in (rollout.response_text, str(rollout.label))
+    )
+    others = "" if file is None else f" All are in {file}."
+    return f' One of them: "{response}", label "{label}", reward {rollout.reward:g}.{others}'
 
 
 def _row(rollout: Rollout) -> dict[str, object]:

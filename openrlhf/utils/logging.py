@@ -30,6 +30,7 @@ _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
 _WARNED: set[str] = set()
 
+STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FRAMEWORK_LOGGERS = ("vllm", "ray", "DeepSpeed", "transformers", "datasets", "py.warnings")
 FRAMEWORK_SWITCHES = {
@@ -198,13 +199,19 @@ def step_line(step: int, total: int, metrics: Values, clock: RunClock | None = N
 
 
 def eval_line(step: int, metrics: Values) -> str:
-    """One line of the evaluation's numbers: `eval at step 20 | math_pass1 0.412 | ...`."""
-    shown = [
-        f"{name.removeprefix('eval/').removeprefix('eval_')} {value:.4g}"
-        for name, value in metrics.items()
-        if name.startswith("eval") and "timing" not in name
-    ]
+    """One line of the evaluation's numbers: `eval at step 20 | math_pass1 0.412 ±0.011 | ...`."""
+    shown = []
+    for name, value in metrics.items():
+        if name.startswith("eval") and "timing" not in name and not name.endswith(STDERR):
+            error = metrics.get(name + STDERR)
+            spread = "" if error is None else f" ±{error:.2g}"
+            shown.append(f"{short_name(name)} {value:.4g}{spread}")
     return " | ".join([f"eval at step {step}", *shown])
+
+
+def short_name(name: str) -> str:
+    """Return the name of an evaluation's metric as lines show it."""
+    return name.removeprefix("eval/").removeprefix("eval_")
 
 
 MAX_TRUNCATED_RATIO = 0.3
@@ -237,7 +244,7 @@ _RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] =
     (
         _has_equal_rewards,
         "all samples of every prompt got the same reward, so this step teaches nothing. "
-        "Try other prompts, a higher --temperature or more --n_samples_per_prompt.",
+        "Try other prompts, a higher --temperature or more --n_samples_per_prompt.{example}",
     ),
     (
         _is_mostly_cut,
@@ -257,13 +264,16 @@ _RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] =
 )
 
 
-def hints(metrics: Values, history: Sequence[Values]) -> list[str]:
-    """One line for each red flag new at this step; `history` holds earlier steps' metrics."""
+def hints(metrics: Values, history: Sequence[Values], *, example: str = "") -> list[str]:
+    """One line for each red flag new at this step; `history` holds earlier steps' metrics.
+
+    `example`: a sentence about one sample, for a hint that is about rewards.
+    """
     found = []
     for is_red, text in _RED_FLAGS:
         was_red = bool(history) and is_red(history[-1], history[:-1])
         if is_red(metrics, history) and not was_red:
-            found.append("hint: " + text.format_map(metrics))
+            found.append("hint: " + text.format_map({**metrics, "example": example}))
     return found
 
 

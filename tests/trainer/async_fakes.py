@@ -257,7 +257,10 @@ def make_trainer(
         tracker=Records(),  # type: ignore[arg-type]
         rollout_writer=None,
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            is_due=lambda state, is_last: False, keep_best=lambda step, values: None
+            is_due=lambda state, is_last: False,
+            keep_best=lambda step, values: None,
+            best_metric=None,
+            find=lambda step: None,
         ),
         texts=None,
         is_main=False,

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
+from openrlhf.trainer.ppo_utils.evaluation import (
+    Evaluation,
+    evaluation_metrics,
+    has_fallen,
+    noteworthy,
+)
 from openrlhf.trainer.ppo_utils.ledger import Ledger
 from tests.trainer.test_experience import rollout
 
@@ -41,4 +46,34 @@ def test_pass_rates_are_keyed_by_row() -> None:
     metrics = evaluation_metrics(rollouts, 2)
     assert metrics["eval/eval_default_pass2"] == 0.5
     assert metrics["eval/eval_default_pass1"] == 0.25
+    # Means of the prompts 0.5 and 0: standard deviation 0.3536, over the root of 2.
+    assert metrics["eval/eval_default_pass1_stderr"] == pytest.approx(0.25)
+    assert metrics["eval/eval_default_pass2_stderr"] == pytest.approx(0.5)
     assert metrics["eval/response_length"] == 1.0
+
+
+def test_a_single_prompt_has_no_standard_error() -> None:
+    metrics = evaluation_metrics([rollout([1], [2], reward=1.0, group=0)], 1)
+    assert not any(name.endswith("_stderr") for name in metrics)
+
+
+def evaluations(*values: float, stderr: float | None = 0.01) -> list[Evaluation]:
+    return [Evaluation("p", step, value, stderr) for step, value in enumerate(values)]
+
+
+def test_the_first_the_best_and_the_last_evaluation_are_kept() -> None:
+    steps = [[found.step for found in noteworthy(evaluations(*v))] for v in (
+        (0.5,), (0.5, 0.6), (0.5, 0.75, 0.75, 0.6), (0.5, 0.4, 0.3)
+    )]  # fmt: skip
+    assert steps == [[0, 0, 0], [0, 1, 1], [0, 1, 3], [0, 0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "expected"),
+    # Twice the standard error of a difference of two numbers with 0.01 each: 0.0283.
+    [(0.475, 0.01, False), (0.465, 0.01, True), (0.6, 0.01, False), (0.1, None, False)],
+)
+def test_a_fall_is_more_than_two_standard_errors(
+    value: float, stderr: float | None, expected: bool
+) -> None:
+    assert has_fallen(*evaluations(0.5, value, stderr=stderr)) == expected

@@ -9,6 +9,7 @@ import pytest
 
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.ledger import Ledger
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
@@ -34,12 +35,15 @@ def test_a_run_goes_on_where_its_state_was_taken() -> None:
     state.kl_controller.update(kl=1.0, num_samples=10)
     state.global_step, state.weight_version = 2, 3
     state.remember({"entropy": 0.5, "reward": 0.1})
+    for step, value in enumerate((0.5, 0.75, 0.25)):
+        state.note_evaluation(Evaluation("p", step, value, 0.1))
     state.unlogged.add("reward", 0.25)
     state.num_unlogged = 1
     found = make()
     found.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert found.state_dict() == state.state_dict()
     assert (found.global_step, found.weight_version, found.num_unlogged) == (2, 3, 1)
+    assert found.evaluations == [("p", step, v, 0.1) for step, v in enumerate((0.5, 0.75, 0.25))]
     assert found.unlogged["reward"] == 0.25
     assert found.kl_controller.coef == state.kl_controller.coef != 0.5
     assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}

@@ -64,6 +64,11 @@ def test_eval_line_drops_the_prefix():
     assert line == "eval at step 20 | math_pass1 0.5"
 
 
+def test_eval_line_puts_the_standard_error_behind_its_mean():
+    values = {"eval/eval_math_pass1": 0.5, "eval/eval_math_pass1_stderr": 0.0123, "eval/len": 3.0}
+    assert console.eval_line(20, values) == "eval at step 20 | math_pass1 0.5 ±0.012 | len 3"
+
+
 def test_format_count_picks_the_unit():
     counts = [console.format_count(n) for n in (950, 1832, 3_100_000, 7.24e9)]
     assert counts == ["950", "1.8k", "3.1M", "7.2B"]
@@ -84,6 +89,8 @@ def test_equal_rewards_are_hinted_once_per_spell():
     assert "teaches nothing" in console.hints(red, [green])[0]
     assert console.hints(red, [green, red]) == []
     assert len(console.hints(red, [red, green])) == 1
+    [line] = console.hints(red, [green], example=" One of them: {ok}.")
+    assert line.endswith("more --n_samples_per_prompt. One of them: {ok}.")
 
 
 def test_truncation_mismatch_and_entropy_have_their_hints():

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from openrlhf.utils.logging import STDERR
 from openrlhf.utils.rollout import Rollout
+
+MAX_FALL = 2.0  # standard errors of a difference that may be chance
+
+
+class Evaluation(NamedTuple):
+    """One pass rate at one step."""
+
+    name: str
+    step: int
+    value: float
+    stderr: float | None = None  # None: of a single prompt
+
+    @classmethod
+    def of(cls, name: str, step: int, values: Mapping[str, float]) -> Evaluation:
+        """Take a pass rate and its standard error from an evaluation's metrics."""
+        return cls(name, step, values[name], values.get(name + STDERR))
+
+    def __str__(self) -> str:
+        error = "" if self.stderr is None else f" ±{self.stderr:.3f}"
+        return f"{self.value:.3f}{error}"
+
+
+def noteworthy(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the first, the best and the last of a run's evaluations, in that order."""
+    # Of two that are equal the earlier one is the best: its model is the one that is kept.
+    best = max(evaluations, key=lambda found: (found.value, -found.step))
+    return [evaluations[0], best, evaluations[-1]]
+
+
+def has_fallen(best: Evaluation, last: Evaluation) -> bool:
+    """Return whether the last value is below the best by more than chance explains."""
+    if best.stderr is None or last.stderr is None:
+        return False
+    return best.value - last.value > MAX_FALL * math.hypot(best.stderr, last.stderr)
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[str, float]:
     """Metrics of scored evaluation samples.
 
     Per data source: pass@n = mean over prompts of the best score, pass@1 = mean over prompts of the
-    mean score; response length in tokens and the share of truncated responses over all.
+    mean score, each with the standard error of that mean where there are several prompts; response
+    length in tokens and the share of truncated responses over all.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     # Parts of an agent's episode share its score.
@@ -24,8 +63,10 @@ def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[st
         best = [max(values) for values in by_row.values()]
         mean = [sum(values) / len(values) for values in by_row.values()]
         pass_n, pass_1 = pass_rate_names([datasource], num_samples)
-        metrics[pass_n] = sum(best) / len(best)
-        metrics[pass_1] = sum(mean) / len(mean)
+        for name, values in {pass_n: best, pass_1: mean}.items():
+            metrics[name] = statistics.fmean(values)
+            if len(values) > 1:
+                metrics[name + STDERR] = statistics.stdev(values) / math.sqrt(len(values))
     count = max(len(episodes), 1)
     metrics["eval/response_length"] = sum(r.num_actions for r in rollouts) / count
     metrics["eval/truncated_rate"] = sum(r.is_truncated for r in episodes) / count
