@@ -54,7 +54,6 @@ class ModelFacts:
     num_parameters: int
     hidden_size: int = 1024
     world_size: int = 1
-    is_cuda: bool = False
 
 
 def training_config(
@@ -99,7 +98,7 @@ def inference_config(
     CPU memory.
     """
     zero = _zero(ds.model_copy(update={"adam_offload": False}), facts, 3)
-    if offload and facts.is_cuda:
+    if offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {**_common(facts), "zero_optimization": zero, **_precision(ds, facts, 3)}
 
@@ -154,7 +153,7 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
         "reduce_bucket_size": bucket_size,
     }
     if ds.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": facts.is_cuda}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         zero |= {
             "reduce_bucket_size": min(bucket_size, max(facts.hidden_size**2, 1_000_000)),

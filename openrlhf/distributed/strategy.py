@@ -92,7 +92,9 @@ class DeepSpeedStrategy:
         optimizer, max_norm = None, optim.max_norm
         if optim.optim == "muon":
             groups, max_norm = muon_groups(model, groups, optim), math.inf
-            optimizer = make_muon(groups, optim, is_cuda=facts.is_cuda)
+            optimizer = make_muon(groups, optim, is_cuda=self.device.type == "cuda")
+        if stage == 3:
+            split(model, config, dtype=facts.dtype, device=self.device)
         with progress("getting the optimizer ready"):
             engine, *_ = import_deepspeed().initialize(
                 model=model,
@@ -115,12 +117,12 @@ class DeepSpeedStrategy:
         facts = self.facts_of(model)
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
-        if self.ds.zero_stage < 3 and not (offload and facts.is_cuda):
+        if self.ds.zero_stage < 3 and not offload:
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
+        config = inference_config(self.ds, facts, offload=offload)
+        split(model, config, dtype=facts.dtype, device=self.device)
         engine, *_ = import_deepspeed().initialize(
-            model=model,
-            config=inference_config(self.ds, facts, offload=offload),
-            dist_init_required=False,
+            model=model, config=config, dist_init_required=False
         )
         engine.eval()
         return EvalEngine(engine, self.device)
@@ -139,7 +141,6 @@ class DeepSpeedStrategy:
             num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
             hidden_size=getattr(config, "hidden_size", None) or 1024,
             world_size=self.topology.world_size,
-            is_cuda=self.device.type == "cuda",
         )
 
     def _check_quantized(self, model: nn.Module, *, is_trained: bool) -> None:
@@ -163,6 +164,23 @@ class DeepSpeedStrategy:
     def barrier(self) -> None:
         """Wait for every rank."""
         collectives.barrier()
+
+
+def split(
+    model: nn.Module, config: dict[str, object], *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Split a model in host memory over the ranks as ZeRO-3 holds it, and place its buffers.
+
+    One parameter at a time is whole on the device. `deepspeed.initialize` would move all of the
+    model there first.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # DeepSpeed takes split ones as they are
+    import_deepspeed().zero.Init(module=model, config_dict_or_path=config, dtype=dtype)
+    for module in model.modules():  # every rank holds all buffers, and nothing else moves them
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    torch.cuda.empty_cache()
 
 
 def set_seed(seed: int, *, full_determinism: bool = False) -> None:
