@@ -126,7 +126,7 @@ class RolloutEngine(Protocol):
         """Make the new weights live, drop the prefix cache, and say what is held now."""
 
     def sleep(self) -> None:
-        """Give device memory back (weights and cache); a no-op on CPU."""
+        """Give device memory back (weights and cache); weights must be sent before it samples."""
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take device memory again; tags "weights" or "kv_cache" for a part of it."""

@@ -159,13 +159,14 @@ class VLLMEngine:
             fingerprints = self._stepper.finish(weight_version)
             self.weight_version = weight_version
             self._is_current, self._update_failed = True, False
-            self._loop.resume()
+            self._resume_if_ready()
             return SyncReceipt(weight_version, fingerprints, is_cache_reset=True)
 
         return self._loop.call(lambda: self._guarded(finish))
 
     def sleep(self) -> None:
-        """Give device memory back (weights and cache); a no-op on CPU.
+        """Give device memory back (weights and cache). Nothing is sampled until weights have been
+        sent again and all memory is there.
 
         Raises EngineError while requests are in flight.
         """
@@ -173,8 +174,9 @@ class VLLMEngine:
         def sleep() -> None:
             if self._stepper.has_work():
                 raise EngineError("the engine cannot sleep while requests are in flight")
-            if self._stepper.sleep():
-                self._loop.pause()
+            self._loop.pause()
+            self._stepper.sleep()
+            self._is_current = False
 
         self._loop.call(sleep)
 
@@ -183,8 +185,8 @@ class VLLMEngine:
         wanted = None if tags is None else list(tags)
 
         def wake_up() -> None:
-            if self._stepper.wake_up(wanted) and self._is_current:
-                self._loop.resume()
+            self._stepper.wake_up(wanted)
+            self._resume_if_ready()
 
         self._loop.call(wake_up)
 
@@ -192,6 +194,10 @@ class VLLMEngine:
         """Free everything; waiting and later calls raise EngineError."""
         self._loop.close()
         self._stepper.shutdown()
+
+    def _resume_if_ready(self) -> None:
+        if self._is_current and not self._stepper.is_sleeping:
+            self._loop.resume()
 
     def _guarded(self, command: Any) -> Any:
         """Run a part of an update; when it fails nothing is served until a whole one has come."""

@@ -43,8 +43,8 @@ class VLLMStepper:
             vllm_config = args.create_engine_config()
         except ValueError as error:
             raise ConfigError(f"vLLM refuses {config}: {error}") from error
-        self.is_cpu = vllm_config.device_config.device_type == "cpu"
-        if self.is_cpu and config.kv_cache_memory_bytes is None:
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        if is_cpu and config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = cpu_cache_bytes(vllm_config)
         self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         # vLLM disables this function for the whole process; the trainer may share it.
@@ -148,15 +148,21 @@ class VLLMStepper:
             )
         return first
 
-    def sleep(self) -> bool:
-        """Free device memory, the weights kept in main memory; answers whether it sleeps now."""
-        if not self.is_cpu:
-            self.engine.sleep(level=1)
-        return not self.is_cpu
+    def sleep(self) -> None:
+        """Free device memory. The weights are dropped, not copied: they are sent again anyway.
 
-    def wake_up(self, tags: list[str] | None) -> bool:
-        """Take device memory again; answers whether all of it is there."""
-        return self.is_cpu or self.engine.wake_up(tags)
+        On a CPU vLLM only notes that it sleeps.
+        """
+        self.engine.sleep(level=2)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Take device memory again, all or a part."""
+        self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any device memory is away."""
+        return self.engine.is_sleeping()
 
     def shutdown(self) -> None:
         """End the workers.
@@ -173,8 +179,7 @@ class VLLMStepper:
         self.engine = client = None
         gc.unfreeze()
         gc.collect()
-        if not self.is_cpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         sampling = request.sampling

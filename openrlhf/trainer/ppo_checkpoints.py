@@ -162,12 +162,11 @@ class PPOCheckpoints:
         saved = self.opened.saved
         if saved is None:
             return
+        has_same_ranks: list[bool] = []
         with progress("loading the checkpoint"):
-            has_same_ranks = [
-                answer
-                for group in self.groups.values()
-                for answer in group.call(TrainedWorker.load_states, str(saved.path))
-            ]
+            for group in self.groups.values():
+                with self.phases.update(group):
+                    has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
         state.load_state_dict(saved.state[RUN])
         state.load_groups(saved.path)
         self.kept = state.state_dict()

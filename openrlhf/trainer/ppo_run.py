@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -72,6 +73,7 @@ from openrlhf.trainer.ray.agent_host import agent_samples_generator
 from openrlhf.trainer.ray.cluster import (
     TRAINED_ROLES,
     RayCluster,
+    pools_of,
     reward_roles,
     role_counts,
 )
@@ -159,7 +161,16 @@ def _run(
     engines = cluster.start_engines()
     cluster.wait_until_up()
     check_is_shared(config, opened, groups)
-    sizes = _init_models(config, groups, schedule)
+    # One at a time where reward models and what is trained share devices and run side by side.
+    turn = threading.Lock() if config.rewards_take_turns else nullcontext()
+    phases = DevicePhases(
+        engines,
+        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
+        training_sleeps=config.ds.enable_sleep,
+        turn=turn,
+    )
+    phases.start()
+    sizes = _init_models(config, groups, schedule, phases)
     if cluster.is_main:
         _banner(config, inputs, schedule, sizes, cluster)
     generator: Generator = (
@@ -171,15 +182,7 @@ def _run(
             is_own_process=isinstance(cluster, LocalCluster),
         )
     )
-    # One at a time where reward models and what is trained share devices and run side by side.
-    turn = threading.Lock() if config.rewards_take_turns else nullcontext()
     samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
-    phases = DevicePhases(
-        engines,
-        engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
-        training_sleeps=config.ds.enable_sleep,
-        turn=turn,
-    )
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
     if cluster.is_main:
@@ -190,7 +193,6 @@ def _run(
     if cluster.is_main:  # what is refused leaves the folder as it was
         unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
         save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
-    parts.phases.start([group for role, group in groups.items() if role in TRAINED_ROLES])
     with stopping.patiently(config.ckpt.grace_s):
         trainer.fit()
     _export(config, groups)
@@ -213,9 +215,12 @@ def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Grou
     return groups
 
 
-def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[str, int]:
-    """Load all models, at the same time where they have processes of their own; parameter counts by
-    role.
+def _init_models(
+    config: PPOConfig, groups: Groups, schedule: Schedule, phases: DevicePhases
+) -> dict[str, int]:
+    """Load all models and return their parameter counts by role.
+
+    Roles that share devices load one after another, the others at the same time.
     """
     classes = {
         "actor": (PolicyModelActor, (schedule.num_actor_updates,)),
@@ -223,15 +228,22 @@ def _init_models(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[
         "ref": (ReferenceModelActor, ()),
         **{role: (RewardModelActor, (path,)) for role, path in reward_roles(config).items()},
     }
-    pending = {}
-    for role, group in groups.items():
-        worker_class, args = classes[role]
-        pending[role] = group.start(worker_class.init_model, [args] * group.num_ranks)  # type: ignore[attr-defined]
+    pools: dict[str, list[str]] = {}
+    for role, pool in pools_of(config, groups).items():
+        pools.setdefault(pool, []).append(role)
     sizes = {}
-    with progress("getting models ready", len(pending)) as advance:
-        for role, wait in pending.items():
-            sizes[role] = wait()[0]
-            advance()
+    with progress("getting models ready", len(groups)) as advance:
+        for wave in zip_longest(*pools.values()):
+            pending = {}
+            for role in filter(None, wave):
+                worker_class, args = classes[role]
+                shares = [args] * groups[role].num_ranks
+                pending[role] = groups[role].start(worker_class.init_model, shares)  # type: ignore[attr-defined]
+            for role, wait in pending.items():
+                sizes[role] = wait()[0]
+                if role in TRAINED_ROLES:
+                    phases.put_away(groups[role])
+                advance()
     return sizes
 
 

@@ -182,6 +182,43 @@ def test_three_updates_arrive(engine, model):
         three_updates(engine, load(model.config._name_or_path))
 
 
+def test_after_a_sleep_nothing_is_sampled_until_weights_and_memory_are_back(
+    engine, model, monkeypatch
+):
+    """vLLM's executor notes level and parts; on a CPU its worker frees nothing."""
+    told = []
+    executor = engine._stepper.engine.engine_core.engine_core.model_executor
+    call_workers = executor.collective_rpc
+
+    def noted(method, *args, **options):
+        if method in ("sleep", "wake_up"):
+            told.append((method, options["kwargs"]))
+        return call_workers(method, *args, **options)
+
+    monkeypatch.setattr(executor, "collective_rpc", noted)
+    engine.sleep()
+    [pending] = engine.submit([request(temperature=0.0, max_new_tokens=24)])
+    engine.wake_up(("weights",))
+    send(engine, weights(model), 0)
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.3)
+    engine.wake_up(("kv_cache",))
+    [answer] = pending.result(timeout=60)
+    assert answer.token_ids == greedy(model)
+    assert told == [
+        ("sleep", {"level": 2}),
+        ("wake_up", {"tags": ["weights"]}),
+        ("wake_up", {"tags": ["kv_cache"]}),
+    ]
+    engine.sleep()  # all of it at once, and no new weights
+    engine.wake_up()
+    [pending] = engine.submit([request(temperature=0.0, max_new_tokens=24)])
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.3)
+    send(engine, weights(model), 0)
+    assert pending.result(timeout=60)[0].token_ids == greedy(model)
+
+
 def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
     asked = request(LONG_PROMPT, temperature=0.0, max_new_tokens=16)
     trained = load(model.config._name_or_path)

@@ -52,7 +52,7 @@ def test_weights_that_came_between_two_sleeps_are_what_is_sampled_with(tmp_path,
     model = load(path)
     with sleeping_engine(path, device) as (engine, transport):
         phases = DevicePhases([engine], engines_sleep=True, training_sleeps=False)
-        phases.start([])
+        phases.start()
         for version in (1, 2, 3):
             with phases.training():
                 assert phases.needs_weights
@@ -72,7 +72,8 @@ def test_weights_that_came_between_two_sleeps_are_what_is_sampled_with(tmp_path,
 @pytest.mark.gpu
 def test_a_sleeping_engine_gives_its_memory_back_and_takes_it_again(tmp_path):
     path = make_model(tmp_path, hidden_size=128)
-    with sleeping_engine(path, "cuda") as (engine, _):
+    sent = [(name, tensor.to("cuda", torch.bfloat16)) for name, tensor in weights(load(path))]
+    with sleeping_engine(path, "cuda") as (engine, transport):
         awake, total = torch.cuda.mem_get_info()
         engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
@@ -80,6 +81,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_takes_it_again(tmp_path):
         engine.wake_up(("weights",))
         only_weights, _ = torch.cuda.mem_get_info()
         assert only_weights - awake > 0.8 * SHARE * total  # the cache is still away
+        send_weights(sent, [engine], 1, writer=transport)
         engine.wake_up(("kv_cache",))
         again, _ = torch.cuda.mem_get_info()
         assert again == pytest.approx(awake, abs=0.02 * total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from transformers import LlamaConfig
@@ -171,7 +172,7 @@ class FakeSleeper:
 def test_a_sleeping_engine_gets_weights_before_it_generates() -> None:
     engine = FakeSleeper()
     phases = DevicePhases([engine], engines_sleep=True, training_sleeps=False)
-    phases.start([])
+    phases.start()
     with pytest.raises(AssertionError, match="no weights"), phases.rollout():
         pass
     for enter in (phases.sync, phases.rollout, phases.rollout, phases.training):
@@ -181,10 +182,26 @@ def test_a_sleeping_engine_gets_weights_before_it_generates() -> None:
     assert phases.needs_weights
 
 
+def test_engines_sleep_and_wake_at_the_same_time() -> None:
+    meeting = Barrier(3, timeout=20)  # broken when one engine waits for another
+
+    class Engine(FakeSleeper):
+        def sleep(self) -> None:
+            meeting.wait()
+
+        def wake_up(self, tags: object = None) -> None:
+            meeting.wait()
+
+    phases = DevicePhases([Engine() for _ in range(3)], engines_sleep=True, training_sleeps=False)
+    phases.start()
+    with phases.sync(), phases.rollout():
+        pass
+
+
 def test_without_sleep_nothing_is_called() -> None:
     engine = FakeSleeper()
     phases = DevicePhases([engine], engines_sleep=False, training_sleeps=False)
-    phases.start([])
+    phases.start()
     with phases.rollout(), phases.training(), phases.sync():
         pass
     assert engine.calls == []

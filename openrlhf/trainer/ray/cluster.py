@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,15 +122,21 @@ def _ranks_that_fit(
     return {role: min(num_ranks, num_left // len(own)) for role, num_ranks in own.items()}
 
 
-def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list[RoleDemand]:
+def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
+    """Return the pool of every role's devices: roles of one pool share them."""
     train = config.train
-    pools = {role: role for role in ranks}
+    pools = {role: role for role in roles}
     if train.colocate_actor_ref and "ref" in pools:
         pools["ref"] = "actor"
     if train.colocate_critic_reward and "critic" in pools:
         pools |= dict.fromkeys(reward_roles(config), "critic")
     if train.colocate_all:
         pools = dict.fromkeys(pools, COLOCATED_POOL)
+    return pools
+
+
+def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list[RoleDemand]:
+    pools = pools_of(config, ranks)
     demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
     if num_engines:
         pool = COLOCATED_POOL if config.engines_share_devices else "vllm"

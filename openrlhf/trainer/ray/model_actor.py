@@ -10,6 +10,8 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,28 @@ from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, show_bars_on
 from openrlhf.utils.progress_relay import RelayAddress, RelayedDisplay
+
+Worker = TypeVar("Worker")
+Args = ParamSpec("Args")
+Answer = TypeVar("Answer")
+
+
+def frees_cache(
+    method: Callable[Concatenate[Worker, Args], Answer],
+) -> Callable[Concatenate[Worker, Args], Answer]:
+    """Give cached device memory back after a method of a worker.
+
+    Torch keeps freed memory for its own process; other roles and the engines on this device need
+    it.
+    """
+
+    @wraps(method)
+    def freeing(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Answer:
+        answer = method(self, *args, **kwargs)
+        torch.cuda.empty_cache()
+        return answer
+
+    return freeing
 
 
 @dataclass(frozen=True)
@@ -127,6 +151,7 @@ class ModelWorker:
             train.micro_batch_size, train.max_tokens_per_gpu if train.dynamic_batch_enable else None
         )
 
+    @frees_cache
     @torch.no_grad()
     def forward_in_micro_batches(
         self, experience: Experience, forward: Callable[[PackedBatch], Tensor], *, what: str

@@ -5,7 +5,8 @@ Without sleep flags every phase is entered and left for free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -50,10 +51,13 @@ class DevicePhases:
         """Whether the engines hold no weights and wait for a sync."""
         return "weights" not in self.awake
 
-    def start(self, groups: Iterable[WorkerGroup]) -> None:
-        """Put everything to sleep once all is loaded."""
+    def start(self) -> None:
+        """Put the engines to sleep, before any model is loaded."""
         self._sleep()
-        for group in groups if self.training_sleeps else ():
+
+    def put_away(self, group: WorkerGroup) -> None:
+        """Move the group's training states off the device until its update."""
+        if self.training_sleeps:
             group.call(ModelWorker.offload_states)
 
     @contextmanager
@@ -76,8 +80,7 @@ class DevicePhases:
         if self.training_sleeps:
             group.call(ModelWorker.reload_states)
         yield
-        if self.training_sleeps:
-            group.call(ModelWorker.offload_states)
+        self.put_away(group)
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -88,12 +91,15 @@ class DevicePhases:
 
     def _wake(self, tag: str) -> None:
         if tag not in self.awake:
-            for engine in self.engines:
-                engine.wake_up((tag,))
+            self._on_all(lambda engine: engine.wake_up((tag,)))
             self.awake.add(tag)
 
     def _sleep(self) -> None:
         if self.engines and self.awake:
-            for engine in self.engines:
-                engine.sleep()
+            self._on_all(lambda engine: engine.sleep())
             self.awake.clear()
+
+    def _on_all(self, call: Callable[[Sleeper], None]) -> None:
+        """Make the call on all engines at once: each may take a second."""
+        with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
+            list(pool.map(call, self.engines))

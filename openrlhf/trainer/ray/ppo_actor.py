@@ -36,6 +36,7 @@ from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
+from openrlhf.trainer.ray.model_actor import frees_cache
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
@@ -54,6 +55,7 @@ class PolicyModelActor(TrainedWorker):
     transport: WeightTransport | None = None
     average: WeightAverage | None = None
 
+    @frees_cache
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for `num_updates` optimizer steps; its parameter count."""
         config = self.config.actor
@@ -94,6 +96,7 @@ class PolicyModelActor(TrainedWorker):
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
+    @frees_cache
     def fit(self, steps: Sequence[UpdateStep], kl_coef: float) -> Metrics:
         """All optimizer steps of one rollout batch on this rank's shares."""
         self.kl_coef = kl_coef
@@ -226,6 +229,7 @@ class PolicyModelActor(TrainedWorker):
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         return has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0
 
+    @frees_cache
     def broadcast_to_vllm(
         self, engines: Sequence[RolloutEngine], keep_running: bool = False
     ) -> float:
@@ -264,6 +268,7 @@ class PolicyModelActor(TrainedWorker):
             transport.share(self.engine.own_parameters())
         return transport
 
+    @frees_cache
     def generate(
         self,
         requests: Sequence[GenerationRequest],
@@ -316,6 +321,7 @@ class PolicyModelActor(TrainedWorker):
         self._export(path, self.average.tensors())
         self._export(str(Path(path) / "policy"))
 
+    @frees_cache
     def export_policy(self, path: str) -> None:
         """Export the weights that samples are made with, as a part of a checkpoint."""
         self._together(lambda: self._export(path))

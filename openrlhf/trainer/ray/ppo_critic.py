@@ -16,6 +16,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
+from openrlhf.trainer.ray.model_actor import frees_cache
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -25,6 +26,7 @@ from openrlhf.utils.progress import progress
 class CriticModelActor(TrainedWorker):
     """One rank of the critic."""
 
+    @frees_cache
     def init_model(self, num_updates: int) -> int:
         """Load and shard the critic; answers the parameter count."""
         config = self.config
@@ -54,6 +56,7 @@ class CriticModelActor(TrainedWorker):
         """Values (N,) before each sampled token of the share."""
         return self.forward_in_micro_batches(experience, self.engine, what="values")
 
+    @frees_cache
     def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
         """All optimizer steps of one rollout batch on this rank's shares."""
         with progress("updating the critic") as advance:

@@ -16,7 +16,7 @@ from openrlhf.trainer.ppo_utils.vocabulary import (
     load_policy_tokenizer,
     other_tokenizer,
 )
-from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache
 
 
 class ReferenceModelActor(ModelWorker):
@@ -24,6 +24,7 @@ class ReferenceModelActor(ModelWorker):
 
     engine: EvalEngine
 
+    @frees_cache
     def init_model(self) -> int:
         """Load the reference; answers the parameter count."""
         config = self.config
@@ -49,6 +50,7 @@ class RewardModelActor(ModelWorker):
     engine: EvalEngine
     reader: TextReader | None = None  # of samples in another vocabulary than the model's
 
+    @frees_cache
     def init_model(self, path: str) -> int:
         """Load the reward model; answers the parameter count."""
         config = self.config

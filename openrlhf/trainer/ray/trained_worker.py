@@ -15,7 +15,7 @@ from openrlhf.distributed.manifest import write_json
 from openrlhf.distributed.random_state import random_state, set_random_state
 from openrlhf.distributed.run_checkpoints import problems_of, raise_all
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
+from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache, node_address
 
 
 class TrainedWorker(ModelWorker):
@@ -30,6 +30,7 @@ class TrainedWorker(ModelWorker):
         identity = self.identity
         return f"{identity.role} rank {identity.rank} on node {node_address()}"
 
+    @frees_cache
     def save_states(self, folder: str) -> None:
         """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
         ranks call. Raises CheckpointError on all or none.
@@ -38,6 +39,7 @@ class TrainedWorker(ModelWorker):
         self.engine.save_states(Path(folder) / self.identity.role)
         self._together(lambda: self.save_own(Path(folder)))
 
+    @frees_cache
     def load_states(self, folder: str) -> bool:
         """Take up what `save_states` wrote; whether random numbers go on where they stood, which
         they cannot on another number of ranks. As `save_states`.
@@ -48,6 +50,7 @@ class TrainedWorker(ModelWorker):
         self._together(lambda: answers.append(self.load_own(Path(folder))))
         return answers[0]
 
+    @frees_cache
     def export(self, path: str) -> None:
         """Write the model in Hugging Face format; as `save_states`."""
         self._together(lambda: self.save_model(path))

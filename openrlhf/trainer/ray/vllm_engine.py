@@ -302,11 +302,6 @@ class EnginePool:
         """The engines as hosts of requests that come one by one."""
         return [request_host(engine) for engine in self.engines]
 
-    def each(self, call: Callable[[RolloutEngine], None]) -> None:
-        """Make the same call on every engine."""
-        for engine in self.engines:
-            call(engine)
-
 
 class GroupGenerator:
     """The policy's own ranks as generators (no vLLM); requests are shared among them."""
