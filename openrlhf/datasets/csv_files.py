@@ -110,7 +110,7 @@ def _refuse_open_quote(path: Path) -> None:
 def _parse(path: Path, names: list[str], problems: Problems) -> pa.Table:
     def note(row: pa.csv.InvalidRow) -> str:
         told = f"{row.actual_columns} cells in {row.expected_columns} columns"
-        problems.add(f"{path}: record {row.number}", f"{told}: {row.text[:40]}")
+        problems.add(f"{path}: row {row.number - 1}", f"{told}: {row.text[:40]}")
         return "skip"
 
     block = min(max(path.stat().st_size, 1), MAX_LINE_MIB * 2**20)

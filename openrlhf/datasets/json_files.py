@@ -123,9 +123,7 @@ def _array_records(path: Path, problems: Problems) -> Iterator[tuple[int, Row]]:
         if isinstance(record, dict):
             yield number, record
         else:
-            problems.add(
-                f"{path}: record {number}", f"{type(record).__name__} instead of an object"
-            )
+            problems.add(f"{path}: row {number}", f"{type(record).__name__} instead of an object")
 
 
 def _is_array(path: Path) -> bool:

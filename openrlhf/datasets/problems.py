@@ -94,7 +94,7 @@ class Origin:
     place_of: Tensor | None  # (rows,) index of each row in its part
 
     def place(self, index: int) -> str | None:
-        """File and row, counted from 0 in the file; None beyond what is known."""
+        """File and row, counted from 1 in the file; None beyond what is known."""
         part = 0
         if self.part_of is not None and self.place_of is not None:
             part, index = int(self.part_of[index]), int(self.place_of[index])
@@ -104,7 +104,7 @@ class Origin:
         if number == len(files):
             return None
         name, count = files[number]
-        return f"{name}: row {index - ends[number] + count}"
+        return f"{name}: row {index - ends[number] + count + 1}"
 
 
 def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
@@ -144,8 +144,8 @@ def files_of(rows: Dataset) -> Files:
 
 
 def row_place(rows: Dataset, index: int) -> str:
-    """`train.jsonl: row 17`, counted from 0 in its file; `row 17` where the file is not known."""
-    return _origin(rows.info.description or "").place(index) or f"row {index}"
+    """`train.jsonl: row 17`, counted from 1 in its file; `row 17` where the file is not known."""
+    return _origin(rows.info.description or "").place(index) or f"row {index + 1}"
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from datasets import Dataset
@@ -17,7 +18,7 @@ from torch import Tensor
 from openrlhf.datasets.chat import RowError, plain_text
 from openrlhf.datasets.conventions import pick_column, recognised_line
 from openrlhf.datasets.model_limits import ModelLimits, unknown_id
-from openrlhf.datasets.problems import row_place
+from openrlhf.datasets.problems import Gathered, row_place
 from openrlhf.datasets.segments import (
     Segment,
 )
@@ -118,15 +119,19 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
             self._label_key = "labels"
             self.notices.append(recognised_line(STEPWISE_COLUMNS, "steps and their labels"))
             return
-        self._input_key = pick_column(
-            form.input_key, columns, ("input", "text"), flag="--input_key"
-        )
-        self._label_key = pick_column(
-            form.label_key, columns, ("label", "labels"), flag="--label_key"
-        )
+        gathered = Gathered()
+        found = [
+            gathered.attempt(partial(pick_column, asked, columns, usual, flag=flag))
+            for asked, usual, flag in (
+                (form.input_key, ("input", "text"), "--input_key"),
+                (form.label_key, ("label", "labels"), "--label_key"),
+            )
+        ]
+        gathered.raise_if_any()
+        self._input_key, self._label_key = map(str, found)
         asked = (form.input_key or "input", form.label_key or "label")
-        if asked != (found := (self._input_key, self._label_key)):
-            self.notices.append(recognised_line(found, "text and its labels"))
+        if asked != (names := (self._input_key, self._label_key)):
+            self.notices.append(recognised_line(names, "text and its labels"))
 
     @property
     def recognised(self) -> dict[str, object]:

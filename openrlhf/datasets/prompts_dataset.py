@@ -30,7 +30,7 @@ from openrlhf.datasets.conventions import (
     unread_notices,
     uses_chat_template,
 )
-from openrlhf.datasets.problems import Problems, missing_column, row_place
+from openrlhf.datasets.problems import Gathered, Problems, row_place
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.token_store import TokenizedRows, TokenStore
 from openrlhf.datasets.tokenized import (
@@ -148,9 +148,14 @@ class PromptDataset:
                 f"--overlong_prompts {form.overlong} is unknown. "
                 f"Use {', '.join(OVERLONG_POLICIES)}."
             )
-        name = pick_column(form.input_key, columns, PROMPT_COLUMNS, flag="--input_key")
-        if form.label_key and form.label_key not in columns:
-            raise missing_column(form.label_key, columns, flag="--label_key")
+        gathered, flag = Gathered(), "--input_key"
+        name = gathered.attempt(
+            lambda: pick_column(form.input_key, columns, PROMPT_COLUMNS, flag=flag)
+        )
+        if form.label_key:
+            gathered.attempt(lambda: pick_column(form.label_key, columns, (), flag="--label_key"))
+        gathered.raise_if_any()
+        assert name is not None, "or else problems were raised"
         tokenizer = self._encoder.tokenizer
         is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
         is_found = is_chat and not form.apply_chat_template

@@ -107,14 +107,18 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         wanted = {"--chosen_key": form.chosen_key, "--rejected_key": form.rejected_key}
         if form.prompt_key is not None:
             wanted["--prompt_key"] = form.prompt_key
-        for flag, name in wanted.items():
-            if name not in columns:
-                raise missing_column(name, columns, flag=flag)
+        problems = [
+            str(missing_column(name, columns, flag=flag))
+            for flag, name in wanted.items()
+            if name not in columns
+        ]
         if form.with_margin and form.margin_key not in columns:
-            raise DataError(
+            problems.append(
                 f"column '{form.margin_key}' is not in the data set; columns found: "
                 f"{', '.join(columns)}. Add it, or leave --margin_loss out."
             )
+        if problems:
+            raise DataError(problems)
         self._prompt_key = form.prompt_key or ("prompt" if "prompt" in columns else None)
         names = [name for name in (self._prompt_key, form.chosen_key, form.rejected_key) if name]
         is_chat = uses_chat_template(

@@ -37,7 +37,7 @@ from openrlhf.datasets.conventions import (
     recognised_line,
     uses_chat_template,
 )
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.problems import Gathered, missing_column
 from openrlhf.datasets.segments import (
     LeftOutError,
     Segment,
@@ -145,6 +145,13 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
     def _find_columns(self) -> Columns:
         """The columns that flags name, or else the first of the usual ones with an answer."""
         form, found = self._format, self._rows.column_names
+        if form.output_key is not None and form.output_key not in found:
+            gathered = Gathered()
+            gathered.attempt(
+                lambda: pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+            )
+            gathered.attempt(lambda: pick_column(form.output_key, found, (), flag="--output_key"))
+            gathered.raise_if_any()
         if form.input_key is not None or form.output_key is not None:
             prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
             candidates = [prompt]

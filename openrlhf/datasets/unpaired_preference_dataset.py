@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
+from openrlhf.datasets.conventions import pick_column
 from openrlhf.datasets.csv_files import number_of
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import AnsweredFormat, AnsweredPrompts
 from openrlhf.datasets.tokenized import Draft, Row
 
@@ -63,10 +64,12 @@ class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
         return sum(bool(extra) for extra in self._content.extras)
 
     def _check_columns(self) -> None:
-        super()._check_columns()
-        label_key, columns = self._format.label_key, self._rows.column_names
-        if label_key not in columns:
-            raise missing_column(label_key, columns, flag="--label_key")
+        gathered, columns = Gathered(), self._rows.column_names
+        gathered.attempt(super()._check_columns)
+        gathered.attempt(
+            lambda: pick_column(self._format.label_key, columns, (), flag="--label_key")
+        )
+        gathered.raise_if_any()
 
     def _draft(self, row: Row) -> Draft:
         label = row[self._format.label_key]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
+from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
@@ -42,14 +43,18 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     assert config.output_path is not None, "check_what_is_needed_is_named"
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path)
-    if config.eval_task != "generate_vllm":
-        check_here(config.ds)
-    check_vllm(config)
     check_writable(output)
+    gathered = Gathered()
+    if config.eval_task != "generate_vllm":
+        gathered.attempt(lambda: check_here(config.ds))
+    gathered.attempt(lambda: check_vllm(config))
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
         show_bars_on(None)  # one rank draws for all
-    task = TASKS[config.eval_task](config, goes_first=topology.local_rank == 0)
+    make, goes_first = TASKS[config.eval_task], topology.local_rank == 0
+    task = gathered.attempt(lambda: make(config, goes_first=goes_first))
+    gathered.raise_if_any()
+    assert task is not None, "or else problems were raised"
     strategy = DeepSpeedStrategy(
         config.ds.as_deepspeed(),
         seed=config.seed,

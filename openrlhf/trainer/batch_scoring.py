@@ -104,7 +104,7 @@ class ScoreTask(BatchTask):
     def _row(self, index: int, reward: float) -> dict[str, object]:
         row_id = self.examples.row_ids[index]
         if not math.isfinite(reward):
-            raise RewardError(f"the reward model scored row {row_id} with {reward}")
+            raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
         row, column = self.rows[row_id], self.examples.output_column
         if column is None:  # the dialogue ends with the answer
             *asked, answer = to_messages(row[self.examples.input_column])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.loading import LoadOptions, load_config
 from openrlhf.trainer.answer_parts import Rows
@@ -32,6 +33,8 @@ class BatchTask(ABC):
     """Items to work on, each by itself; made before a model is loaded."""
 
     notices: list[str]  # what a person should be told, one line each
+    tokenizer: Tokenizer
+    rows: Dataset
 
     def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
         """Read and check; of the ranks on a machine the one that goes first tokenises and shows it,
@@ -41,21 +44,31 @@ class BatchTask(ABC):
         assert path is not None, "BatchInferenceConfig.check_what_is_needed_is_named"
         self.config = config
         self.model_path = path
-        self.model_config = load_config(path, trust_remote_code=config.trust_remote_code)
-        self.tokenizer: Tokenizer = load_tokenizer(
-            path,
-            chat_template=config.data.tokenizer_chat_template,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.trust_remote_code,
+        gathered, data = Gathered(), config.data
+        facts = gathered.attempt(
+            lambda: load_config(path, trust_remote_code=config.trust_remote_code)
         )
-        self.rows: Dataset = load_rows(
-            config.data.dataset or "",
-            split=config.data.dataset_split,
-            probs=config.data.dataset_probs,
-            max_samples=config.data.max_samples,
-            seed=config.seed,
-            expected=Expectations.of(config.data),
+        tokenizer = gathered.attempt(
+            lambda: load_tokenizer(
+                path,
+                chat_template=data.tokenizer_chat_template,
+                use_fast=not data.disable_fast_tokenizer,
+                trust_remote_code=config.trust_remote_code,
+            )
         )
+        rows = gathered.attempt(
+            lambda: load_rows(
+                data.dataset or "",
+                split=data.dataset_split,
+                probs=data.dataset_probs,
+                max_samples=data.max_samples,
+                seed=config.seed,
+                expected=Expectations.of(data),
+            )
+        )
+        gathered.raise_if_any()
+        assert facts and tokenizer and rows, "or else problems were raised"
+        self.model_config, self.tokenizer, self.rows = facts, tokenizer, rows
 
     @property
     @abstractmethod

@@ -4,8 +4,12 @@ parts that are used, and mean the same by a token.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.problems import Gathered
 from openrlhf.engines.vllm_installed import check_head_size
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import refuse_token_budget
@@ -18,33 +22,37 @@ from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     """Raise ConfigError for models that cannot be used; answers the policy's vocabulary size."""
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
-    problems: list[str] = []
-    for name in named_models(config):
-        try:
-            facts = load_config(name, trust_remote_code=config.trust_remote_code)
-            if config.train.dynamic_batch_enable:
-                refuse_token_budget(facts, name)
-            if name in config.reward.model_paths:
-                _check_head(config, name)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    if has_engines:
-        refuse_adapter(path, "--pretrain")
-        facts = load_config(path, trust_remote_code=config.trust_remote_code)
-        check_head_size(head_size(facts), path, instead="--vllm_num_engines 0")
-    policy = load_config(path, trust_remote_code=config.trust_remote_code)
-    if config.actor.aux_loss_coef > 0:
-        check_has_experts(policy, path)
+    gathered = Gathered()
+    load = partial(load_config, trust_remote_code=config.trust_remote_code)
     critic = (config.critic_source or path,) if config.has_critic else ()
-    for name in dict.fromkeys((path, *config.reward.model_paths, *critic)):
-        _check_positions(config, name)
+    readers = (path, *config.reward.model_paths, *critic)
+    found = {name: gathered.attempt(partial(load, name)) for name in named_models(config)}
+    for name, facts in found.items():
+        if facts is None:
+            continue
+        if config.train.dynamic_batch_enable:
+            gathered.attempt(partial(refuse_token_budget, facts, name))
+        if name in config.reward.model_paths:
+            gathered.attempt(partial(_check_head, config, name))
+        if name in readers:
+            gathered.attempt(partial(_check_positions, config, name, facts))
+    policy = found[path]
+    if policy is not None and has_engines:
+        instead = "--vllm_num_engines 0"
+        gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
+        gathered.attempt(partial(check_head_size, head_size(policy), path, instead=instead))
+    if policy is not None and config.actor.aux_loss_coef > 0:
+        gathered.attempt(partial(check_has_experts, policy, path))
+    gathered.raise_if_any()
+    assert policy is not None, "or else problems were raised"
     return int(policy.get_text_config().vocab_size)
 
 
@@ -90,9 +98,8 @@ def _check_head(config: PPOConfig, path: str) -> None:
         RewardScale.of(facts)
 
 
-def _check_positions(config: PPOConfig, name: str) -> None:
+def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:
     """A model reads prompt and response as a whole, the policy's engine with one rotary table."""
-    facts = load_config(name, trust_remote_code=config.trust_remote_code)
     limit, of_what = num_positions(facts), "positions"
     if name == config.actor.model_name_or_path and (alike := own_length(facts)) is not None:
         limit, of_what = alike, "tokens that engine and trainer read alike, by the rope_type"

@@ -18,6 +18,7 @@ from openrlhf.config.cli import save_resolved
 from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
+from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed.run_checkpoints import Opened, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
@@ -127,13 +128,16 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     """Train in the launching process or processes, without Ray."""
     topology = Topology.from_env(local_rank=config.local_rank)
-    check_runs_without_ray(config, topology.world_size)
-    check_here(config.ds)  # on Ray models are elsewhere: each worker looks at its own machine
+    gathered = Gathered()
+    gathered.attempt(lambda: check_runs_without_ray(config, topology.world_size))
+    # On Ray models are elsewhere: each worker looks at its own machine.
+    gathered.attempt(lambda: check_here(config.ds))
     if topology.is_main:
         say_notices([*notices, *idle_settings(config, [PLACED])])
     else:
         show_bars_on(None)  # one controller draws for all
-    inputs = prepare_inputs(config, has_engines=bool(config.vllm.num_engines))
+    has_engines = bool(config.vllm.num_engines)
+    inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     with inputs, holding_folders(config.ckpt) if topology.is_main else nullcontext():
         redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")

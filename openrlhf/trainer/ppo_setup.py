@@ -85,22 +85,33 @@ class Schedule:
     updates_per_rollout: int  # of a full rollout batch
 
 
-def prepare_inputs(config: PPOConfig, *, has_engines: bool) -> RunInputs:
-    """Load and check tokenizer, prompts and reward source; raises ConfigError or DataError.
+def prepare_inputs(
+    config: PPOConfig, *, has_engines: bool, gathered: Gathered | None = None
+) -> RunInputs:
+    """Load and check tokenizer, prompts and reward source; raises ConfigError or DataError with
+    the problems of all, behind those that are `gathered` already.
 
     `has_engines`: vLLM generates, and must be installed; else the policy itself does.
     """
-    check_policy_loss(config.actor.policy_loss_type)
+    gathered = gathered or Gathered()
+    gathered.attempt(lambda: check_policy_loss(config.actor.policy_loss_type))
     if has_engines:
-        check_vllm_is_installed(instead="--vllm_num_engines 0: then the policy generates itself")
+        instead = "--vllm_num_engines 0: then the policy generates itself"
+        gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
     model_path = _name(config.actor.model_name_or_path)
-    if config.train.agent_func_path:
-        AgentFile(config.train.agent_func_path)
-    vocab_size = check_models(config, has_engines=has_engines)
-    tokenizer = load_policy_tokenizer(config)
-    say_notices(check_tokens(config, tokenizer))
+    if agent_path := config.train.agent_func_path:
+        gathered.attempt(lambda: AgentFile(agent_path))
+    vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
+    tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
+    if tokenizer is None:  # nothing can be known of the data
+        gathered.raise_if_any()
+    assert tokenizer is not None, "or else problems were raised"
+    notices = gathered.attempt(lambda: check_tokens(config, tokenizer)) or []
     stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
-    prompts, eval_prompts, texts = _data(config, tokenizer)
+    prompts, eval_prompts, texts = _data(config, tokenizer, gathered)
+    assert vocab_size is not None, "or else problems were raised"
+    say_notices(notices)
+    _say_data(prompts, eval_prompts, texts)
     rollout = config.rollout
     run_dir = Path(config.ckpt.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -212,11 +223,10 @@ def _name(value: str | None) -> str:
 
 
 def _data(
-    config: PPOConfig, tokenizer: Tokenizer
+    config: PPOConfig, tokenizer: Tokenizer, gathered: Gathered
 ) -> tuple[PromptDataset, PromptDataset | None, SFTDataset | None]:
     """Prompts, prompts of the evaluation and pre-training text; raises the problems of all."""
-    gathered, held_out = Gathered(), config.eval
-    data = config.data
+    data, held_out = config.data, config.eval
     prompts = gathered.attempt(
         lambda: _prompts(config, tokenizer, data.prompt_dataset, data.prompt_split)
     )
@@ -231,10 +241,17 @@ def _data(
     texts = gathered.attempt(lambda: _texts(config, tokenizer), about="--pretrain_data: ")
     gathered.raise_if_any()
     assert prompts is not None, "or else problems were raised"
+    return prompts, eval_prompts, texts
+
+
+def _say_data(
+    prompts: PromptDataset, eval_prompts: PromptDataset | None, texts: SFTDataset | None
+) -> None:
     say_notices(prompts.notices)
     if eval_prompts is not None:
         say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
-    return prompts, eval_prompts, texts
+    if texts is not None:
+        say_notices(texts.notices, about="--pretrain_data: ")
 
 
 def _prompts(
@@ -295,7 +312,6 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
         num_positions=num_positions(policy),
     )
     texts.check_fits(limits)
-    say_notices(texts.notices, about="--pretrain_data: ")
     return texts
 
 

@@ -236,7 +236,7 @@ class PPOTrainer:
         """Print how many prompts were dropped, by row, and why the first of them was."""
         if failed:
             row, reason = next(iter(failed.items()))
-            self.say(f"dropped {len(failed)} prompt(s) without rewards; row {row}: {reason}")
+            self.say(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
 
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
         """One RL step after generation."""

@@ -152,7 +152,6 @@ class Recipe(ABC, Generic[ConfigT]):
 def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
-    check_here(config.ds)
     with holding_folders(config.ckpt) if topology.is_main else nullcontext():
         _run(recipe, config, topology)
 
@@ -232,32 +231,38 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     """
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
-    model_config = load_config(model_path, trust_remote_code=config.trust_remote_code)
-    configs = {model_path: model_config} | {
-        path: load_config(path, trust_remote_code=config.trust_remote_code)
-        for path in recipe.other_models(config)
-    }
-    for path, facts in configs.items() if config.train.dynamic_batch_enable else ():
-        refuse_token_budget(facts, path)
-    if config.model.aux_loss_coef > 0:
-        check_has_experts(model_config, model_path)
-    data = config.data
-    tokenizer = load_tokenizer(
-        model_path,
-        chat_template=data.tokenizer_chat_template,
-        use_fast=not data.disable_fast_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-    )
-    recipe.check(config, tokenizer)
     gathered = Gathered()
+    gathered.attempt(partial(check_here, config.ds))
+    configs = _configs(recipe, config, model_path, gathered)
+    data = config.data
+    tokenizer = gathered.attempt(
+        lambda: load_tokenizer(
+            model_path,
+            chat_template=data.tokenizer_chat_template,
+            use_fast=not data.disable_fast_tokenizer,
+            trust_remote_code=config.trust_remote_code,
+        )
+    )
+    rows = gathered.attempt(lambda: _rows(config))
+    eval_rows = gathered.attempt(lambda: _eval_rows(config), about="evaluation: ")
+    if tokenizer is None:  # nothing more can be known
+        gathered.raise_if_any()
+    assert tokenizer is not None, "or else problems were raised"
+    gathered.attempt(lambda: recipe.check(config, tokenizer))
+    samples, eval_samples = None, None
     with giving_way(gives_way=not goes_first):
-        samples = gathered.attempt(
-            lambda: _samples(recipe, config, tokenizer, _rows(config), is_shown=goes_first)
-        )
-        eval_samples = gathered.attempt(
-            lambda: _eval_samples(recipe, config, tokenizer, is_shown=goes_first),
-            about="evaluation: ",
-        )
+        if rows is not None:
+            samples = gathered.attempt(
+                lambda: _samples(recipe, config, tokenizer, rows, is_shown=goes_first)
+            )
+        if eval_rows is not None:
+            what = "evaluation rows"
+            eval_samples = gathered.attempt(
+                lambda: _samples(
+                    recipe, config, tokenizer, eval_rows, is_shown=goes_first, what=what
+                ),
+                about="evaluation: ",
+            )
     readers = [limits_of(facts, path) for path, facts in configs.items()]
     for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
         for limits in readers if found is not None else []:
@@ -265,6 +270,25 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
     gathered.raise_if_any()
     assert samples is not None, "or else problems were raised"
     return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+
+
+def _configs(
+    recipe: Recipe[ConfigT], config: ConfigT, model_path: str, gathered: Gathered
+) -> dict[str, PretrainedConfig]:
+    """The configs of the models that read the rows, by path."""
+    found: dict[str, PretrainedConfig] = {}
+    for path in dict.fromkeys((model_path, *recipe.other_models(config))):
+        facts = gathered.attempt(
+            partial(load_config, path, trust_remote_code=config.trust_remote_code)
+        )
+        if facts is None:
+            continue
+        found[path] = facts
+        if config.train.dynamic_batch_enable:
+            gathered.attempt(partial(refuse_token_budget, facts, path))
+        if config.model.aux_loss_coef > 0 and path == model_path:
+            gathered.attempt(partial(check_has_experts, facts, path))
+    return found
 
 
 def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
@@ -301,18 +325,15 @@ def _samples(
         return recipe.make_samples(config, rows, tokenizer, show)
 
 
-def _eval_samples(
-    recipe: Recipe[ConfigT], config: ConfigT, tokenizer: Tokenizer, *, is_shown: bool
-) -> RowSamples | None:
+def _eval_rows(config: SupervisedConfig) -> Dataset | None:
     if not config.eval.dataset:
         return None
-    rows = load_rows(
+    return load_rows(
         config.eval.dataset,
         split=config.eval.split,
         max_samples=config.data.max_samples,
         expected=Expectations(duplicate_ids=config.data.duplicate_ids),
     )
-    return _samples(recipe, config, tokenizer, rows, is_shown=is_shown, what="evaluation rows")
 
 
 def prepare_run(

@@ -16,6 +16,7 @@ from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import Gathered
 from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.batch_generation import PromptTask
 from openrlhf.trainer.batch_scoring import ScoreTask
@@ -85,7 +86,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
     config = parse_config(config_class, words.split()).config
     tokenizer = load_tokenizer(str(model))
     if config_class is PPOConfig:
-        samples, _, _ = ppo_setup._data(config, tokenizer)
+        samples, _, _ = ppo_setup._data(config, tokenizer, Gathered())
     elif config_class is BatchInferenceConfig:
         task = how(config)
         samples = task.prompts if how is PromptTask else task.examples

@@ -76,7 +76,7 @@ def test_a_file_without_a_split_beside_others_that_have_one_is_named(tmp_path):
         [said] = unread_notices(load_rows(spec))
         assert said.startswith(f"{tmp_path / 'extra.jsonl'} is not read")
     assert unread_notices(load_rows(str(other))) == []
-    assert row_place(load_rows(str(tmp_path)), 1) == f"{tmp_path / 'train.jsonl'}: row 1"
+    assert row_place(load_rows(str(tmp_path)), 1) == f"{tmp_path / 'train.jsonl'}: row 2"
 
 
 def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
@@ -117,7 +117,7 @@ def test_text_of_pandas_and_polars_goes_with_that_of_others(tmp_path):
     pa.parquet.write_table(table, tmp_path / "two.parquet")
     rows = load_rows(f"{one},{tmp_path / 'two.parquet'}")
     assert rows["x"] == ["a", "a", "b"] and rows["m"] == [messages] * 3
-    assert row_place(rows, 2) == f"{tmp_path / 'two.parquet'}: row 0"
+    assert row_place(rows, 2) == f"{tmp_path / 'two.parquet'}: row 1"
 
 
 def test_many_data_sets_are_more_than_a_file_name_holds(tmp_path):
@@ -272,7 +272,7 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a,b\n1,2\n3\n4,5,6\n", r"csv: 2 bad rows.*\n.*csv: record 3: 1 cells in 2 columns: 3"),
+        (b"a,b\n1,2\n3\n4,5,6\n", r"csv: 2 bad rows.*\n.*csv: row 2: 1 cells in 2 columns: 3"),
         (b"a,b\n1,\xff\n", r"csv:2: not UTF-8: byte 0xff at byte 6"),
         (b"a\n1\n\0\0\0\0", r"csv:3: holds zero bytes"),
         (b"a,a\n1,2\n", r"csv: duplicate column 'a'. Name each"),

@@ -41,7 +41,7 @@ def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple
     data = pairs(tokenizer, ("a", "b"), long, ("aa", "bb" * 3))
     data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=10))  # 9 letters and the end
     assert problems(data, ModelLimits("m", num_embeddings=262, num_positions=6)) == [
-        "2 of 3 rows are longer than the 6 positions of the model m: row 1 has 10 tokens. "
+        "2 of 3 rows are longer than the 6 positions of the model m: row 2 has 10 tokens. "
         "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
     ]
 
@@ -52,7 +52,7 @@ def test_either_side_of_a_pair_may_have_an_id_too_large(
 ) -> None:
     data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
     [line] = problems(data, NARROW)
-    assert line.startswith("row 1 has token id 261, and the model m has 261 embeddings. ")
+    assert line.startswith("row 2 has token id 261, and the model m has 261 embeddings. ")
 
 
 def test_both_problems_are_said_and_a_model_of_unknown_sizes_is_left_alone(
@@ -83,7 +83,7 @@ def test_a_label_without_a_logit_is_refused(tokenizer: Tokenizer) -> None:
     tokenizer.add_tokens(["<good>"])
     data = steps(tokenizer, ["a"], ["a", "<good>"])
     [line] = problems(data, ModelLimits("m", num_embeddings=262, num_positions=None))
-    assert line.startswith("a label of row 1 has token id 262, and the model m has 262 embeddings.")
+    assert line.startswith("a label of row 2 has token id 262, and the model m has 262 embeddings.")
 
 
 def test_the_first_sequence_with_a_large_id_is_found() -> None:

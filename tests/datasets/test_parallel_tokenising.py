@@ -110,7 +110,7 @@ def test_bad_rows_of_all_processes_are_listed_in_order(tokenizer, in_processes) 
         )
     head, *places = caught.value.problems
     assert head.startswith("data set: 3 bad rows.")
-    assert [line.partition(":")[0] for line in places] == ["row 7", "row 1507", "row 3007"]
+    assert [line.partition(":")[0] for line in places] == ["row 8", "row 1508", "row 3008"]
 
 
 def test_an_error_of_the_template_is_raised_as_by_one_process(tokenizer, in_processes) -> None:

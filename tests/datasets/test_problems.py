@@ -59,8 +59,8 @@ def test_every_bad_row_is_listed_with_its_file_and_row(tmp_path, kind):
         make(load_rows(f"{one},{two}"), tokenizer, row_format)
     problems = caught.value.problems
     assert "31 bad rows" in problems[0] and problems[-1] == "... and 11 more"
-    assert problems[1].startswith(f"{one}: row 3: ")
-    assert problems[2].startswith(f"{two}: row 0: ")
+    assert problems[1].startswith(f"{one}: row 4: ")
+    assert problems[2].startswith(f"{two}: row 1: ")
     assert len(problems) == 22
 
 
@@ -78,7 +78,7 @@ def test_a_nan_in_a_csv_or_parquet_file_is_found_by_its_reader(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("chosen,rejected,margin\na,b,0.5\na,b,nan\n")
     for name in ("rows.parquet", "rows.csv"):
-        with pytest.raises(DataError, match=f"{name}: row 1: 'margin' is (nan|None)"):
+        with pytest.raises(DataError, match=f"{name}: row 2: 'margin' is (nan|None)"):
             PreferenceDataset(
                 load_rows(str(tmp_path / name)), tokenizer, PreferenceFormat(with_margin=True)
             )
@@ -88,13 +88,13 @@ def test_the_place_of_a_row_counts_from_its_own_file(tmp_path):
     one = write_jsonl(tmp_path / "train-1.jsonl", [{"a": 1}] * 3)
     two = write_jsonl(tmp_path / "train-2.jsonl", [{"a": 2}] * 3)
     folder = load_rows(str(tmp_path))
-    assert row_place(folder, 2) == f"{one}: row 2"
-    assert row_place(folder, 4) == f"{two}: row 1"
+    assert row_place(folder, 2) == f"{one}: row 3"
+    assert row_place(folder, 4) == f"{two}: row 2"
     capped = load_rows(f"{one},{two}", max_samples=2)
-    assert row_place(capped, 1) == f"{one}: row 1"
+    assert row_place(capped, 1) == f"{one}: row 2"
     both = load_rows(f"{tmp_path},{two}", max_samples=5)
     assert [row["a"] for row in both] == [1, 1, 1, 2, 2]
-    assert row_place(both, 4) == f"{two}: row 1"
+    assert row_place(both, 4) == f"{two}: row 2"
 
 
 def test_the_place_behind_a_capped_part_is_right(tmp_path):
@@ -102,15 +102,15 @@ def test_the_place_behind_a_capped_part_is_right(tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", [{"a": 2}])
     rows = load_rows(f"{two},{one},{two}", max_samples=4)
     assert [row_place(rows, i) for i in (0, 1, 3)] == [
-        f"{two}: row 0", f"{one}: row 0", f"{one}: row 2",
+        f"{two}: row 1", f"{one}: row 1", f"{one}: row 3",
     ]  # fmt: skip
 
 
 def test_rows_without_files_are_numbered():
-    assert row_place(Dataset.from_list([{"a": 1}]), 0) == "row 0"
+    assert row_place(Dataset.from_list([{"a": 1}]), 0) == "row 1"
     rows = Dataset.from_list([{"a": 1}])
     rows.info.description = "Questions about ducks."
-    assert row_place(rows, 0) == "row 0"
+    assert row_place(rows, 0) == "row 1"
 
 
 @pytest.mark.parametrize("max_samples", [None, 7])
@@ -121,7 +121,7 @@ def test_blended_rows_are_named_by_their_own_file(tmp_path, max_samples):
     three = write_jsonl(tmp_path / "folder" / "b.jsonl", [{"a": i} for i in range(6)])
     blend = load_rows(f"{one},{tmp_path / 'folder'}", probs="0.6,0.4", max_samples=max_samples)
     places = [row_place(blend, i) for i in range(len(blend))]
-    assert [int(place.rpartition(" ")[2]) for place in places] == list(blend["a"])
+    assert [int(place.rpartition(" ")[2]) - 1 for place in places] == list(blend["a"])
     assert {place.rpartition(":")[0] for place in places} >= {str(one), str(two)}
     if max_samples is None:
         assert any(place.startswith(f"{three}: row ") for place in places)
@@ -147,7 +147,7 @@ def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
     assert caught.value.problems == [
         "repeated ids: 1 bad rows. Give each row its own, or type --duplicate_ids keep if that is "
         "meant.",
-        f"{path}: row 3: id 'a' is that of {path}: row 0, too",
+        f"{path}: row 4: id 'a' is that of {path}: row 1, too",
     ]
     assert len(load_rows(str(path), expected=Expectations(duplicate_ids="keep"))) == 4
     for ids in ([1, 2], [None, None], [["a"], ["a"]]):  # lists are no ids
@@ -158,4 +158,4 @@ def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
 def test_a_saved_data_set_is_named_as_it_was_typed(tmp_path):
     rows = Dataset.from_list([{"a": 1}, {"a": 2}])
     datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "saved")
-    assert row_place(load_rows(str(tmp_path / "saved")), 1) == f"{tmp_path / 'saved'}: row 1"
+    assert row_place(load_rows(str(tmp_path / "saved")), 1) == f"{tmp_path / 'saved'}: row 2"

@@ -51,15 +51,17 @@ def test_without_reward_tokens_any_single_token_is_a_label(tokenizer):
     row = {"input": "a#b#", "label": ["x", "y"]}
     example = steps(tokenizer, [row], reward_tokens=())[0]
     assert example.labels.tolist() == ids(tokenizer, "xy")
-    with pytest.raises(DataError, match=r"row 0: label 'xy' is 2 tokens, not one"):
+    with pytest.raises(DataError, match=r"row 1: label 'xy' is 2 tokens, not one"):
         steps(tokenizer, [{"input": "a#", "label": ["xy"]}], reward_tokens=())
 
 
-def test_a_special_token_may_be_the_marker_and_other_special_tokens_are_text(tokenizer):
+@pytest.mark.parametrize(("is_trusted", "others"), [(True, ["<|user|>"]), (False, [])])
+def test_a_special_token_may_be_the_marker_whatever_others_are(tokenizer, is_trusted, others):
     row = {"input": "a<|tool|>b<|user|>c<|tool|>", "label": ["+", "-"]}
-    example = steps(tokenizer, [row], placeholder_token="<|tool|>")[0]
+    options = {"placeholder_token": "<|tool|>", "allow_special_tokens": is_trusted}
+    example = steps(tokenizer, [row], **options)[0]
     special = [i for i in example.token_ids.tolist() if i in tokenizer.all_special_ids]
-    assert tokenizer.convert_ids_to_tokens(special) == ["<|tool|>", "<|tool|>"]
+    assert tokenizer.convert_ids_to_tokens(special) == ["<|tool|>", *others, "<|tool|>"]
     assert int(example.marker_mask.sum()) == 2
 
 
@@ -76,7 +78,7 @@ def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
     assert dataset[0].labels.tolist() == list(dataset.reward_token_ids)
     said = "'prompt' and 'completions' and 'labels' read as steps and their labels"
     assert dataset.notices == [said]
-    with pytest.raises(DataError, match=r"row 0: 'completions' holds the step marker '#' itself"):
+    with pytest.raises(DataError, match=r"row 1: 'completions' holds the step marker '#' itself"):
         steps(tokenizer, [{"prompt": "q", "completions": ["a#"], "labels": [True]}])
 
 
@@ -96,7 +98,7 @@ def test_stepwise_columns_are_joined_with_the_marker(tokenizer):
     ],
 )
 def test_labels_that_do_not_fit_are_named(tokenizer, labels, message):
-    with pytest.raises(DataError, match=f"row 0: {message}"):
+    with pytest.raises(DataError, match=f"row 1: {message}"):
         steps(tokenizer, [{"input": "a#b#", "label": labels}])
 
 

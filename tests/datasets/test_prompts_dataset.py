@@ -124,7 +124,7 @@ def test_truncate_left_keeps_the_end_and_the_bos():
 
 
 def test_error_policy_names_the_rows(tokenizer):
-    with pytest.raises(DataError, match=r"row 1: 5 tokens, over the limit of 4"):
+    with pytest.raises(DataError, match=r"row 2: 5 tokens, over the limit of 4"):
         prompts(tokenizer, [{"input": "abcd"}, {"input": "abcde"}], max_len=4, overlong="error")
 
 
@@ -154,7 +154,7 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     assert dataset[0].prompt_text == "<|user|>hi<|end|><|assistant|>"
     assert dataset.notices == [f"'{column}' read as messages, with the chat template"]
     assert dataset.recognised == {"data.input_key": column, "data.apply_chat_template": True}
-    with pytest.raises(DataError, match="row 0: NoneType instead of text or a message list"):
+    with pytest.raises(DataError, match="row 1: NoneType instead of text or a message list"):
         prompts(tokenizer, rows)
 
 
@@ -196,18 +196,18 @@ def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):
     learnt = SFTDataset(rows, tokenizer, form)
     assert tokenizer.decode(learnt[1].token_ids) == "5/2=2.50<|end|>"
     (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,\n")
-    with pytest.raises(DataError, match="csv: row 1: 'answer' is missing"):
+    with pytest.raises(DataError, match="csv: row 2: 'answer' is missing"):
         PromptDataset(load_rows(str(tmp_path / "sums.csv")), tokenizer, dataset._format)
 
 
 @pytest.mark.parametrize(
     ("value", "is_chat", "message"),
     [
-        ("  ", False, "row 1: 'input' is empty"),
-        (None, False, "row 1: 'input' is missing"),
-        ([{"role": "user", "content": " "}], True, "row 1: 'input' is empty"),
-        ([{"role": "boss", "content": "x"}], True, "row 1: unknown role 'boss'"),
-        ([{"role": "user", "content": None}], True, "row 1: a user message without content"),
+        ("  ", False, "row 2: 'input' is empty"),
+        (None, False, "row 2: 'input' is missing"),
+        ([{"role": "user", "content": " "}], True, "row 2: 'input' is empty"),
+        ([{"role": "boss", "content": "x"}], True, "row 2: unknown role 'boss'"),
+        ([{"role": "user", "content": None}], True, "row 2: a user message without content"),
     ],
 )
 def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
@@ -230,7 +230,7 @@ def test_a_tokenizer_without_chat_template_is_refused(tokenizer):
 
 def test_a_template_that_refuses_a_row_names_the_row(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"row 0: the chat template refuses it: roles must"):
+    with pytest.raises(DataError, match=r"row 1: the chat template refuses it: roles must"):
         prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
 
 
@@ -266,7 +266,7 @@ def test_a_template_that_asks_too_much_is_refused(template, reason, tokenizer):
 @pytest.mark.parametrize("label", [None, float("nan")])
 def test_missing_and_nan_labels_are_named(tokenizer, label):
     rows = [{"input": "a", "label": 1.0}, {"input": "b", "label": label}]
-    with pytest.raises(DataError, match=r"row 1: 'label' is"):
+    with pytest.raises(DataError, match=r"row 2: 'label' is"):
         prompts(tokenizer, rows, label_key="label")
 
 

@@ -115,7 +115,7 @@ def test_of_dialogues_that_part_early_only_the_assistants_turns_are_targets(toke
 
 def test_each_side_begins_with_one_bos_and_ends_with_one_eos():
     rows = [{"prompt": "q", "chosen": "<s>ab</s>", "rejected": "c"}]
-    pair = pairs(bos_tokenizer(adds_bos=True), rows)[0]
+    pair = pairs(bos_tokenizer(adds_bos=True), rows, allow_special_tokens=False)[0]
     for ids in (pair.chosen_ids.tolist(), pair.rejected_ids.tolist()):
         assert (ids[0], ids[-1]) == (BOS, EOS)
         assert (ids.count(BOS), ids.count(EOS)) == (1, 1)
@@ -132,7 +132,7 @@ def test_margins_are_read_when_they_are_wanted(tokenizer):
 @pytest.mark.parametrize("margin", [None, float("nan"), float("inf")])
 def test_margins_that_are_no_numbers_are_named(tokenizer, margin):
     rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (1.0, margin)]
-    with pytest.raises(DataError, match=r"row 1: 'margin' is (None|nan|inf)"):
+    with pytest.raises(DataError, match=r"row 2: 'margin' is (None|nan|inf)"):
         pairs(tokenizer, rows, with_margin=True)
 
 
@@ -168,7 +168,7 @@ def test_over_long_pairs_follow_the_policy(tokenizer):
     assert (cut.row_ids, cut.num_truncated) == ([0, 1, 2], 3)
     assert dict(cut.dropped) == {"chosen and rejected are the same": 1}
     assert shown(tokenizer, cut, 1) == [("qaa", "aa"), ("qb<|end|>", "b<|end|>")]
-    with pytest.raises(DataError, match=r"row 1: 5 tokens, over the limit of 3"):
+    with pytest.raises(DataError, match=r"row 2: 5 tokens, over the limit of 3"):
         pairs(tokenizer, rows, overlong="error", **options)
 
 
@@ -207,13 +207,13 @@ def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
     ],
 )
 def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, options, message):
-    with pytest.raises(DataError, match=f"row 0: .*{message}"):
+    with pytest.raises(DataError, match=f"row 1: .*{message}"):
         pairs(tokenizer, [row], apply_chat_template=True, **options)
 
 
 def test_message_lists_need_the_chat_template(tokenizer):
     rows = [{"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}]
-    with pytest.raises(DataError, match=r"row 0: .*--apply_chat_template"):
+    with pytest.raises(DataError, match=r"row 1: .*--apply_chat_template"):
         pairs(tokenizer, rows, apply_chat_template=False)
 
 
@@ -230,7 +230,7 @@ def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
 def test_margins_of_a_csv_file_are_numbers(tokenizer):
     rows = [{"chosen": "a", "rejected": "b", "margin": "0.50"}]
     assert pairs(tokenizer, rows, with_margin=True)[0].margin == 0.5
-    with pytest.raises(DataError, match="row 0: 'margin' is 'much', not a number"):
+    with pytest.raises(DataError, match="row 1: 'margin' is 'much', not a number"):
         pairs(tokenizer, [rows[0] | {"margin": "much"}], with_margin=True)
 
 

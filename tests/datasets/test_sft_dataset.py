@@ -195,7 +195,7 @@ def test_over_long_rows_follow_the_policy(tokenizer):
     cut = examples(tokenizer, rows, overlong="truncate", **options)
     assert (cut.lengths.tolist(), cut.num_truncated) == ([4, 5, 5], 1)
     assert shown(tokenizer, cut, 2) == ("abccc", "ccc")
-    with pytest.raises(DataError, match=r"row 2: 6 tokens, over the limit of 5"):
+    with pytest.raises(DataError, match=r"row 3: 6 tokens, over the limit of 5"):
         examples(tokenizer, rows, overlong="error", **options)
 
 
@@ -247,7 +247,7 @@ def test_a_missing_response_column_lists_the_columns(tokenizer):
     ],
 )
 def test_dialogues_of_the_wrong_shape_are_named(tokenizer, value, message_part):
-    with pytest.raises(DataError, match=f"row 0: .*{message_part}"):
+    with pytest.raises(DataError, match=f"row 1: .*{message_part}"):
         examples(tokenizer, [{"input": value}], apply_chat_template=True)
 
 

@@ -56,12 +56,12 @@ def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
 def test_labels_other_than_1_and_0_are_named(tokenizer, label):
     good = 1 if isinstance(label, int) else 1.0
     rows = [{"input": "q", "output": "a", "label": value} for value in (good, label)]
-    with pytest.raises(DataError, match=r"row 1: 'label' is .*; labels are 1 and 0"):
+    with pytest.raises(DataError, match=r"row 2: 'label' is .*; labels are 1 and 0"):
         answers(tokenizer, rows, output_key="output")
 
 
 def test_labels_spelled_as_text_are_named(tokenizer):
-    with pytest.raises(DataError, match=r"row 0: 'label' is 'yes'; labels are 1 and 0"):
+    with pytest.raises(DataError, match=r"row 1: 'label' is 'yes'; labels are 1 and 0"):
         answers(tokenizer, [{"input": "q", "output": "a", "label": "yes"}], output_key="output")
 
 

@@ -126,7 +126,7 @@ def test_a_failed_episode_ends_the_stream_after_its_retries(tmp_path, tiny_token
         values = stream.take_metrics().values()
         assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
         submit(stream, tiny_tokenizer, ["bad"], tag="u")
-        with pytest.raises(AgentError, match=re.escape("row 0: exception: ") + ".*bad at try 2"):
+        with pytest.raises(AgentError, match=re.escape("row 1: exception: ") + ".*bad at try 2"):
             fetch(stream, 1)
 
 

@@ -20,12 +20,12 @@ CASES = {
     "a side that is no text": (
         "train_rm --prompt_key prompt",
         [PAIR | {"rejected": 7}, PAIR | {"rejected": 8}],
-        "row 1: 'rejected' is 8, not text. Write it as \"8\"",
+        "row 2: 'rejected' is 8, not text. Write it as \"8\"",
     ),
     "a question that is no text": (
         "train_sft --output_key output",
         [ANSWER | {"input": 1.5}],
-        "row 0: 'input' is 1.5, not text. Write it as \"1.5\"",
+        "row 1: 'input' is 1.5, not text. Write it as \"1.5\"",
     ),
     "only identical pairs": (
         "train_dpo --prompt_key prompt",
@@ -40,57 +40,57 @@ CASES = {
     "a margin that is no number": (
         "train_rm --prompt_key prompt --margin_loss",
         [PAIR | {"margin": 1.0}, PAIR | {"margin": None}],
-        "row 1",
+        "row 2",
     ),
     "a label that is neither 1 nor 0": (
         "train_kto --output_key output",
         [ANSWER, ANSWER | {"label": 2}],
-        "row 1",
+        "row 2",
     ),
     "a label too few": (
         "train_prm --input_key text --label_key labels --placeholder_token # --reward_tokens + -",
         [{"text": "a # b #", "labels": ["+", "-"]}, {"text": "a # b #", "labels": ["+"]}],
-        "row 1",
+        "row 2",
     ),
     "a label that is missing": (
         "train_kto --output_key output",
         [ANSWER, {"input": "q", "output": "a"}],
-        "row 1: 'label' is None; labels are 1 and 0",
+        "row 2: 'label' is None; labels are 1 and 0",
     ),
     "a key that one row lacks": (
         "train_sft --output_key output",
         [ANSWER, {"output": "a"}],
-        "row 1: 'input' is missing, not text",
+        "row 2: 'input' is missing, not text",
     ),
     "a prompt of white space": (
         "train_sft --output_key output",
         [ANSWER, ANSWER | {"input": " \n"}],
-        "row 1: 'input' is empty",
+        "row 2: 'input' is empty",
     ),
     "an unknown role": (
         "train_sft --input_key messages --apply_chat_template",
         [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION | {"role": "king"}, REPLY]}],
-        "row 1: unknown role 'king'",
+        "row 2: unknown role 'king'",
     ),
     "roles out of turn": (
         "train_sft --input_key messages --apply_chat_template",
         [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION, QUESTION, REPLY]}],
-        "row 1: message 2 is the user's, after the user's",
+        "row 2: message 2 is the user's, after the user's",
     ),
     "an over-long row where that is an error": (
         "train_sft --output_key output --max_len 30 --overlong_rows error",
         [ANSWER, ANSWER | {"output": "a" * 99}],
-        "row 1: 119 tokens, over the limit of 30",
+        "row 2: 119 tokens, over the limit of 30",
     ),
     "an id for the second time": (
         "train_sft --output_key output",
         [ANSWER | {"id": "a"}, ANSWER | {"id": "b"}, ANSWER | {"id": "a"}],
-        "rows.jsonl: row 2: id 'a' is that of {folder}/rows.jsonl: row 0, too",
+        "rows.jsonl: row 3: id 'a' is that of {folder}/rows.jsonl: row 1, too",
     ),
     "roles out of turn in a blend of two": (
         "train_sft --dataset {folder}/rows.jsonl,{folder}/rows.jsonl --dataset_probs 0.5,0.5",
         [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION, QUESTION, REPLY]}],
-        "{folder}/rows.jsonl: row 1: message 2 is the user's, after the user's",
+        "{folder}/rows.jsonl: row 2: message 2 is the user's, after the user's",
     ),
     "message lists where the tokenizer has no template": (
         "train_dpo --pretrain {folder}/untemplated",
@@ -101,7 +101,7 @@ CASES = {
     "message lists that are not to be rendered": (
         "train_sft --apply_chat_template false",
         [{"messages": [QUESTION, REPLY]}],
-        "row 0: 'messages' is a message list. Add --apply_chat_template",
+        "row 1: 'messages' is a message list. Add --apply_chat_template",
     ),
     "turns of text": (
         "train_sft --multiturn",
@@ -203,9 +203,9 @@ def test_bad_rows_of_both_sets_are_said_together(tmp_path: Path, refuse_rows) ->
     assert code == 2
     assert error.splitlines() == [
         "error: data set: 1 bad rows. Repair the rows, or choose other columns.",
-        f"error: {tmp_path}/rows.jsonl: row 0: 'input' is empty",
+        f"error: {tmp_path}/rows.jsonl: row 1: 'input' is empty",
         "error: evaluation: data set: 1 bad rows. Repair the rows, or choose other columns.",
-        f"error: {held_out}: row 1: 'input' is empty",
+        f"error: {held_out}: row 2: 'input' is empty",
     ]
 
 
@@ -231,8 +231,8 @@ def test_bad_prompts_of_both_sets_are_said_together(
     code, said = refuse("train_ppo", f"{flags} --generate_max_len 8 --prompt_max_len 99".split())
     errors = [line for line in said.splitlines() if "error: " in line]
     assert code == 2
-    assert f"error: {prompts}: row 1: 'prompt' is empty" in errors
-    assert f"error: {held_out}: row 1: id 3 is that of {held_out}: row 0, too" in errors
+    assert f"error: {prompts}: row 2: 'prompt' is empty" in errors
+    assert f"error: {held_out}: row 2: id 3 is that of {held_out}: row 1, too" in errors
 
 
 @pytest.mark.parametrize("case", SFT_CASES)

@@ -261,7 +261,7 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(
         main(["--eval_task", "generate", *words])
     assert leaving.value.code == 2
     lines = capfd.readouterr().err.splitlines()
-    assert lines[-1].endswith("bad.jsonl: row 1: 'input' is missing, not text")
+    assert lines[-1].endswith("bad.jsonl: row 2: 'input' is missing, not text")
 
 
 def test_a_language_model_scores_nothing(folder: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_row_longer_than_the_positions_is_refused(
     assert code == 2, error
     [line] = error.splitlines()
     start = "error: 2 of 152 rows are longer than the 64 positions of the model "
-    assert line.startswith(f"{start}{root}/short: {tmp_path}/rows.jsonl: row {LATE} has 1")
+    assert line.startswith(f"{start}{root}/short: {tmp_path}/rows.jsonl: row {LATE + 1} has 1")
     assert f"tokens. Type --max_len {NUM_POSITIONS}, or set max_position_embeddings" in line
 
 
@@ -94,9 +94,9 @@ def test_an_id_without_an_embedding_is_found_in_a_late_row(
     code, error = refuse_rows(command, root / "narrow", rows)
     assert (code, error) == (
         2,
-        f"error: {tmp_path}/rows.jsonl: row {LATE} has token id 261, and the model {root}/narrow "
-        "has 261 embeddings. Use a model whose folder holds its own tokenizer, or give it "
-        "embeddings for the tokens that were added.\n",
+        f"error: {tmp_path}/rows.jsonl: row {LATE + 1} has token id 261, and the model "
+        f"{root}/narrow has 261 embeddings. Use a model whose folder holds its own tokenizer, or "
+        "give it embeddings for the tokens that were added.\n",
     )
 
 
@@ -109,7 +109,7 @@ def test_rows_of_the_evaluation_are_held_against_the_model_too(
     first, second = error.splitlines()
     assert first.startswith("error: 1 of 1 rows are longer than")
     assert second.startswith("error: evaluation: 1 of 2 rows are longer than")
-    assert f"{held_out}: row 1 has" in second
+    assert f"{held_out}: row 2 has" in second
 
 
 @pytest.mark.parametrize(
@@ -231,3 +231,33 @@ def test_a_run_that_goes_on_with_other_evaluation_data_says_so(said, tmp_path: P
         f"the evaluation data changed since {tmp_path / 'global_step7'} was written: its metrics "
         "of before and of now are not of the same samples"
     )
+
+
+def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:
+    more = "--label_key gold --aux_loss_coef 0.1 --attn_implementation flash_attention_3"
+    code, error = refuse_rows("kto", root / "short", [make_row("a")], *more.split())
+    kernel, experts, label = error.splitlines()
+    assert code == 2
+    assert kernel.startswith("error: --attn_implementation flash_attention_3: ")
+    assert (
+        experts == f"error: --aux_loss_coef is set, and {root}/short has no experts. Leave it out."
+    )
+    assert "column 'gold' is not in the data set" in label
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "names"),
+    [
+        ("sft", "--input_key q --output_key a", ["q", "a"]),
+        ("kto", "--input_key q --label_key gold", ["q", "gold"]),
+        ("dpo", "--prompt_key q --chosen_key good --rejected_key bad", ["good", "bad", "q"]),
+        ("prm", "--input_key q --label_key gold", ["q", "gold"]),
+    ],
+)
+def test_all_columns_that_are_not_there_are_named(
+    command: str, flags: str, names: list[str], tiny_model_dir: Path, refuse_rows
+) -> None:
+    code, error = refuse_rows(command, tiny_model_dir, [make_row("a")], *flags.split())
+    assert code == 2
+    said = [line.split("'")[1] for line in error.splitlines()]
+    assert said == names, error

@@ -21,7 +21,7 @@ from openrlhf.trainer.ray import local_group, vllm_engine
 from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.local_group import LocalCluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-from tests.tiny import write_jsonl
+from tests.tiny import make_model, write_jsonl
 
 
 def problem(model: Path, folder: Path, flags: str) -> str:
@@ -32,6 +32,21 @@ def problem(model: Path, folder: Path, flags: str) -> str:
     with pytest.raises(ConfigError) as caught:
         prepare_inputs(parse_config(PPOConfig, words.split()).config, has_engines=False)
     return caught.value.problems[0]
+
+
+def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", max_position_embeddings=64)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"input": "a", "answer": "b"}])
+    words = f"--pretrain {model} --prompt_data {data} --remote_rm_url r.py --label_key gold "
+    words += "--prompt_max_len 32 --generate_max_len 64 --aux_loss_coef 0.1 --input_key question"
+    config = parse_config(PPOConfig, words.split()).config
+    with pytest.raises(ConfigError) as caught:
+        prepare_inputs(config, has_engines=False)
+    lengths, experts, question, gold = caught.value.problems
+    assert "32 + --generate_max_len 64 is more than the 64 positions" in lengths
+    assert "has no experts" in experts
+    assert question.startswith("column 'question' is not in the data set")
+    assert gold.startswith("column 'gold' is not in the data set; columns found: input, answer.")
 
 
 def test_kernels_that_this_machine_lacks(

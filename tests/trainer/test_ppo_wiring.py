@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.problems import Gathered
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.ppo_run import _experience_maker
 from openrlhf.trainer.ppo_setup import _data, make_schedule
@@ -337,9 +338,8 @@ def test_prompts_are_drawn_with_their_probabilities(tmp_path: Path) -> None:
     def origins(flags: str) -> tuple[Counter[str], Counter[str]]:
         """Of the prompts, and of those of the evaluation."""
         flags += f" --eval_dataset {second}"
-        prompts, eval_prompts, _ = _data(
-            config_of(flags, prompt_data=f"{first},{second}"), tokenizer
-        )
+        config = config_of(flags, prompt_data=f"{first},{second}")
+        prompts, eval_prompts, _ = _data(config, tokenizer, Gathered())
         assert eval_prompts is not None
         both = [[prompt.prompt_text[0] for prompt in part] for part in (prompts, eval_prompts)]
         return Counter(both[0]), Counter(both[1])

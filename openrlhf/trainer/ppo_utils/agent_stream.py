@@ -127,7 +127,7 @@ class AgentStream(HostStream):
             self._outlet.note(metrics)
             self._has_failed = self._maker.policy.drops  # else this ends the stream
             first = failures[0]
-            message = f"row {acting.prompt.row_id}: {first.kind}: {first.message}"
+            message = f"row {acting.prompt.row_id + 1}: {first.kind}: {first.message}"
             self._outlet.drop(acting.key, AgentError(message))
             return
         rollouts = self._maker.make_group(acting.prompt, results, group_id=acting.group_id)
