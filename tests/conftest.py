@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -81,6 +82,8 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray cluster for the whole run: starting one takes 5 to 8 s."""
     import ray
 
+    # Without a token of its own Ray leaves one in the home, which `ray job submit` then lacks.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     root = str(Path(__file__).resolve().parent.parent)
     search_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     env_vars = {name: os.environ[name] for name in TEST_ENVIRONMENT} | {"PYTHONPATH": search_path}

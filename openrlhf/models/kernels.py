@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.config.common import DeepSpeedConfig, LoadConfig
 from openrlhf.errors import ConfigError
+from openrlhf.utils.gpus import check_gpus
 
 FLASH_2 = "flash_attention_2"
 # Attention that is never refused: where it is missing, torch's own takes its place.
@@ -47,6 +48,7 @@ def require_cuda_package(flag: str, package: str, *, pip_name: str, is_cuda: boo
 def check_here(ds: LoadConfig, *, is_cuda: bool | None = None) -> None:
     """Raise ConfigError that lists what these settings need and this machine does not have."""
     if is_cuda is None:
+        check_gpus()
         is_cuda = torch.cuda.is_available()
     if problems := list(_missing(ds, is_cuda=is_cuda)):
         raise ConfigError(problems)

@@ -23,6 +23,7 @@ from openrlhf.trainer.batch_generation import PromptTask, check_vllm
 from openrlhf.trainer.batch_scoring import ScoreTask
 from openrlhf.trainer.batch_task import BatchTask
 from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
+from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
 from openrlhf.utils.progress import show_bars_on
 
@@ -43,6 +44,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     assert config.output_path is not None, "check_what_is_needed_is_named"
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path)
+    check_gpus()
     check_writable(output)
     gathered = Gathered()
     if config.eval_task != "generate_vllm":

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping, Sequence
-from pathlib import Path
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-HIDDEN = "-1"  # among its names: no GPU
+from openrlhf.utils.gpus import VISIBLE, visible_gpus
 
 
 def see_own_gpus(
@@ -25,18 +22,10 @@ def see_own_gpus(
     Raises ConfigError when the machine has too few for all of its ranks.
     """
     topology = Topology.from_env(local_rank=config.local_rank, env=env)
-    chosen = env.get(VISIBLE)
-    names = gpus_of_machine() if chosen is None else [n for n in chosen.split(",") if n != HIDDEN]
-    names = [name for name in names if name]
+    names = visible_gpus(env)
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
         size = config.vllm.tensor_parallel_size or 1
         env[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
-
-
-def gpus_of_machine() -> list[str]:
-    """The numbers of the GPUs that this machine shows, without a library of theirs."""
-    files = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return [str(number) for number in range(len(files))]
 
 
 def own_gpus(names: Sequence[str], local_rank: int, tensor_parallel_size: int) -> Sequence[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -98,13 +99,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
     path = tmp_path_factory.mktemp("nodes") / "reward.py"
     path.write_text(REWARD_CODE)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
-    result = subprocess.run(
-        [sys.executable, "-c", SCENARIO, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=inherited,
-    )
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # not the user's head
+        result = subprocess.run(
+            [sys.executable, "-c", SCENARIO, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=inherited | {"RAY_TMPDIR": folder},
+        )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads([x for x in result.stdout.splitlines() if x.startswith("{")][-1])
 

@@ -1,7 +1,10 @@
-"""A Ray cluster that no longer answers is noticed at once, where Ray would try for minutes."""
+"""Which Ray cluster is joined: the one named, else the one the user started; a dead one is noticed
+at once, where Ray would try for minutes.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +28,6 @@ def listener() -> Iterator[socket.socket]:
 def last_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which `ray start` leaves its address, on a machine without a head."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(services, "find_gcs_addresses", set)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     folder = tmp_path / "ray"
     folder.mkdir()
@@ -49,14 +51,28 @@ def test_a_head_that_listens_is_joined(last_address, listener):
     assert found is not None and found.endswith(f":{listener.getsockname()[1]}")
 
 
+def test_the_cluster_of_another_run_is_not_joined(last_address, listener, monkeypatch):
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: {address_of(listener)})
+    assert find_cluster(None) is None
+
+
+def test_the_head_of_another_user_is_named_and_not_joined(
+    last_address, listener, monkeypatch, capsys
+):
+    last_address.write_text(address_of(listener))
+    monkeypatch.setattr(os, "getuid", lambda: last_address.stat().st_uid + 1)
+    assert find_cluster(None) is None
+    assert f"set RAY_ADDRESS={address_of(listener)} to join it" in capsys.readouterr().err
+
+
 def test_no_head_is_no_news(last_address, capsys):
     assert find_cluster(None) is None
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("kind", ["dead", "no address"])
+@pytest.mark.parametrize("kind", ["dead", "nonsense", "auto"])
 def test_an_address_that_was_asked_for_must_answer(last_address, listener, monkeypatch, kind):
-    asked = address_of(listener) if kind == "dead" else "nonsense"
+    asked = address_of(listener) if kind == "dead" else kind
     listener.close()
     monkeypatch.setenv("RAY_ADDRESS", asked)
     with pytest.raises(ConfigError, match=f"RAY_ADDRESS is {asked}, and no Ray cluster answers"):

@@ -7,9 +7,15 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
@@ -18,6 +24,8 @@ from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import warn
 
+QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
+UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
 FORWARDED_PREFIXES = (
@@ -37,14 +45,14 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 @contextmanager
 def ray_session() -> Iterator[None]:
-    """Join the cluster there is (RAY_ADDRESS, a job, a running head), else start one here.
+    """Join the cluster that the user named (RAY_ADDRESS, a job) or started, else start one here.
 
     What was joined or started is left or stopped at the end; a connection the caller had stays.
     """
     if ray.is_initialized():
         yield
         return
-    _connect()
+    _connect(os.environ.get("RAY_ADDRESS"))
     stopping.listen()  # Ray has put a handler of its own in place
     try:
         yield
@@ -52,50 +60,79 @@ def ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
-def _connect() -> None:
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    asked = os.environ.get("RAY_ADDRESS")
+def _connect(asked: str | None) -> None:
     address = None if asked == "local" else find_cluster(asked)
-    if address is not None:
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
-            raise ConfigError(
-                f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
-                "Start it with this environment's ray, or set RAY_ADDRESS=local."
-            ) from error
+    if address is None:
+        _start_here()
         return
+    if asked in UNNAMED:  # as Ray does for the user's own head; elsewhere a token is to be meant
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or a token
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
+            "Start it with this environment's ray, or set RAY_ADDRESS=local."
+        ) from error
+
+
+def _start_here() -> None:
+    """Start a cluster for this run alone, which listens on loopback only."""
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray.init(address="local", include_dashboard=False, **quiet)
+    # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
+    # other clusters are joined.
+    is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(address="local", include_dashboard=False, **QUIET)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_enabled
 
 
 def find_cluster(asked: str | None) -> str | None:
-    """The address of a cluster that answers; None where there is none and none was asked for.
+    """Return the address of the cluster to join, or None if there is none and none was asked for.
 
-    Ray itself goes on for minutes at the address of a head that has died.
+    Raise ConfigError if the one asked for does not answer: Ray itself would try for minutes.
     """
     if asked and asked.startswith("ray://"):  # Ray's client has limits of its own
         return asked
-    from ray._private import services  # noqa: PLC0415 - no public name says where a cluster is
+    address = _started_by_user() if asked in UNNAMED else asked
+    if address and _answers(address):
+        return address
+    if asked:
+        raise ConfigError(
+            f"RAY_ADDRESS is {asked}, and no Ray cluster answers there. "
+            "Start one, or unset RAY_ADDRESS."
+        )
+    if address:
+        warn(f"the Ray cluster at {address} does not answer: one is started on this machine.")
+    return None
 
-    address = None
+
+def _started_by_user() -> str | None:
+    """Return the address that the user's last `ray start` on this machine left in its file.
+
+    Ray's own search also finds the private clusters of other runs, and those of other users.
+    """
+    file = Path(get_ray_address_file(None))
     try:
-        address = services.canonicalize_bootstrap_address(asked or "auto")
-        if address is not None:
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        if asked:
-            raise ConfigError(
-                f"RAY_ADDRESS is {asked}, and no Ray cluster answers there. "
-                "Start one, or unset RAY_ADDRESS."
-            ) from error
-        if address is not None:
-            warn(f"the Ray cluster at {address} does not answer: one is started on this machine.")
+        owner, address = file.stat().st_uid, file.read_text().strip()
+    except OSError:
         return None
-    return address
+    if owner == os.getuid():
+        return address
+    warn(f"the Ray cluster at {address} is another user's: set RAY_ADDRESS={address} to join it.")
+    return None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
