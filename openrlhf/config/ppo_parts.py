@@ -73,6 +73,9 @@ class RolloutConfig(Base):
         "rollout_max_tokens_per_gpu",
         gt=0,
     )
+    num_kept_files: int = option(
+        1000, "Files of samples that stay in the run folder, one a step; the oldest go.", ge=1
+    )
 
 
 class VLLMConfig(Base):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from openrlhf.rewards.answers import RewardBatch
 from openrlhf.rewards.worker import DUMP_SIGNAL
 from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark, resident_gib
 
+MAX_LOG_BYTES = 64 * 2**20  # of what a worker printed; as much again is kept beside it
 LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as loading a model
 TIMED_OUT = "did not end in"
 POLL_S = 0.05  # between two looks at a worker's clock and memory
@@ -125,6 +127,8 @@ class WorkerProcess:
                 f"Its worker was replaced.{self._log_hint}"
             )
 
+        if self.log_path is not None:
+            _rotate(self.log_path)
         start_s = time.monotonic()
         self.mailbox.token = new_mark()
         assert self.connection is not None, "the worker has not answered its last batch"
@@ -204,6 +208,16 @@ def _start(
             env=environment,
             start_new_session=True,
         )
+
+
+def _rotate(path: Path) -> None:
+    """Move what a large log holds to `<name>.1`; the worker, which appends, goes on in the empty
+    file.
+    """
+    with suppress(OSError):  # a log is not worth a run
+        if path.stat().st_size > MAX_LOG_BYTES:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 def _exit_in_words(code: int) -> str:

@@ -276,7 +276,9 @@ def _assemble(
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
         tracker=_tracker(config, inputs.run_dir, resume_step) if cluster.is_main else NullTracker(),
-        rollout_writer=RolloutWriter(inputs.run_dir) if cluster.is_main else None,
+        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files)
+        if cluster.is_main
+        else None,
         checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
         is_main=cluster.is_main,

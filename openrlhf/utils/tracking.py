@@ -282,29 +282,35 @@ class RolloutWriter:
     """Samples as parquet, one file a step: `rollouts/step_000001.parquet`, one row a sample.
 
     Rows may differ in their columns; a missing one is null. Values parquet has no common type for
-    are written as JSON text. A full disk costs the file and one warning.
+    are written as JSON text. A full disk costs the file and one warning. The files of the last
+    `num_kept` steps stay.
     """
 
-    def __init__(self, run_dir: Path | str) -> None:
+    def __init__(self, run_dir: Path | str, *, num_kept: int) -> None:
         self.folder = Path(run_dir) / "rollouts"
+        self.num_kept = num_kept
         self.num_lost = 0
 
     def write(self, step: int, rows: Sequence[Mapping[str, object]]) -> Path | None:
         """Write one step's samples over an earlier attempt's; answers the file, or None if lost."""
         import pyarrow.parquet  # noqa: PLC0415 - heavy
 
-        path = self.folder / f"step_{step:06d}.parquet"
+        path = self._path(step)
         partial = path.with_suffix(".partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             pyarrow.parquet.write_table(_as_table(rows), partial)
             partial.replace(path)
+            self._path(step - self.num_kept).unlink(missing_ok=True)
         except OSError as error:
             self.num_lost += 1
             if self.num_lost == 1:
                 warn(f"rollouts cannot be written to {self.folder} ({error}); training goes on.")
             return None
         return path
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}.parquet"
 
 
 def _as_table(rows: Sequence[Mapping[str, object]]) -> object:

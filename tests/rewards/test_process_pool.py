@@ -434,3 +434,15 @@ def test_workers_die_with_their_parent_also_in_the_middle_of_a_call(tmp_path: Pa
         assert len(pids) == 2 and all(map(is_running, pids))
         parent.kill()
     assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_what_a_function_prints_stays_within_two_files(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "MAX_LOG_BYTES", 2**20)
+    pool = make_pool(num_workers=1)
+    for _ in range(2):
+        assert pool.score(batch_of("talk")).rewards.tolist() == [1.0]  # 100 MiB
+    log, older = sorted((tmp_path / "logs").iterdir())
+    assert (log.name, older.name) == ("reward-0.log", "reward-0.log.1")
+    assert 100 * 2**20 <= log.stat().st_size == older.stat().st_size < 101 * 2**20

@@ -173,7 +173,7 @@ def test_rollouts_are_read_back_as_written(tmp_path):
         {"sample_id": "0/1/0", "reward": 1.0, "token_ids": torch.tensor([5, 6])},
         {"sample_id": "0/1/1", "reward": 0.0, "token_ids": torch.tensor([5]), "extra": {"n": 1.0}},
     ]
-    path = tracking.RolloutWriter(tmp_path).write(7, rows)
+    path = tracking.RolloutWriter(tmp_path, num_kept=9).write(7, rows)
     assert path == tmp_path / "rollouts/step_000007.parquet"
     back = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["token_ids"] for row in back] == [[5, 6], [5]]
@@ -182,15 +182,24 @@ def test_rollouts_are_read_back_as_written(tmp_path):
 
 def test_columns_of_mixed_types_become_json(tmp_path):
     rows = [{"label": "7"}, {"label": 7}, {"label": {"answer": [1, "x"]}}, {"label": None}]
-    path = tracking.RolloutWriter(tmp_path).write(1, rows)
+    path = tracking.RolloutWriter(tmp_path, num_kept=9).write(1, rows)
     labels = pyarrow.parquet.read_table(path)["label"].to_pylist()
     assert labels == ['"7"', "7", '{"answer": [1, "x"]}', None]
 
 
 def test_a_rollout_folder_that_cannot_be_written_warns_once(tmp_path, capsys):
     (tmp_path / "rollouts").write_text("a file in the way")
-    writer = tracking.RolloutWriter(tmp_path)
+    writer = tracking.RolloutWriter(tmp_path, num_kept=9)
     assert writer.write(1, [{"reward": 1.0}]) is None
     assert writer.write(2, [{"reward": 1.0}]) is None
     assert writer.num_lost == 2
     assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_the_files_of_the_last_steps_stay(tmp_path):
+    writer = tracking.RolloutWriter(tmp_path, num_kept=2)
+    # It goes on from a checkpoint of step 2.
+    for step in (1, 2, 3, 4, 3, 4, 5):
+        writer.write(step, [{"reward": 1.0}])
+    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert names == ["step_000004.parquet", "step_000005.parquet"]

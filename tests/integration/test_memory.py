@@ -1,0 +1,47 @@
+"""The memory of a long run does not grow with its steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ppo_runs import GRPO, make_inputs, words
+
+NUM_STEPS, SETTLED = 240, 60  # caches and pools fill in the first steps
+MAX_KIB_A_STEP = 20.0
+# A run whose private memory is noted behind every step.
+DRIVER = """
+import json, sys
+from pathlib import Path
+from openrlhf.cli import train_ppo
+from openrlhf.trainer.ppo_trainer import PPOTrainer
+
+report, sizes = PPOTrainer.report, []
+
+def report_and_note(self, *args):
+    report(self, *args)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes.append(next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
+
+PPOTrainer.report = report_and_note
+train_ppo.main(sys.argv[1:])
+print("SIZES " + json.dumps(sizes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_memory_of_the_driver_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    root = make_inputs(tmp_path)
+    flags = f"{GRPO} --init_kl_coef 0 --num_episodes {NUM_STEPS // 3} --eval_steps 20"
+    held_out = ("--eval_dataset", str(root / "prompts.jsonl"))
+    argv = [sys.executable, "-c", DRIVER, *words(root, tmp_path / "run", flags, *held_out)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stderr[-2000:]
+    sizes = json.loads(result.stdout.splitlines()[-1].removeprefix("SIZES "))
+    assert len(sizes) == NUM_STEPS
+    assert (sizes[-1] - sizes[SETTLED]) / (NUM_STEPS - SETTLED) < MAX_KIB_A_STEP
