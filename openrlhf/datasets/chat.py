@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
@@ -33,6 +34,7 @@ _ROLE_NAMES = {
     "observation": "tool",
     "ipython": "tool",
 }
+RENDERED = "is_rendered"  # column of `batch_inference`: the prompt is text as the model read it
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -48,6 +50,14 @@ class Rendered:
 
     text: str
     assistant_spans: tuple[Span, ...]
+
+
+class Frame(NamedTuple):
+    """What a chat template writes around a user's words and behind the assistant's."""
+
+    start: str
+    middle: str  # between the two: the generation prompt and what stands before it
+    end: str
 
 
 def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
@@ -75,9 +85,12 @@ def render_prompt(
 ) -> str:
     """The rendered prompt of a row, ready for the assistant to write; raises RowError.
 
-    A trailing assistant turn is an answer, not part of the prompt, and is left out.
+    A trailing assistant turn is an answer, not part of the prompt, and is left out. A prompt that
+    is rendered already stays as it is.
     """
     value = row[input_key]
+    if is_rendered(row, value, encoder, apply_chat_template=apply_chat_template):
+        return plain_text(value, input_key)
     if not apply_chat_template:
         return fill_template(input_template, encoder.plain(plain_text(value, input_key)))
     messages = without_answer(to_messages(value))
@@ -87,9 +100,50 @@ def render_prompt(
     return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
 
 
-def asked_part(value: Any) -> Any:
-    """A prompt column's value as `render_prompt` reads it: messages without a closing answer."""
-    return value if isinstance(value, str) else without_answer(to_messages(value))
+def is_rendered(
+    row: Mapping[str, object], value: object, encoder: TextEncoder, *, apply_chat_template: bool
+) -> bool:
+    """Return True for a text that is a rendered prompt: the row says so, or it begins and ends as
+    the chat template that is to be applied begins and ends one.
+    """
+    if not isinstance(value, str) or row.get(RENDERED):
+        return isinstance(value, str)
+    if not apply_chat_template:
+        return False
+    frame = frame_of(encoder)
+    has_marks = bool(frame.middle.strip())
+    return has_marks and value.startswith(frame.start) and value.endswith(frame.middle)
+
+
+@lru_cache(maxsize=4)
+def frame_of(encoder: TextEncoder) -> Frame:
+    """Return what the tokenizer's chat template writes; nothing where it refuses to."""
+    if not encoder.tokenizer.chat_template:
+        return Frame("", "", "")
+    question: Message = {"role": "user", "content": "QUESTION"}
+    answer: Message = {"role": "assistant", "content": "ANSWER"}
+    try:
+        asked = render(encoder, [question], add_generation_prompt=True)
+        rendered = render_answer(encoder, [question, answer])
+    except RowError:  # rows say what is refused
+        return Frame("", "", "")
+    start, _, middle = asked.partition("QUESTION")
+    [(_, stop)] = rendered.assistant_spans
+    return Frame(start, middle, rendered.text[:stop].rpartition("ANSWER")[2])
+
+
+def wrap_input(value: Any, template: str) -> Any:
+    """The template's text around a prompt: around its text, or around the last user message."""
+    if isinstance(value, str):
+        return template.replace("{input}", value)
+    messages = [dict(message) for message in value]
+    for message in reversed(messages):
+        if (message.get("role") or message.get("from")) in ("user", "human"):
+            key = "content" if message.get("content") is not None else "value"
+            if isinstance(message.get(key), str):
+                message[key] = template.replace("{input}", message[key])
+            break
+    return messages
 
 
 def without_answer(messages: Sequence[Message]) -> list[Message]:

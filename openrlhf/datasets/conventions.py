@@ -7,6 +7,7 @@ said the same, so that the config a run leaves behind is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
@@ -14,9 +15,10 @@ from datasets import Dataset
 
 from openrlhf.config.base import Base, is_given, with_default
 from openrlhf.config.notices import Caution
+from openrlhf.datasets.chat import RENDERED, is_rendered
 from openrlhf.datasets.problems import missing_column, unread_of
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
 ConfigT = TypeVar("ConfigT", bound=Base)
 
@@ -72,6 +74,11 @@ def pick_column(
     raise missing_column(wanted or candidates[0], found, flag=flag)
 
 
+def holds_answers(found: Sequence[str]) -> bool:
+    """Whether these are columns of `batch_inference`, which keeps those of its data beside them."""
+    return {"input", "output"}.issubset(found) and bool({RENDERED, "finish_reason"} & {*found})
+
+
 def holds_dialogues(rows: Dataset, column: str) -> bool:
     """Whether the first value of a column that says anything is a message list."""
     kind = rows.features.arrow_schema.field(column).type
@@ -98,6 +105,25 @@ def uses_chat_template(
             "--tokenizer_chat_template, or a model that has one."
         )
     return bool(dialogues)
+
+
+def count_rendered(
+    rows: Dataset, column: str, encoder: TextEncoder, *, apply_chat_template: bool
+) -> int:
+    """Return how many prompts are rendered already."""
+    if RENDERED not in rows.column_names and not apply_chat_template:
+        return 0
+    marks = rows[RENDERED] if RENDERED in rows.column_names else repeat(None)
+    return sum(
+        is_rendered({RENDERED: mark}, value, encoder, apply_chat_template=apply_chat_template)
+        for value, mark in zip(rows[column], marks, strict=False)
+    )
+
+
+def rendered_notices(num_rendered: int, num_rows: int) -> list[str]:
+    """One line where prompts are rendered already."""
+    line = f"{num_rendered} of {num_rows} prompts are rendered already and are read as they are"
+    return [line] if num_rendered else []
 
 
 def image_notices(columns: Iterable[str]) -> list[str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -19,14 +21,21 @@ from openrlhf.datasets.chat import (
     RowError,
     asked_part,
     ends_with_answer,
+    fill_template,
     has_placeholder,
+    plain_text,
     render_prompt,
+    to_messages,
+    without_answer,
+    wrap_input,
 )
 from openrlhf.datasets.conventions import (
     PROMPT_COLUMNS,
+    count_rendered,
     image_notices,
     pick_column,
     recognised_line,
+    rendered_notices,
     unread_notices,
     uses_chat_template,
 )
@@ -57,6 +66,7 @@ class PromptFormat:
     max_len: int | None = None  # tokens of a prompt; None for no limit
     overlong: str = "filter"  # filter | truncate_left | error
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
+    around: str | None = None  # around what is asked, with {input}: see `wrap_input`
 
 
 # What became of rows, beside the prompts that they are: keys of the counts that are kept.
@@ -166,12 +176,9 @@ class PromptDataset:
             why = "is not used for messages" if is_found else "has no {} and is not used"
             self.notices.append(Caution(f"--input_template {form.input_template!r} {why}"))
         self._format = replace(form, input_key=name, apply_chat_template=is_chat)
+        num = count_rendered(self._rows, name, self._encoder, apply_chat_template=is_chat)
+        self.notices += rendered_notices(num, len(self._rows))
         return name
-
-    @property
-    def input_column(self) -> str:
-        """The column of the prompts."""
-        return self._input_key
 
     @property
     def is_chat(self) -> bool:
@@ -225,7 +232,27 @@ class PromptDataset:
                 problems.add(row_place(self._rows, start + offset), str(error))
         return row_ids, texts
 
+    def asked(self, index: int) -> Any:
+        """The prompt of `index` without what stands around it: messages, or text as the model
+        reads it.
+        """
+        row = self._rows[self._content.row_ids[index]]
+        if self.is_chat and not isinstance(row[self._input_key], str):
+            return without_answer(to_messages(row[self._input_key]))
+        if self._format.around is None:
+            return str(self._content.extras[index])
+        return self._encoder.reveal(self._rendered(row))
+
     def _render(self, row: dict[str, object]) -> str:
+        around = self._format.around
+        if around is None:
+            return self._rendered(row)
+        if not self.is_chat or isinstance(row[self._input_key], str):
+            return wrap_input(self._rendered(row), around)
+        messages = wrap_input(without_answer(to_messages(row[self._input_key])), around)
+        return self._rendered({**row, self._input_key: messages})
+
+    def _rendered(self, row: dict[str, object]) -> str:
         return render_prompt(
             row,
             input_key=self._input_key,
@@ -296,3 +323,19 @@ class PromptDataset:
                 f"all {num_rows} prompts are longer than --prompt_max_len {limit}. "
                 "Raise it, or use shorter ones."
             )
+
+
+def preprocess_data(
+    data: Mapping[str, object],
+    input_template: str | None = None,
+    input_key: str = "input",
+    apply_chat_template: Callable[..., str] | None = None,
+) -> str:
+    """Return the prompt of a row as text; `apply_chat_template` is the tokenizer's method.
+
+    For scripts that prepare data as they did for OpenRLHF.
+    """
+    if apply_chat_template is None:
+        return fill_template(input_template, plain_text(data[input_key], input_key))
+    messages = without_answer(to_messages(data[input_key]))
+    return apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -15,8 +15,8 @@ def refuse_repeats(rows: Dataset) -> None:
     """Raise DataError that lists the rows whose id is an earlier one's; a row without an id repeats
     none.
     """
-    if ID_COLUMN not in rows.column_names:
-        return
+    if ID_COLUMN not in rows.column_names or "finish_reason" in rows.column_names:
+        return  # answers of `batch_inference` have the id of their prompt
     column = rows.with_format("arrow").select_columns([ID_COLUMN])[:].column(0)
     if pa.types.is_nested(column.type) or len(present := column.drop_null()) == 0:
         return

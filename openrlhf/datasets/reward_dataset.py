@@ -7,7 +7,7 @@ as supervised rows are; the targets are what follows the prompt. Knows no loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -25,7 +25,13 @@ from openrlhf.datasets.chat import (
     render_dialogue,
     to_messages,
 )
-from openrlhf.datasets.conventions import if_given, recognised_line, uses_chat_template
+from openrlhf.datasets.conventions import (
+    count_rendered,
+    if_given,
+    recognised_line,
+    rendered_notices,
+    uses_chat_template,
+)
 from openrlhf.datasets.csv_files import number_of
 from openrlhf.datasets.problems import missing_column
 from openrlhf.datasets.segments import (
@@ -33,6 +39,7 @@ from openrlhf.datasets.segments import (
     Segment,
     cut_at_spans,
     cut_segments,
+    rendered_segments,
     text_to_learn,
 )
 from openrlhf.datasets.token_store import Json
@@ -134,6 +141,10 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             self.notices.append(Caution("--input_template is not used for messages"))
         elif form.input_template and self._prompt_key is None and not is_chat:
             self.notices.append(Caution("--input_template is not used: there is no prompt column"))
+        if (column := self._prompt_key) is not None:
+            encoder = self._encoder
+            num = count_rendered(self._rows, column, encoder, apply_chat_template=is_chat)
+            self.notices += rendered_notices(num, len(self._rows))
 
     def _look_for_prompts_in_the_answers(self) -> None:
         """Texts that all begin with their prompt hold it already: a column nobody named is then
@@ -184,6 +195,8 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         form = self._format
         margin = self._margin(row)
         sides = [form.chosen_key, form.rejected_key]
+        if self._prompt_key is not None and self._is_rendered(row, self._prompt_key):
+            return self._rendered_draft(row, plain_text(row[self._prompt_key], "prompt"), margin)
         if form.apply_chat_template:
             return self._chat_draft(row, sides, margin)
         answers = [
@@ -195,6 +208,16 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         prompt = self._encoder.plain(plain_text(row[self._prompt_key], self._prompt_key))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
         return Draft([[start, answer] for answer in answers], margin)
+
+    def _rendered_draft(self, row: Row, prompt: str, margin: float) -> Draft:
+        """Both answers behind a prompt that was rendered before."""
+        names = (self._format.chosen_key, self._format.rejected_key)
+        texts = [text_to_learn(self._response_text(row[name]), name) for name in names]
+        sides = [
+            rendered_segments(self._encoder, prompt, text, is_cut=_is_cut(row, side))
+            for text, side in zip(texts, SIDES, strict=True)
+        ]
+        return Draft(sides, margin)
 
     def _side_text(self, value: object, column: str) -> str:
         return self._encoder.plain(text_to_learn(self._response_text(value), column))
@@ -287,3 +310,32 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """How many items two sequences begin with alike."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def preprocess_data(
+    data: Mapping[str, object],
+    input_template: str | None = None,
+    prompt_key: str | None = None,
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    apply_chat_template: Callable[..., str] | None = None,
+) -> tuple[str, str, str, float]:
+    """Return prompt, chosen and rejected response of a row as texts, and its `margin` or 0;
+    `apply_chat_template` is the tokenizer's method. Without `prompt_key` message lists hold their
+    prompt, and texts have none.
+
+    For scripts that prepare data as they did for OpenRLHF.
+    """
+    prompt = ""
+    if prompt_key and apply_chat_template is None:
+        prompt = fill_template(input_template, plain_text(data[prompt_key], prompt_key))
+    sides = []
+    for side in (chosen_key, rejected_key):
+        if apply_chat_template is None:
+            sides.append(plain_text(data[side], side))
+            continue
+        messages = to_messages(data[prompt_key]) if prompt_key else []
+        messages += to_messages(data[side], text_role="assistant")
+        prompt = apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        sides.append(apply_chat_template(messages, tokenize=False).removeprefix(prompt))
+    return prompt, sides[0], sides[1], float(number_of(data.get("margin")) or 0)

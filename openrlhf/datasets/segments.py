@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from openrlhf.datasets.chat import Message, Rendered, RowError, Span, without_end
+from openrlhf.datasets.chat import Message, Rendered, RowError, Span, frame_of, without_end
 from openrlhf.utils.tokenizer import TextEncoder
 
 
@@ -15,7 +15,7 @@ class Segment:
 
     text: str
     is_target: bool
-    is_cut: bool = False  # it did not come to its end: no EOS stands behind it
+    is_cut: bool = False  # no EOS stands behind it: it did not come to its end, or holds its own
 
 
 class LeftOutError(ValueError):
@@ -31,6 +31,21 @@ def text_to_learn(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
     return value
+
+
+def rendered_segments(
+    encoder: TextEncoder, prompt: str, answer: str, *, is_cut: bool
+) -> list[Segment]:
+    """Return the segments of a prompt that was rendered before; behind a generation prompt of the
+    chat template the answer ends as the template ends one.
+    """
+    frame = frame_of(encoder)
+    is_chat = bool(frame.middle.strip()) and frame.middle in prompt
+    end = frame.end if is_chat and not is_cut else ""
+    has_end = is_cut or (bool(end.strip()) and encoder.says_nothing(end))
+    said = encoder.hide(answer) if is_chat else encoder.plain(answer)
+    target = Segment(said + end, is_target=True, is_cut=has_end)
+    return [Segment(prompt, is_target=False), target]
 
 
 def cut_segments(encoder: TextEncoder, rendered: Rendered, answer: Message) -> list[Segment]:

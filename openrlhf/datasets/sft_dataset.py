@@ -7,7 +7,7 @@ token but the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -26,15 +26,19 @@ from openrlhf.datasets.chat import (
     plain_text,
     render_answer,
     render_dialogue,
+    render_prompt,
     to_messages,
 )
 from openrlhf.datasets.conventions import (
     PROMPT_COLUMNS,
     TEXT_COLUMNS,
+    count_rendered,
+    holds_answers,
     holds_dialogues,
     if_given,
     pick_column,
     recognised_line,
+    rendered_notices,
     uses_chat_template,
 )
 from openrlhf.datasets.problems import Gathered, missing_column
@@ -43,6 +47,7 @@ from openrlhf.datasets.segments import (
     Segment,
     cut_at_spans,
     cut_segments,
+    rendered_segments,
     text_to_learn,
 )
 from openrlhf.datasets.tokenized import (
@@ -54,6 +59,7 @@ from openrlhf.datasets.tokenized import (
 )
 from openrlhf.errors import ConfigError, DataError
 
+LIKELY_ANSWERS = ("output", "response", "completion", "answer")  # columns that a remedy names
 DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 
 
@@ -125,6 +131,7 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
             asked, input_key=columns.prompt, output_key=columns.answer, apply_chat_template=is_chat
         )
         self._say_recognised(asked, columns)
+        self.notices += rendered_notices(self._num_rendered(), len(self._rows))
 
     @property
     def input_column(self) -> str:
@@ -152,6 +159,8 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
             )
             gathered.attempt(lambda: pick_column(form.output_key, found, (), flag="--output_key"))
             gathered.raise_if_any()
+        if form.input_key is None and form.output_key is None and holds_answers(found):
+            return Columns("input", "output")
         if form.input_key is not None or form.output_key is not None:
             prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
             candidates = [prompt]
@@ -161,7 +170,7 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
             if (columns := self._with_answer(prompt)) is not None:
                 return columns
         prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
-        self._check_template_finds_answers()
+        self._check_template_finds_answers(prompt)
         return Columns(prompt, None)
 
     def _with_answer(self, prompt: str) -> Columns | None:
@@ -179,21 +188,33 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
             return Columns(prompt, None)
         return None
 
-    def _check_template_finds_answers(self) -> None:
+    def _check_template_finds_answers(self, prompt: str) -> None:
         """No column holds an answer: raises DataError unless the chat template may find one."""
         form, columns = self._format, self._rows.column_names
-        if form.apply_chat_template:
+        if form.apply_chat_template and holds_dialogues(self._rows, prompt):
             return
         if form.usual_output is not None:
             raise missing_column(form.usual_output, columns, flag="--output_key")
+        likely = next((name for name in LIKELY_ANSWERS if name in columns), None)
+        remedy = "Name it with --output_key"
+        if likely is not None:
+            remedy = f"Type --input_key {prompt} --output_key {likely}"
         raise DataError(
             f"no response column is given; columns found: {', '.join(columns)}. "
-            f"Name it with --output_key{self.further_remedy}."
+            f"{remedy}{self.further_remedy}."
         )
 
     def _is_whole_text(self, columns: Columns) -> bool:
         """Whether every token of the prompt column is learnt, and nothing else."""
         return False
+
+    def _num_rendered(self) -> int:
+        if self._columns.answer is None:
+            return 0
+        is_chat = bool(self._format.apply_chat_template)
+        return count_rendered(
+            self._rows, self._columns.prompt, self._encoder, apply_chat_template=is_chat
+        )
 
     def _say_recognised(self, asked: AnsweredFormatT, columns: Columns) -> None:
         """One line when columns, template or text were not asked for as they are read."""
@@ -202,7 +223,7 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         how = "text, of which every token is learnt" if is_text else "text"
         if self._format.apply_chat_template:
             how = "messages, with the chat template"
-        elif template and not is_text:
+        elif template and not is_text and self._num_rendered() < len(self._rows):
             how = f"text, with --input_template {template!r}"
         named = {asked.input_key or "input", asked.output_key or asked.usual_output, None}
         if is_found or not named.issuperset(columns):
@@ -210,10 +231,28 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         if is_found and template not in (None, DEFAULT_TEMPLATE):
             self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
 
+    def asked(self, row: Row) -> Any:
+        """The prompt of a row: messages, or text as the model reads it."""
+        form, column = self._format, self._columns.prompt
+        if form.apply_chat_template and not isinstance(row[column], str):
+            return to_messages(row[column])
+        text = render_prompt(
+            row,
+            input_key=column,
+            input_template=form.input_template,
+            apply_chat_template=bool(form.apply_chat_template),
+            encoder=self._encoder,
+        )
+        return self._encoder.reveal(text)
+
     def _draft(self, row: Row) -> Draft:
+        column, answer = self._columns
+        if answer is not None and self._is_rendered(row, column):
+            response = text_to_learn(self._response_text(row[answer]), answer)
+            prompt = plain_text(row[column], column)
+            return Draft([rendered_segments(self._encoder, prompt, response, is_cut=_is_cut(row))])
         if self._format.apply_chat_template:
             return Draft([self._chat_segments(row)])
-        column, answer = self._columns
         if answer is None:  # a dialogue that is not to be rendered
             raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
         response = text_to_learn(self._response_text(row[answer]), answer)
@@ -308,3 +347,25 @@ class SFTDataset(AnsweredPrompts[SFTFormat]):
 
     def _end_ids(self) -> frozenset[int]:
         return frozenset((self._eos_id(),)) if self._format.pretrain_mode else super()._end_ids()
+
+
+def preprocess_data(
+    data: Mapping[str, object],
+    input_template: str | None = None,
+    input_key: str = "input",
+    output_key: str | None = None,
+    apply_chat_template: Callable[..., str] | None = None,
+) -> tuple[str, str]:
+    """Return prompt and response of a row as texts; `apply_chat_template` is the tokenizer's
+    method. Without `output_key` the response is the last message, or empty.
+
+    For scripts that prepare data as they did for OpenRLHF.
+    """
+    if apply_chat_template is None:
+        prompt = fill_template(input_template, plain_text(data[input_key], input_key))
+        return prompt, plain_text(data[output_key], output_key) if output_key else ""
+    messages = to_messages(data[input_key])
+    if output_key:
+        messages += to_messages(data[output_key], text_role="assistant")
+    prompt = apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    return prompt, apply_chat_template(messages, tokenize=False).removeprefix(prompt)

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.notices import Caution
-from openrlhf.datasets.chat import RowError, has_placeholder
+from openrlhf.datasets.chat import RowError, has_placeholder, is_rendered
 from openrlhf.datasets.conventions import image_notices, unread_notices
 from openrlhf.datasets.model_limits import ModelLimits, check_fits
 from openrlhf.datasets.problems import Problems, row_place
@@ -148,6 +148,11 @@ class TokenizedDataset(ABC, Generic[FormatT]):
     @abstractmethod
     def _draft(self, row: Row) -> Draft:
         """The row's segments; raises RowError, or LeftOutError for nothing to learn."""
+
+    def _is_rendered(self, row: Row, column: str) -> bool:
+        """Whether the prompt in this column is not to be rendered again."""
+        is_chat = bool(self._format.apply_chat_template)
+        return is_rendered(row, row[column], self._encoder, apply_chat_template=is_chat)
 
     def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
         """A last word on whole sequences, before they are cut; may raise RowError."""

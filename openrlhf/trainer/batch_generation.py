@@ -2,7 +2,7 @@
 
 Every rank has an engine of its own. Every prompt has seeds of its own, so its answers depend
 neither on the ranks nor on which prompts were done before a restart. Rows hold the prompt as the
-data has it, so that later commands render it in the same way.
+model read it, so that later commands score and learn it so; a message list stays one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.datasets.chat import asked_part
-from openrlhf.datasets.conventions import PROMPT_COLUMNS, if_given, pick_column
+from openrlhf.datasets.conventions import if_given
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -28,14 +27,11 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.sizes import head_size, num_positions
 from openrlhf.trainer.answer_parts import Rows
-from openrlhf.trainer.batch_task import BatchTask, Record, load_options
-from openrlhf.trainer.post_processors import wish_template, with_tools, wrap_input
+from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
+from openrlhf.trainer.post_processors import wish_template
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.progress import counter, progress
 from openrlhf.utils.tokenizer import eos_token_ids
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
 CHUNKS_IN_FLIGHT = 3  # keep a vLLM engine full while finished chunks are written
@@ -55,18 +51,13 @@ class PromptTask(BatchTask):
             max_len=data.prompt_max_len,
             overlong=data.overlong_prompts,
             allow_special_tokens=data.allow_special_tokens,
+            around=wish_template(config.csft.prompt) if config.csft.enable else None,
         )
-        rows = self.rows
-        if config.csft.enable:
-            column = pick_column(
-                prompt_format.input_key, rows.column_names, PROMPT_COLUMNS, flag="--input_key"
-            )
-            rows = asked_for_reward(rows, column, config.csft.prompt)
         with (
             giving_way(gives_way=not goes_first),
             counter("tokenising prompts", is_shown=goes_first) as show,
         ):
-            self.prompts = PromptDataset(rows, self.tokenizer, prompt_format, progress=show)
+            self.prompts = PromptDataset(self.rows, self.tokenizer, prompt_format, progress=show)
         self.notices = self.prompts.notices
         self.max_model_len = int(self.prompts.lengths.max()) + config.rollout.max_new_tokens
         self._check_positions()
@@ -79,6 +70,10 @@ class PromptTask(BatchTask):
         if rollout.iter is None:
             return range(len(self.prompts))
         return slice_of(len(self.prompts), rollout.batch_size, rollout.iter)
+
+    def row_id(self, item: int) -> int:
+        """The row of a prompt."""
+        return self.prompts[item].row_id
 
     @property
     def data_key(self) -> str:
@@ -136,15 +131,9 @@ class PromptTask(BatchTask):
         }
 
     def _row(self, index: int, completion: Completion) -> dict[str, Any]:
-        row = self.rows[self.prompts[index].row_id]
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        value = row[self.prompts.input_column]
-        answered = {
-            "input": asked_part(value) if self.prompts.is_chat else value,
-            "output": text,
-            "finish_reason": completion.finish_reason,
-        }
-        return with_tools(answered, row)
+        asked = asked_columns(self.prompts.asked(index))
+        return {**asked, "output": text, "finish_reason": completion.finish_reason}
 
     def _seed(self, index: int) -> int:
         """Far enough from other prompts': sample k of a prompt takes the seed plus k."""
@@ -222,14 +211,3 @@ def slice_of(num_prompts: int, size: int, iteration: int) -> range:
     num_slices = -(-num_prompts // size)
     start = iteration % num_slices * size
     return range(start, min(start + size, num_prompts))
-
-
-def asked_for_reward(rows: Dataset, column: str, csft_prompt: str) -> Dataset:
-    """The rows with the wish for a reward in each prompt, as conditional SFT writes it."""
-    template = wish_template(csft_prompt)
-
-    def ask(row: dict[str, Any]) -> dict[str, Any]:
-        value = row[column]
-        return {column: wrap_input(value, template) if isinstance(value, (str, list)) else value}
-
-    return rows.map(ask)

@@ -92,9 +92,15 @@ def unfinished_items(task: BatchTask, parts: AnswerParts, *, say: bool) -> list[
 def write_output(task: BatchTask, parts: AnswerParts, output: Path) -> None:
     """Put the rows in input order, through the post-processor, into the file; then clean up."""
     found = parts.read()
-    rows = [row for index in task.items for row in found[index]]
+    rows = [
+        {**columns, **row}
+        for index in task.items
+        for columns in [task.columns_of(index)]
+        for row in found[index]
+    ]
     kept, lines = post_process(rows, task.config.reward)
-    write_lines(output, (json.dumps(row, ensure_ascii=False) for row in kept))
+    # Dates and the like, which JSON does not know, become their text.
+    write_lines(output, (json.dumps(row, ensure_ascii=False, default=str) for row in kept))
     for line in [*summary(rows), *lines]:
         notice(line)
     notice(f"{len(kept)} rows written to {output}")

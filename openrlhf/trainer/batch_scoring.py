@@ -21,8 +21,7 @@ from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.loading import is_value_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.answer_parts import Rows
-from openrlhf.trainer.batch_task import BatchTask, Record, load_options
-from openrlhf.trainer.post_processors import with_tools
+from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import counter, progress
 
@@ -50,6 +49,10 @@ class ScoreTask(BatchTask):
     def items(self) -> range:
         """Every row that can be scored."""
         return range(len(self.examples))
+
+    def row_id(self, item: int) -> int:
+        """The row of a pair of prompt and answer."""
+        return self.examples.row_ids[item]
 
     @property
     def data_key(self) -> str:
@@ -102,15 +105,12 @@ class ScoreTask(BatchTask):
         return {index: [self._row(index, score)] for index, score in pairs}
 
     def _row(self, index: int, reward: float) -> dict[str, object]:
-        row_id = self.examples.row_ids[index]
+        row_id = self.row_id(index)
         if not math.isfinite(reward):
             raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
         row, column = self.rows[row_id], self.examples.output_column
         if column is None:  # the dialogue ends with the answer
             *asked, answer = to_messages(row[self.examples.input_column])
-            scored = {"input": asked, "output": answer["content"]}
-        else:
-            scored = {"input": row[self.examples.input_column], "output": row[column]}
-        if row.get("finish_reason") is not None:
-            scored["finish_reason"] = row["finish_reason"]
-        return with_tools({**scored, "reward": reward}, row)
+            return {"input": asked, "output": answer["content"], "reward": reward}
+        asked = asked_columns(self.examples.asked(row))
+        return {**asked, "output": row[column], "reward": reward}

@@ -10,9 +10,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.chat import RENDERED
 from openrlhf.datasets.expectations import Expectations
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
@@ -75,6 +76,15 @@ class BatchTask(ABC):
     def items(self) -> range:
         """Indices of the items, in the order of their rows in the output."""
 
+    @abstractmethod
+    def row_id(self, item: int) -> int:
+        """The row of the data that an item is made of."""
+
+    def columns_of(self, item: int) -> dict[str, Any]:
+        """The columns of an item's row, without bytes, which JSON cannot hold."""
+        schema, row = self.rows.features.arrow_schema, self.rows[self.row_id(item)]
+        return {name: row[name] for name in row if "binary" not in str(schema.field(name).type)}
+
     @property
     @abstractmethod
     def data_key(self) -> str:
@@ -90,6 +100,11 @@ class BatchTask(ABC):
         settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
         facts = [settings, files_of_model(self.model_path), self.data_key]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def asked_columns(asked: Any) -> dict[str, Any]:
+    """The columns of a prompt, which is a message list, or text as the model read it."""
+    return {"input": asked, RENDERED: True} if isinstance(asked, str) else {"input": asked}
 
 
 def load_options(config: BatchInferenceConfig) -> LoadOptions:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from openrlhf.config.serving import ChatConfig
-from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render
+from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
 from openrlhf.errors import ConfigError
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import (
@@ -28,7 +28,7 @@ from openrlhf.models.loading import (
     load_config,
 )
 from openrlhf.models.sizes import num_positions
-from openrlhf.trainer.post_processors import wish_template, wrap_input
+from openrlhf.trainer.post_processors import wish_template
 from openrlhf.utils.tokenizer import (
     TextEncoder,
     Tokenizer,
@@ -37,7 +37,8 @@ from openrlhf.utils.tokenizer import (
     load_tokenizer,
 )
 
-HELP = "Type /reset to start anew, /exit to leave; Ctrl-C stops an answer, then the chat."
+HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat."
+LEAVING = {"exit", "quit", "/exit", "/quit"}
 PROMPT = "> "
 COMMAND = re.compile(r"/[a-z]+")
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the answer
@@ -93,9 +94,8 @@ class Conversation:
         return ids, num_dropped
 
     def _encode(self, line: str) -> list[int]:
-        line = wrap_input(line, self._wish)
         text = self._chat_text(line) if self._is_chat else self._plain_text(line)
-        return self._encoder.encode_prompts([text])[0]
+        return self._encoder.encode_prompts([wrap_input(text, self._wish)])[0]
 
     def _chat_text(self, line: str) -> str:
         messages: list[dict[str, object]] = []
@@ -174,7 +174,7 @@ class Chat:
         self.model = load_model(config, path)
 
     def talk(self, lines: TextIO) -> None:
-        """Answer lines until /exit, the end of input, or Ctrl-C while nothing is answered."""
+        """Answer lines until `exit`, the end of input, or Ctrl-C while nothing is answered."""
         self._say(HELP + "\n")
         try:
             self._take_turns(lines)
@@ -182,7 +182,7 @@ class Chat:
             self._say("\nGoodbye.\n")
 
     def _take_turns(self, lines: TextIO) -> None:
-        while (line := self._read(lines)) and (words := line.strip()) != "/exit":
+        while (line := self._read(lines)) and (words := line.strip()) not in LEAVING:
             if words == "/reset":
                 self.conversation.reset()
                 self._say("The conversation starts anew.\n")

@@ -1,7 +1,7 @@
 """What becomes of scored answers: the best of a prompt, its best and worst, or scores in prompts.
 
-Pure functions from rows {input, output, reward, ...} to rows; rows with an equal input are answers
-to one prompt, and prompts keep the order in which they first came.
+Pure functions from rows {input, output, reward, ...} to rows, which keep all other columns; rows
+with an equal input are answers to one prompt, and prompts keep the order in which they first came.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from openrlhf.datasets.chat import wrap_input
+
 Row = Mapping[str, Any]
+OF_ONE_ANSWER = ("input", "output", "reward", "finish_reason")  # columns that a pair has twice
 REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
 
 
@@ -26,8 +29,8 @@ def best_answers(rows: Sequence[Row]) -> list[Row]:
 def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
     """Best and worst answer of each prompt, and how many prompts had none to prefer.
 
-    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward}; a side that met its limit of
-    tokens has its finish reason beside it.
+    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward} and the other columns of the
+    best; a side that met its limit of tokens has its finish reason beside it.
     """
     pairs: list[Row] = []
     num_equal = 0
@@ -36,7 +39,7 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         if _reward(best) == _reward(worst):
             num_equal += 1
             continue
-        pair = {
+        pair = {name: value for name, value in best.items() if name not in OF_ONE_ANSWER} | {
             "prompt": best["input"],
             "chosen": best["output"],
             "chosen_reward": _reward(best),
@@ -46,7 +49,7 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
         for side, row in (("chosen", best), ("rejected", worst)):
             if row.get("finish_reason") == "length":
                 pair[f"{side}_finish_reason"] = "length"
-        pairs.append(with_tools(pair, best))
+        pairs.append(pair)
     return pairs, num_equal
 
 
@@ -66,12 +69,6 @@ def rewards_in_prompts(
     ]
 
 
-def with_tools(made: Row, row: Mapping[str, Any]) -> Row:
-    """The row that was made of another, with the tools that its prompt offers, if any."""
-    tools = row.get("tools")
-    return {**made, "tools": tools} if tools else made
-
-
 def wish_template(csft_prompt: str) -> str:
     """Where a wish for a reward stands: behind the prompt, as the default template writes it.
 
@@ -79,20 +76,6 @@ def wish_template(csft_prompt: str) -> str:
     Example: "<rm_score>: 5.00" gives "{input} <rm_score>: 5.00 ".
     """
     return csft_prompt if "{input}" in csft_prompt else f"{{input}} {csft_prompt.strip()} "
-
-
-def wrap_input(value: Any, template: str) -> Any:
-    """The template's text around a prompt: around its text, or around the last user message."""
-    if isinstance(value, str):
-        return template.replace("{input}", value)
-    messages = [dict(message) for message in value]
-    for message in reversed(messages):
-        if (message.get("role") or message.get("from")) in ("user", "human"):
-            key = "content" if message.get("content") is not None else "value"
-            if isinstance(message.get(key), str):
-                message[key] = template.replace("{input}", message[key])
-            break
-    return messages
 
 
 def z_scores(values: Sequence[float]) -> list[float]:

@@ -53,6 +53,16 @@ def test_plain_answers_follow_the_prompt_inside_its_template(tokenizer):
     assert (dataset.lengths.tolist(), dataset[0].margin, dataset.notices) == ([22], 0.0, [])
 
 
+@pytest.mark.parametrize("is_chat", [None, True])
+def test_a_prompt_that_is_rendered_already_is_not_rendered_again(tokenizer, is_chat):
+    prompt = "<|user|>q<|end|><|assistant|>"
+    rows = [{"prompt": prompt, "chosen": "ab", "rejected": "ac", "is_rendered": True}]
+    dataset = pairs(tokenizer, rows, prompt_key="prompt", apply_chat_template=is_chat)
+    assert shown(tokenizer, dataset) == CHAT_SIDES
+    token_ids = dataset[0].chosen_ids.tolist()
+    assert token_ids[:1] == tokenizer.convert_tokens_to_ids(["<|user|>"])
+
+
 def test_plain_dialogues_part_where_their_tokens_do(tokenizer):
     rows = [{"chosen": "Q: q A: ab", "rejected": "Q: q A: acd"}]
     assert shown(tokenizer, pairs(tokenizer, rows)) == [

@@ -132,6 +132,43 @@ def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
     assert shown(tokenizer, dataset) == ("user: hi\nassistant: yo\n<|end|>", "yo\n<|end|>")
 
 
+OTHER_END = PLAIN_TEMPLATE.replace("<|end|>", "<|tool|>")  # not the EOS
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OTHER_END])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_prompt_that_is_rendered_already_is_not_rendered_again(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    raw = {"input": "hi", "output": "yo", "finish_reason": reason}
+    question = [message("user", "hi")]
+    rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    row = {**raw, "input": rendered}
+    [expected] = examples(tokenizer, [raw], output_key="output", apply_chat_template=True)
+    for rows, options in [
+        ([row], {"apply_chat_template": True}),  # it looks so
+        ([{**row, "is_rendered": True}], {"apply_chat_template": True}),  # it says so
+        ([{**row, "is_rendered": True}], {}),
+    ]:
+        dataset = examples(tokenizer, rows, output_key="output", **options)
+        assert dataset[0].token_ids.tolist() == expected.token_ids.tolist()
+        assert dataset[0].loss_mask.tolist() == expected.loss_mask.tolist()
+        assert "1 of 1 prompts are rendered already and are read as they are" in dataset.notices
+
+
+def test_a_prompt_inside_an_input_template_is_not_put_into_one_again(tokenizer):
+    row = {"input": "User: hi\nAssistant: ", "output": "yo", "is_rendered": True}
+    dataset = examples(tokenizer, [row], output_key="output")
+    assert shown(tokenizer, dataset) == ("User: hi\nAssistant: yo<|end|>", "yo<|end|>")
+
+
+@pytest.mark.parametrize("others", [{}, {"prompt": "p", "completion": "c"}, {"messages": "M"}])
+def test_rows_of_batch_inference_need_no_flags_whatever_columns_stand_beside(tokenizer, others):
+    dialogue = [message("user", "u"), message("assistant", "m")]
+    own = {"input": "q", "output": "o", "finish_reason": "stop"}
+    row = {**own, **{name: dialogue if v == "M" else v for name, v in others.items()}}
+    assert shown(tokenizer, examples(tokenizer, [row], pretrain_mode=None))[1] == "o<|end|>"
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_multiturn(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>"
@@ -216,6 +253,17 @@ def test_a_missing_response_column_lists_the_columns(tokenizer):
         DataError, match=r"no response column is given; columns found: input, answer"
     ):
         examples(tokenizer, rows)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("input_key", [None, "input"])
+def test_rows_of_input_and_output_say_what_to_type(tokenizer, input_key, is_chat):
+    rows = [{"input": "a", "output": "b"}]
+    said = "columns found: input, output. Type --input_key input --output_key output, or"
+    with pytest.raises(DataError, match=said):
+        examples(tokenizer, rows, input_key=input_key, apply_chat_template=is_chat)
+    keys = {"input_key": "input", "output_key": "output"}
+    assert shown(tokenizer, examples(tokenizer, rows, **keys))[1] == "b<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -13,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 from openrlhf.cli.batch_inference import main
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines import vllm_installed
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.batch_generation import slice_of
+from openrlhf.trainer.batch_generation import PromptTask, slice_of
 from openrlhf.trainer.batch_inference import run_batch_inference, summary
 from openrlhf.trainer.rank_gpus import own_gpus, see_own_gpus
 from tests.distributed.spawn import run_ranks
@@ -333,6 +336,99 @@ def test_hidden_gpus_stay_hidden() -> None:
         env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": hidden}
         see_own_gpus(config, env=env)
         assert env["CUDA_VISIBLE_DEVICES"] == hidden
+
+
+def test_answers_are_scored_behind_the_prompt_that_the_model_read(folder: Path) -> None:
+    """Prompts as text are written as they were rendered, message lists stay lists; scoring gives
+    all of them what the reward model says of question and answer inside the template.
+    """
+    asked = ["1+1?", "2+2?", "3+3?"]
+    dialogues = [[{"role": "user", "content": text}] for text in asked]
+    write_jsonl(folder / "texts.jsonl", [{"input": text} for text in asked])
+    write_jsonl(folder / "lists.jsonl", [{"input": messages} for messages in dialogues])
+    for name in ("texts", "lists"):
+        paths = {"dataset": f"{name}.jsonl", "output_path": f"{name}-out.jsonl"}
+        run_batch_inference(
+            config_of(folder, "generate", f"{GREEDY} --apply_chat_template", **paths)
+        )
+    texts, lists = (read_rows(folder / f"{name}-out.jsonl") for name in ("texts", "lists"))
+    assert [row["output"] for row in texts] == [row["output"] for row in lists]
+    assert [row["input"] for row in texts] == [
+        f"<|user|>{text}<|end|><|assistant|>" for text in asked
+    ]
+    assert [row["input"] for row in lists] == dialogues
+
+    for name, answers in (("texts", texts), ("lists", lists)):
+        said = [{**row, "output": "yes", "finish_reason": "stop"} for row in answers]
+        write_jsonl(folder / f"{name}-said.jsonl", said)
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(folder / "reward")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "reward")
+    dialogue = f"<|user|>{asked[0]}<|end|><|assistant|>yes<|end|>"
+    expected = model(tokenizer(dialogue, return_tensors="pt").input_ids).logits.item()
+    found = {}
+    for name, flags in (("texts", ""), ("texts", "--apply_chat_template"), ("lists", "")):
+        paths = {"pretrain": "reward", "dataset": f"{name}-said.jsonl", "output_path": "by.jsonl"}
+        run_batch_inference(config_of(folder, "rm", flags, **paths))
+        rows = read_rows(folder / "by.jsonl")
+        assert [row["input"] for row in rows] == (dialogues if name == "lists" else asked_of(texts))
+        found[name, flags] = [row["reward"] for row in rows]
+    first = found.pop(("texts", ""))
+    assert first[0] == pytest.approx(expected, abs=1e-5)
+    assert all(rewards == first for rewards in found.values())
+
+
+def asked_of(rows: list[dict]) -> list[str]:
+    return [row["input"] for row in rows]
+
+
+def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind(
+    folder: Path,
+) -> None:
+    write_jsonl(folder / "qa.jsonl", [{"question": "1+1?", "response": "2", "id": 4}])
+    flags = "--input_key question --output_key response --apply_chat_template --post_processor csft"
+    paths = {"pretrain": "reward", "dataset": "qa.jsonl", "output_path": "csft.jsonl"}
+    run_batch_inference(config_of(folder, "rm", flags, **paths))
+    [row] = read_rows(folder / "csft.jsonl")
+    assert row["input"] == f"<|user|>1+1?<|end|><|assistant|> <rm_score>: {row['reward']:.2f} "
+    assert (row["question"], row["response"], row["output"], row["id"]) == ("1+1?", "2", "2", 4)
+
+    # What conditional SFT learns is the prompt that a wish makes of the same question.
+    write_jsonl(folder / "q.jsonl", [{"question": "1+1?"}])
+    wish = ["--enable_csft", "--csft_prompt", f"<rm_score>: {row['reward']:.2f}"]
+    words = ["--eval_task", "generate", "--pretrain", str(folder / "model"), "--input_key"]
+    words += ["question", "--dataset", str(folder / "q.jsonl"), "--apply_chat_template"]
+    words += ["--output_path", str(folder / "wished.jsonl"), *wish]
+    asked = PromptTask(parse_config(BatchInferenceConfig, words).config).prompts[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    learnt = SFTDataset(Dataset.from_list([row]), tokenizer, SFTFormat(output_key="output"))[0]
+    assert learnt.token_ids[~learnt.loss_mask].tolist() == list(asked.prompt_token_ids)
+
+
+def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
+    facts = {"answer": 2, "output": "of the data", "tags": ["a", "b"], "id": 3}
+    write_jsonl(folder / "facts.jsonl", [{"input": "1+1=", **facts}])
+    flags = "--best_of_n 2 --max_new_tokens 8 --prompt_max_len 64"
+    paths = {"dataset": "facts.jsonl", "output_path": "facts-out.jsonl"}
+    run_batch_inference(config_of(folder, "generate", flags, **paths))
+    rows = read_rows(folder / "facts-out.jsonl")
+    own = {"input": "1+1=", "is_rendered": True}
+    for row in rows:
+        assert row == {**facts, **own, **{k: row[k] for k in ("output", "finish_reason")}}
+    assert "of the data" not in asked_of(rows)
+    paths = {"pretrain": "reward", "dataset": "facts-out.jsonl", "output_path": "facts-rm.jsonl"}
+    run_batch_inference(config_of(folder, "rm", "--post_processor rs", **paths))
+    [best] = read_rows(folder / "facts-rm.jsonl")  # two answers with one id are read
+    assert best == {**next(row for row in rows if row["output"] == best["output"]), **best}
+
+
+def test_dates_are_written_as_text_and_bytes_are_left_out(folder: Path) -> None:
+    row = {"input": "1+1=", "day": datetime.date(2025, 1, 2), "image": b"\x89PNG"}
+    Dataset.from_list([row]).to_parquet(folder / "dates.parquet")
+    paths = {"dataset": "dates.parquet", "output_path": "dates-out.jsonl"}
+    run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
+    [found] = read_rows(folder / "dates-out.jsonl")
+    assert found["day"].startswith("2025-01-02") and "image" not in found
 
 
 def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: Path) -> None:

@@ -69,6 +69,12 @@ def test_reset_forgets_and_exit_leaves_before_the_next_line(tiny_model_dir):
     assert text.endswith("> ")
 
 
+@pytest.mark.parametrize("word", ["exit", "quit", "/quit"])
+def test_plain_words_leave_too(tiny_model_dir, word):
+    chat, text = chat_with(tiny_model_dir, f" {word} \nnever\n")
+    assert chat.conversation.turns == [] and text.endswith("> ")
+
+
 def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
     chat, text = chat_with(tiny_model_dir, "\n  \n")
     assert chat.conversation.turns == []
@@ -76,8 +82,8 @@ def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
 
 
 def test_a_command_that_does_not_exist_is_no_turn_but_a_path_is(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "/quit\n/help\n/etc/hosts\n")
-    assert "There is no command /quit. Type /reset to start anew, /exit to leave" in text
+    chat, text = chat_with(tiny_model_dir, "/leave\n/help\n/etc/hosts\n")
+    assert "There is no command /leave. Type /reset to start anew, exit to leave" in text
     assert text.count("Type /reset to start anew") == 3  # at the start, and for both
     assert [turn.line for turn in chat.conversation.turns] == ["/etc/hosts"]
 
@@ -173,7 +179,7 @@ def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model
     flags = ["--ta_prompt", str(tmp_path / "start.txt"), "--enable_csft"]
     chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
     ids, _ = chat.conversation.prompt_for("hi")
-    expected = "<|system|>Be kind.<|end|><|user|>hi <rm_score>: 5.00 <|end|><|assistant|>"
+    expected = "<|system|>Be kind.<|end|><|user|>hi<|end|><|assistant|> <rm_score>: 5.00 "
     assert chat.tokenizer.decode(ids) == expected
 
 
@@ -181,7 +187,7 @@ def test_a_wish_may_say_where_it_stands(tiny_model_dir):
     flags = ["--enable_csft", "--csft_prompt", "[good] {input}"]
     chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
     ids, _ = chat.conversation.prompt_for("hi")
-    assert chat.tokenizer.decode(ids) == "<|user|>[good] hi<|end|><|assistant|>"
+    assert chat.tokenizer.decode(ids) == "[good] <|user|>hi<|end|><|assistant|>"
 
 
 def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(tiny_model_dir):

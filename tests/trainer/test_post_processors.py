@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.datasets.chat import wrap_input
 from openrlhf.trainer.post_processors import (
     best_answers,
     preference_pairs,
     rewards_in_prompts,
     wish_template,
-    wrap_input,
     z_scores,
 )
 
@@ -52,6 +52,16 @@ def test_a_pair_says_which_of_its_sides_was_cut():
         [row("a", "x", 1.0) | cut, row("a", "y", 0.0) | {"finish_reason": "stop"}]
     )
     assert pair["chosen_finish_reason"] == "length" and "rejected_finish_reason" not in pair
+
+
+def test_other_columns_stay_with_the_rows_that_are_kept_and_made():
+    facts = {"id": 7, "is_rendered": True, "chosen": "of the data"}
+    rows = [{**row("a", "x", 1.0), **facts}, {**row("a", "y", 0.0), **facts}]
+    assert best_answers(rows) == rows[:1]
+    [pair], _ = preference_pairs(rows)
+    assert (pair["id"], pair["is_rendered"], pair["chosen"]) == (7, True, "x")
+    assert not pair.keys() & {"input", "output", "reward"}
+    assert [found["id"] for found in rewards_in_prompts(rows)] == [7, 7]
 
 
 def test_message_lists_that_say_the_same_are_one_prompt():
