@@ -10,7 +10,8 @@ PROMPTS=${PROMPTS:-2048}
 SAMPLES=${SAMPLES:-4}
 GPUS=${GPUS:-8}
 ENGINE=${ENGINE:-generate_vllm}
-# How rows become text. All steps get it: an answer is scored and learnt as it was sampled.
+# How prompts become text. Rows of `answer` hold the text that the model read, or message lists:
+# an answer is scored and learnt as it was sampled.
 FORMAT=${FORMAT:---apply_chat_template}
 
 launcher=(python -m)

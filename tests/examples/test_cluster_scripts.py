@@ -23,6 +23,7 @@ __all__ = ["tiny_variables"]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+PROGRAMS = ("apt-get", "sudo", "docker", "nvidia-ctk", "nvidia-smi", "systemctl")
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD"\n'
 # Two nodes that are both this machine. A step without --nodelist has a task on each of them.
 SCONTROL = "#!/bin/sh\nprintf 'localhost\\nlocalhost\\n'\n"
@@ -84,18 +85,21 @@ def test_a_script_is_bash_and_says_what_it_is(path):
 def test_the_document_lists_every_script_and_shows_jobs_that_can_be_submitted():
     text = (ROOT / "docs" / "examples.md").read_text()
     listed = re.findall(r"\(\.\./examples/scripts/([\w.]+)\)", text[: text.index("## SLURM")])
-    assert sorted(listed) == sorted(path.name for path in SCRIPTS.glob("*.sh"))
+    files = [path.name for path in SCRIPTS.glob("*.sh") if not path.is_symlink()]
+    assert sorted(listed) == sorted(files)
     [jobs] = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     for job in jobs.splitlines():
         for name in re.findall(r"\S*examples/scripts/\S+", job):
             assert (ROOT / name.rpartition("=")[2]).is_file()
-        assert job.split()[-1].rpartition("/")[2].startswith("slurm_")
+        assert "slurm" in job.split()[-1].rpartition("/")[2]
 
 
 def test_slurm_starts_torchrun_on_every_node_with_flags_that_are_understood(install, tmp_path):
     record = tmp_path / "words"
     path = install(srun=RECORDER, scontrol=SCONTROL)
-    run_script("slurm_dpo.sh", PATH=path, RECORD=str(record), GPUS="4", **JOB).check_returncode()
+    run_script(
+        "train_llama_slurm.sh", PATH=path, RECORD=str(record), GPUS="4", **JOB
+    ).check_returncode()
     words = record.read_text().splitlines()
     at = words.index("-m")
     assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"]
@@ -118,7 +122,7 @@ def test_dpo_trains_on_the_nodes_of_a_slurm_job(install, tiny_variables, tmp_pat
     data = Path(tiny_variables["DATA"]).with_name("pairs.jsonl")
     variables = tiny_variables | JOB | {"DATA": str(data), "PORT": free_port()}
     result = run_script(
-        "slurm_dpo.sh",
+        "train_llama_slurm.sh",
         **variables,
         PATH=path,
         OUT=str(tmp_path / "run"),
@@ -135,7 +139,7 @@ def test_dpo_trains_on_the_nodes_of_a_slurm_job(install, tiny_variables, tmp_pat
 def test_rl_trains_on_a_ray_cluster_of_the_nodes_of_a_slurm_job(install, tiny_variables, tmp_path):
     path = install(srun=SRUN, scontrol=SCONTROL, hostname=HOSTNAME)
     result = run_script(
-        "slurm_ppo_ray.sh",
+        "train_ppo_llama_ray_slurm.sh",
         **tiny_variables,
         **JOB,
         SCRIPT="examples/scripts/train_grpo_hybrid.sh",
@@ -172,6 +176,23 @@ def test_docker_builds_the_image_once_and_runs_the_command_in_this_folder(
         assert words[words.index("--file") + 1] == str(ROOT / "dockerfile" / "Dockerfile")
     assert words[-5:] == ["--env", "MODEL=m", "openrlhf", *script]
     assert f"{ROOT}:/work" in words and f"{tmp_path / 'hf'}:/hf" in words
+
+
+def test_docker_and_nvidias_toolkit_are_installed_where_they_are_missing(install, tmp_path):
+    record = tmp_path / "words"
+    said = {name: f'#!/bin/sh\necho "{name} $*" >> "$RECORD"\n' for name in PROGRAMS}
+    folder = install(**said).split(os.pathsep)[0]
+    for name in ("bash", "id", "cat"):
+        Path(folder, name).symlink_to(f"/bin/{name}" if name != "id" else "/usr/bin/id")
+    result = run_script("nvidia_docker_install.sh", PATH=folder, RECORD=str(record))
+    assert result.returncode == 0, result.stderr
+    lines = record.read_text().splitlines()
+    assert not any("install --yes docker.io" in line for line in lines)  # it is there
+    assert "nvidia-ctk runtime configure --runtime=docker" in lines
+    assert lines[-1] == "docker run --rm --gpus all ubuntu nvidia-smi"
+    Path(folder, "nvidia-smi").unlink()
+    result = run_script("nvidia_docker_install.sh", PATH=folder, RECORD=str(record))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
 def test_the_dockerfile_copies_what_is_there_and_installs_extras_that_exist():

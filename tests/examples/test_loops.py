@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import make_tokenizer, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_tokenizer, write_jsonl
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 VOWELS = "aeiou"
@@ -42,7 +42,7 @@ def make_policy(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -
 
 
 def make_judge(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
-    """A reward model whose score is ten times the share of vowels in what it reads.
+    """A reward model as OpenRLHF saves it; its score is ten times the share of vowels it reads.
 
     Attention is even over the text; it copies the mark of a vowel, dimension 0, to dimension 1,
     where the head looks. Dimension 2 is large everywhere and keeps the norms the same.
@@ -61,8 +61,10 @@ def make_judge(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast) ->
         layer.self_attn.v_proj.weight[0, 0] = 1.0
         layer.self_attn.o_proj.weight[1, 0] = 1.0
         model.score.weight[0, 1] = 10.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    made = folder.with_name(f"{folder.name}-made")
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    as_openrlhf_saves(made, folder, head="value_head")
 
 
 def config_of(
@@ -135,8 +137,8 @@ def vowel_share(rows: list[dict]) -> float:
 @pytest.mark.parametrize(
     ("name", "train_args"),
     [
-        ("train_rejection_sampling.sh", "--max_epochs 4 --learning_rate 3e-3"),
-        ("train_iterative_dpo.sh", "--max_epochs 4 --learning_rate 1e-3"),
+        ("train_rejection_sampling_llama.sh", "--max_epochs 4 --learning_rate 3e-3"),
+        ("train_iterative_dpo_llama.sh", "--max_epochs 4 --learning_rate 1e-3"),
     ],
 )
 def test_the_reward_of_the_answers_rises(variables, tmp_path, name, train_args):
@@ -185,7 +187,7 @@ def fickle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_model_of_conditional_sft_gives_the_reward_it_is_asked_for(fickle, tmp_path):
-    run_loop("train_conditional_sft.sh", tmp_path, fickle)
+    run_loop("train_conditional_llama.sh", tmp_path, fickle)
     scored = read_rows(tmp_path / "scored.jsonl")
     wishes = [float(row["input"].rpartition(" <rm_score>: ")[2]) for row in scored]
     assert statistics.fmean(wishes) == pytest.approx(0, abs=0.01)  # z-scores
@@ -204,7 +206,7 @@ def test_answers_of_the_data_are_scored_where_there_are_some(fickle, tmp_path):
     rows = [{"question": f"{n}+{n}=", "response": answers[n % 3]} for n in range(60)]
     data = {"DATA": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "INPUT_KEY": "question"}
     few = {"SAMPLES": "0", "ENGINE": "generate", "TRAIN_ARGS": TRAIN + "--max_epochs 1"}
-    run_loop("train_conditional_sft.sh", tmp_path, fickle | data | few)
+    run_loop("train_conditional_llama.sh", tmp_path, fickle | data | few)
     scored = read_rows(tmp_path / "scored.jsonl")
     assert [row["output"] for row in scored] == [row["response"] for row in rows]
     wishes = [row["input"].rpartition(" <rm_score>: ")[2] for row in scored]

@@ -8,24 +8,34 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from tests.rewards.servers import RewardServer
-from tests.tiny import make_model, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
-LOOPS = {"train_rejection_sampling.sh", "train_iterative_dpo.sh", "train_conditional_sft.sh"}
-TRAINING_SCRIPTS = sorted({path.name for path in SCRIPTS.glob("train_*.sh")} - LOOPS)
+LOOPS = {
+    "train_rejection_sampling_llama.sh",
+    "train_iterative_dpo_llama.sh",
+    "train_conditional_llama.sh",
+}
+TRAINING_SCRIPTS = sorted(
+    {path.name for path in SCRIPTS.glob("train_*.sh") if not path.is_symlink()}
+    - {"train_llama_slurm.sh", "train_ppo_llama_ray_slurm.sh", *LOOPS}
+)
 OWN_ROWS = {
-    "train_dpo.sh": "pairs.jsonl",
-    "train_kto.sh": "labelled.jsonl",
-    "train_prm.sh": "steps.jsonl",
+    "train_dpo_llama.sh": "pairs.jsonl",
+    "train_kto_llama.sh": "labelled.jsonl",
+    "train_prm_mistral.sh": "steps.jsonl",
     "train_rm.sh": "pairs.jsonl",
 }
-SUPERVISED = {"train_sft.sh", "train_kd.sh", "train_sft_moe_lora.sh", *OWN_ROWS}
+SUPERVISED = {
+    "train_sft.sh",
+    "train_knowledge_distillation.sh",
+    "train_sft_mixtral_lora.sh",
+    *OWN_ROWS,
+}
 TINY_SUPERVISED = "--train_batch_size 4 --micro_train_batch_size 2 --max_len 64"
 TINY_RL = (
     "--rollout_batch_size 4 --micro_rollout_batch_size 4 --train_batch_size 4 "
@@ -45,17 +55,11 @@ def chat(number: int, answer: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tiny_variables(tmp_path_factory) -> dict[str, str]:
-    """A policy, a reward model and eight rows."""
+    """A policy, a reward model as OpenRLHF saves it, and eight rows."""
     folder = tmp_path_factory.mktemp("script_models")
     model = make_model(folder / "model", hidden_size=128)
-    torch.manual_seed(1)
-    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=1
-    )
-    # What train_rm writes, and --normalize_reward reads.
-    reward_model.config.mean, reward_model.config.std = 0.0, 1.0
-    reward_model.save_pretrained(folder / "reward_model")
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder / "reward_model")
+    made = make_reward_model(folder / "made", hidden_size=128)
+    as_openrlhf_saves(made, folder / "reward_model", head="value_head")
     rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(8)]
     labelled = [{**row, "label": n % 2} for n, row in enumerate(rows)]
     steps = [{"question": f"{n}+1=#{n + 1}#", "label": ["+", "-"]} for n in range(8)]
@@ -86,7 +90,7 @@ def own_variables(name: str, folder: Path) -> dict[str, str]:
     variables = {"EXTRA_ARGS": TINY_SUPERVISED if name in SUPERVISED else TINY_RL}
     if name in OWN_ROWS:
         variables |= {"DATA": str(folder / OWN_ROWS[name]), "LABEL_KEY": "label"}
-    if name == "train_sft_moe_lora.sh":
+    if name == "train_sft_mixtral_lora.sh":
         variables["MODEL"] = str(folder / "mixture")
     if name == "train_dapo_hybrid.sh":  # of an untrained model, no answer is right
         variables |= {"REWARD_FUNC": str(folder / "reward.py"), "OVERLONG_BUFFER": "4"}
@@ -104,7 +108,7 @@ def test_a_script_trains_and_exports(name, tiny_variables, tmp_path):
         env = {**os.environ, **tiny_variables, **own, **places}
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    is_adapter = name == "train_sft_moe_lora.sh"
+    is_adapter = name == "train_sft_mixtral_lora.sh"
     assert (
         (tmp_path / ("adapter_model" if is_adapter else "model"))
         .with_suffix(".safetensors")

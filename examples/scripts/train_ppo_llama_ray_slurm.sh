@@ -6,14 +6,14 @@
 #SBATCH --exclusive
 #SBATCH --time=48:00:00
 #SBATCH --output=slurm-%j.out
-# Any RL script on several nodes: sbatch examples/scripts/slurm_ppo_ray.sh
+# Any RL script on several nodes: sbatch examples/scripts/train_ppo_llama_ray_slurm.sh
 # from the checkout, in a folder that all nodes share, in an environment that all nodes have. Ray is
 # started on every node, the script runs on the first, and all of it ends with the script.
 #   SCRIPT is what is run once all nodes are there; its variables (MODEL, DATA, OUT, ...) are passed on;
 #   RAY_ARGS are appended to every `ray start`; START_TIMEOUT is how many seconds nodes may take.
 set -euo pipefail
 
-SCRIPT=${SCRIPT:-examples/scripts/train_ppo_ray_70b.sh}
+SCRIPT=${SCRIPT:-examples/scripts/train_ppo_llama_ray_70b.sh}
 PORT=${PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 START_TIMEOUT=${START_TIMEOUT:-300}
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO of a 70B policy on 48 GPUs of 80 GB: 16 each for the engines, the policy with its reference,
-# and the critic with the reward model. Start a Ray cluster of six nodes first, or use slurm_ppo_ray.sh.
+# and the critic with the reward model. Start a Ray cluster of six nodes first, or use train_ppo_llama_ray_slurm.sh.
 #   MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;
 #   NODES nodes of GPUS GPUs for policy and critic each;
 #   EXTRA_ARGS are appended and win over what stands here.

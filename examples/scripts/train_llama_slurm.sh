@@ -6,7 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.out
-# Direct preference optimisation on several nodes: sbatch examples/scripts/slurm_dpo.sh
+# Direct preference optimisation on several nodes: sbatch examples/scripts/train_llama_slurm.sh
 # from a folder that all nodes share, in an environment that all nodes have. srun starts torchrun on
 # every node, and the first node is where they meet.
 #   MODEL, DATA, ... name models and data (hub ids or local paths); OUT is the run folder;

@@ -1,0 +1,1 @@
+../python/reward_func.py

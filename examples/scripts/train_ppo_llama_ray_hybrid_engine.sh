@@ -1,0 +1,1 @@
+train_ppo_ray_hybrid_engine.sh

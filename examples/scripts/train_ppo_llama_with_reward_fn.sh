@@ -1,0 +1,1 @@
+train_ppo_with_reward_fn.sh

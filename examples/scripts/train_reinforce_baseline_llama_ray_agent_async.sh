@@ -1,0 +1,1 @@
+train_reinforce_baseline_ray_agent_async.sh

@@ -1,0 +1,1 @@
+train_reinforce_baseline_hybrid_engine.sh

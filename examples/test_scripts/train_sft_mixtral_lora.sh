@@ -1,0 +1,1 @@
+../scripts/train_sft_mixtral_lora.sh
