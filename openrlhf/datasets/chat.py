@@ -100,6 +100,11 @@ def render_prompt(
     return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
 
 
+def asked_part(value: Any) -> Any:
+    """A prompt column's value as `render_prompt` reads it: messages without a closing answer."""
+    return value if isinstance(value, str) else without_answer(to_messages(value))
+
+
 def is_rendered(
     row: Mapping[str, object], value: object, encoder: TextEncoder, *, apply_chat_template: bool
 ) -> bool:

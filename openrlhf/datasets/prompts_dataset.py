@@ -238,7 +238,7 @@ class PromptDataset:
         """
         row = self._rows[self._content.row_ids[index]]
         if self.is_chat and not isinstance(row[self._input_key], str):
-            return without_answer(to_messages(row[self._input_key]))
+            return asked_part(row[self._input_key])
         if self._format.around is None:
             return str(self._content.extras[index])
         return self._encoder.reveal(self._rendered(row))
@@ -249,7 +249,7 @@ class PromptDataset:
             return self._rendered(row)
         if not self.is_chat or isinstance(row[self._input_key], str):
             return wrap_input(self._rendered(row), around)
-        messages = wrap_input(without_answer(to_messages(row[self._input_key])), around)
+        messages = wrap_input(asked_part(row[self._input_key]), around)
         return self._rendered({**row, self._input_key: messages})
 
     def _rendered(self, row: dict[str, object]) -> str:
