@@ -191,7 +191,8 @@ class TextEncoder:
         }
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
         self._special_pattern = _any_of(self._special_texts)
-        self._end_pattern = _any_of(tokenizer.convert_ids_to_tokens(list(self.end_ids)))
+        ends = tokenizer.convert_ids_to_tokens(list(self.end_ids))
+        self._end_pattern = _any_of([str(token) for token in ends])
         self._stand_in_pattern = re.compile(f"({_any_of(list(self._originals)).pattern})")
         self._adds_prefix_space = _adds_prefix_space(tokenizer)
 
