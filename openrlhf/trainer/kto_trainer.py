@@ -30,6 +30,7 @@ from openrlhf.datasets.unpaired_preference_dataset import (
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
+from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import LoopParts, SampleSet
 from openrlhf.trainer.labelled_batch import (
     LabelledBatch,
@@ -43,6 +44,7 @@ from openrlhf.trainer.supervised_run import (
     Progress,
     Recipe,
     SupervisedRun,
+    hf_part,
     load_actor,
     run_supervised,
 )
@@ -63,6 +65,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
         *,
         reference: Reference,
         options: KTOOptions,
+        max_len: int,  # tokens of a mismatched pair
         precompute: bool = False,  # ask the reference once, before the first step
         aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
@@ -71,6 +74,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
         self.reference: Reference | None = reference
         self.precompute = precompute
         self.options = options
+        self.max_len = max_len
         self.aux_loss_coef = aux_loss_coef
 
     def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
@@ -99,14 +103,15 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
     ) -> ReferencedAnswers:
         # Asked batch by batch: how sequences are packed decides their last bits, and a run that
         # goes on starts at another batch.
-        pairs = MismatchedPairs(samples, batches)
+        pairs = MismatchedPairs(samples, batches, max_len=self.max_len)
         sums = self.ask_all(pairs, ask, pairs.spans.values()).flatten().tolist()
         pair_sums = {rows: [sums[i] for i in span] for rows, span in pairs.spans.items()}
         return ReferencedAnswers(samples, self.ask_all(samples, ask), pair_sums)
 
     def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
         """The reference point of the batch."""
-        return {"reference_point": self.reference_point(mismatched_pairs(rows, samples))}
+        pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
+        return {"reference_point": self.reference_point(pairs)}
 
     @torch.no_grad()
     def reference_point(self, pairs: Sequence[UnpairedExample]) -> float:
@@ -196,7 +201,9 @@ class KTORecipe(Recipe[KTOConfig]):
 
     def make_trainer(self, run: SupervisedRun[KTOConfig]) -> KTOTrainer:
         """The loss, and the frozen model that the policy starts from."""
-        model = run.config.model
+        model, max_len = run.config.model, run.config.data.max_len
+        # Rows are held against the model's positions; a long prompt with a long response is not.
+        limit = num_positions(hf_part(run.model).config) or max_len
         return KTOTrainer(
             run.strategy,
             run.engine,
@@ -206,6 +213,7 @@ class KTORecipe(Recipe[KTOConfig]):
                 desirable_weight=model.desirable_loss_weight,
                 undesirable_weight=model.undesirable_loss_weight,
             ),
+            max_len=min(max_len, limit),
             precompute=run.config.ref.precompute_log_probs,
             aux_loss_coef=model.aux_loss_coef,
             **run.loop,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,40 +63,29 @@ def empty_answer(*, is_referenced: bool = False) -> UnpairedExample:
     return UnpairedExample(ids, mask, is_desirable=True)
 
 
-class Mismatch(NamedTuple):
-    """Which rows a mismatched pair is made of, and how many tokens of it a model sees."""
-
-    prompt_row: int
-    response_row: int
-    max_len: int
-
-
-def mismatches(rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> list[Mismatch]:
-    """Each row of a batch with the next one, the last with the first; none for a row alone.
-
-    A pair is cut at the longest row of the batch: no model sees more tokens than in training.
-    """
+def mismatches(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Each row of a batch with the next one, the last with the first; none for a row alone."""
     if len(rows) < 2:
         return []
-    longest = max(len(samples[row].token_ids) for row in rows)
-    following = [*rows[1:], rows[0]]
-    return [Mismatch(*pair, longest) for pair in zip(rows, following, strict=True)]
+    return list(zip(rows, [*rows[1:], rows[0]], strict=True))
 
 
-def mismatched_pair(samples: SampleSet[UnpairedExample], at: Mismatch) -> UnpairedExample:
-    """The prompt of one row with the response of another."""
-    prompt, other = samples[at.prompt_row], samples[at.response_row]
+def mismatched_pair(
+    samples: SampleSet[UnpairedExample], prompt_row: int, response_row: int, *, max_len: int
+) -> UnpairedExample:
+    """The prompt of one row with the response of another, cut as the rows of the data are."""
+    prompt, other = samples[prompt_row], samples[response_row]
     own_mask = prompt.loss_mask[: prompt.prompt_length]  # no target in it
-    token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[: at.max_len]
-    mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[: at.max_len]
+    token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[:max_len]
+    mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:max_len]
     return UnpairedExample(token_ids, mask, other.is_desirable)
 
 
 def mismatched_pairs(
-    rows: Sequence[int], samples: SampleSet[UnpairedExample]
+    rows: Sequence[int], samples: SampleSet[UnpairedExample], *, max_len: int
 ) -> list[UnpairedExample]:
     """The pairs of a batch, with the reference's log-probs where the samples have them."""
-    pairs = [mismatched_pair(samples, place) for place in mismatches(rows, samples)]
+    pairs = [mismatched_pair(samples, *place, max_len=max_len) for place in mismatches(rows)]
     if not isinstance(samples, ReferencedAnswers):
         return pairs
     sums = samples.pair_sums[tuple(rows)]
@@ -111,22 +99,27 @@ class MismatchedPairs:
     """The mismatched pairs of several batches as one set of samples."""
 
     def __init__(
-        self, samples: SampleSet[UnpairedExample], batches: Iterable[Sequence[int]]
+        self,
+        samples: SampleSet[UnpairedExample],
+        batches: Iterable[Sequence[int]],
+        *,
+        max_len: int,
     ) -> None:
         self._samples = samples
-        self._places: list[Mismatch] = []
+        self._max_len = max_len
+        self._places: list[tuple[int, int]] = []
         self.spans: dict[tuple[int, ...], range] = {}  # rows of a batch -> where its pairs are
         for rows in batches:
             if tuple(rows) in self.spans:
                 continue  # a batch of another epoch, with the same pairs
-            places = mismatches(rows, samples)
+            places = mismatches(rows)
             self.spans[tuple(rows)] = range(len(self._places), len(self._places) + len(places))
             self._places += places
         prompts = [samples[row].prompt_length for row in range(len(samples))]
         totals = samples.lengths.tolist()
         lengths = [
-            min(prompts[first] + totals[second] - prompts[second], longest)
-            for first, second, longest in self._places
+            min(prompts[first] + totals[second] - prompts[second], max_len)
+            for first, second in self._places
         ]
         self.lengths = torch.tensor(lengths, dtype=torch.int64)
 
@@ -134,7 +127,7 @@ class MismatchedPairs:
         return len(self._places)
 
     def __getitem__(self, index: int) -> UnpairedExample:
-        return mismatched_pair(self._samples, self._places[index])
+        return mismatched_pair(self._samples, *self._places[index], max_len=self._max_len)
 
 
 class ReferencedAnswers:

@@ -36,6 +36,7 @@ from tests.trainer.gradients import ListedSamples, response_logprob, step_gradie
 ZERO_STAGES = (0, 2, 3)
 MICRO_BATCH_SIZES = (21, 1)
 NUM_SAMPLES = 21
+MAX_LEN = 34  # of the longest mismatched pairs a part is cut
 BETA, DESIRABLE, UNDESIRABLE = 0.1, 1.0, 1.5
 REWARD_TOKENS = (10, 20)
 COEF = 0.4
@@ -82,6 +83,7 @@ def make_kto(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> KTO
         engine(Actor(load_causal_lm(folder / "model"))),
         reference=FrozenReference(strategy.prepare_eval(reference)),
         options=KTOOptions(BETA, DESIRABLE, UNDESIRABLE),
+        max_len=MAX_LEN,
         **loop(labelled_answers()),
     )
 
@@ -171,11 +173,10 @@ def load_plain(path: Path) -> transformers.PreTrainedModel:
 
 def kto_by_hand(model: object, other: object) -> tuple[Tensor, dict]:
     examples = labelled_answers()
-    longest = max(len(example.token_ids) for example in examples)
     kl = 0.0
     for index, example in enumerate(examples):
         response = examples[(index + 1) % NUM_SAMPLES].response_ids
-        pair = torch.cat([example.prompt_ids, response])[:longest]
+        pair = torch.cat([example.prompt_ids, response])[:MAX_LEN]
         mask = torch.arange(len(pair)) >= example.prompt_length
         with torch.no_grad():
             kl += response_logprob(model, pair, mask) - response_logprob(other, pair, mask)

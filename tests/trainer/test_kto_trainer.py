@@ -37,10 +37,10 @@ def example(prompt: list[int], response: list[int], is_desirable: bool = True) -
     return UnpairedExample(token_ids, torch.arange(len(token_ids)) >= len(prompt), is_desirable)
 
 
-def pairs_of(*rows: UnpairedExample) -> list[UnpairedExample]:
+def pairs_of(*rows: UnpairedExample, max_len: int = 9) -> list[UnpairedExample]:
     """The mismatched pairs of one batch."""
     samples = ListedSamples(rows, [len(row.token_ids) for row in rows])
-    return mismatched_pairs(range(len(rows)), samples)
+    return mismatched_pairs(range(len(rows)), samples, max_len=max_len)
 
 
 def test_a_mismatched_pair_is_a_prompt_with_the_response_of_the_next_row() -> None:
@@ -49,9 +49,10 @@ def test_a_mismatched_pair_is_a_prompt_with_the_response_of_the_next_row() -> No
     assert [pair.loss_mask.int().tolist() for pair in pairs] == [[0, 0, 1, 1], [0, 1, 1], [0, 0, 1]]
 
 
-def test_a_mismatched_pair_is_cut_at_the_longest_row() -> None:
-    pairs = pairs_of(example([1, 2, 3], [4]), example([5], [6, 7, 8]))
-    assert [pair.token_ids.tolist() for pair in pairs] == [[1, 2, 3, 6], [5, 4]]
+def test_a_mismatched_pair_may_be_longer_than_any_row_of_its_batch() -> None:
+    pairs = pairs_of(example([1, 2, 3], [4]), example([5], [6, 7, 8]), max_len=5)
+    assert [pair.token_ids.tolist() for pair in pairs] == [[1, 2, 3, 6, 7], [5, 4]]
+    assert [pair.loss_mask.int().tolist() for pair in pairs] == [[0, 0, 0, 1, 1], [0, 1]]
 
 
 def test_a_row_alone_has_no_mismatched_pair() -> None:
@@ -61,21 +62,21 @@ def test_a_row_alone_has_no_mismatched_pair() -> None:
 def test_pairs_of_several_batches_are_asked_about_batch_by_batch() -> None:
     rows = [example([1, 2], [3]), example([4], [5, 6]), example([7], [8, 9, 10])]
     samples = ListedSamples(rows, [3, 3, 4])
-    pairs = MismatchedPairs(samples, [[0, 1], [2], [1, 0, 2]])
+    pairs = MismatchedPairs(samples, [[0, 1], [2], [1, 0, 2]], max_len=4)
     assert pairs.spans == {(0, 1): range(2), (2,): range(2, 2), (1, 0, 2): range(2, 5)}
     assert [pairs[i].token_ids.tolist() for i in range(len(pairs))] == [
-        [1, 2, 5],
+        [1, 2, 5, 6],
         [4, 3],
         [4, 3],
         [1, 2, 8, 9],
         [7, 5, 6],
     ]
-    assert pairs.lengths.tolist() == [3, 2, 2, 4, 3]
+    assert pairs.lengths.tolist() == [4, 2, 2, 4, 3]
 
 
 def test_batches_of_the_same_rows_are_asked_about_once() -> None:
     samples = ListedSamples([example([1, 2], [3]), example([4], [5, 6])], [3, 3])
-    pairs = MismatchedPairs(samples, [[0, 1], [1, 0], [0, 1], [1, 0]])
+    pairs = MismatchedPairs(samples, [[0, 1], [1, 0], [0, 1], [1, 0]], max_len=9)
     assert pairs.spans == {(0, 1): range(2), (1, 0): range(2, 4)}
     assert len(pairs) == len(pairs.lengths) == 4
 
@@ -108,6 +109,7 @@ def kept_sums(model: Path, position: Position) -> tuple[dict, list[float]]:
         engine,  # type: ignore[arg-type]
         reference=FrozenReference(engine),  # type: ignore[arg-type]
         options=KTOOptions(),
+        max_len=12,
         samples=ListedSamples(rows, [sum(size) for size in sizes]),
         settings=LoopSettings(batch_size=4, micro_batch_size=3, max_epochs=3),
         tracker=NullTracker(),

@@ -108,6 +108,7 @@ def make_kto(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> KTO
         engine(Actor(load_causal_lm(folder / "model"), with_aux_loss=True)),
         reference=reference,
         options=KTOOptions(0.1, 1.0, 1.5),
+        max_len=36,
         aux_loss_coef=COEF,
         **loop(labelled_answers()),
     )
