@@ -30,8 +30,10 @@ def engine_args(config: VLLMEngineConfig, worker_extension: str) -> Any:
     # A piece of a prompt makes vLLM turn its request's generator back, which torch has for GPUs
     # only: with seeds the engine would die.
     own["enable_chunked_prefill"] = None if has_gpus else False
-    executor = config.distributed_executor_backend or "mp"
-    own["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else executor
+    if config.tensor_parallel_size == 1:
+        own["distributed_executor_backend"] = "uni"
+    index = own.pop("device_index")
+    own["device_ids"] = [index] if index else None
     return EngineArgs(
         **own,
         skip_tokenizer_init=True,

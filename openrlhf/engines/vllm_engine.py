@@ -57,8 +57,9 @@ class VLLMEngineConfig:
     enable_sleep: bool = False
     weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
     num_threads: int | None = None  # of this process, on a CPU
-    # Of a tensor parallel engine: "ray", or vLLM's own processes.
-    distributed_executor_backend: str | None = None
+    # Of a tensor parallel engine: "ray" (GPUs only), or vLLM's own processes.
+    distributed_executor_backend: str = "mp"
+    device_index: int = 0  # of the engine's GPU among those that the process sees
     block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
 
 

@@ -35,6 +35,11 @@ OF_CALLER = {  # what a caller sets for libraries, and workers get
     "WANDB_API_KEY": "key",
     "NCCL_DEBUG": "INFO",
     "NCCL_SOCKET_IFNAME": "eth7",
+    "GLOO_SOCKET_IFNAME": "eth7",
+    "UCX_TLS": "tcp",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+    "LD_LIBRARY_PATH": "/opt/nccl/lib",
     "TOKENIZERS_PARALLELISM": "true",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
@@ -127,7 +132,7 @@ class Environment:
 @pytest.fixture
 def worker(ray_cluster: None, caller: None) -> Iterator[object]:
     slot = place([RoleDemand("ref", 1, "ref")], view_cluster())["ref"][0]
-    worker = start_actor(Environment, (), slot, num_threads=1)
+    worker = start_actor(Environment, (), slot)
     yield worker
     ray.kill(worker)
     remove_placement_group(slot.group)

@@ -142,17 +142,23 @@ def test_every_estimator_with_a_reward_function(
 
 
 @pytest.mark.parametrize(
-    ("model", "estimator"),
+    ("model", "estimator", "engines"),
     [
-        ("tiny_tied_model_dir", "dr_grpo"),
-        pytest.param("tiny_model_dir", "reinforce_baseline", marks=pytest.mark.slow),
+        ("tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2"),
+        pytest.param(
+            "tiny_model_dir",
+            "reinforce_baseline",
+            "--vllm_num_engines 1 --vllm_tensor_parallel_size 2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_two_ranks_and_two_engines_stay_in_sync(
+def test_two_ranks_and_two_engines_or_an_engine_of_two_parts_stay_in_sync(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     estimator: str,
+    engines: str,
     reward_file: Path,
     prompt_file: Path,
     tmp_path: Path,
@@ -169,7 +175,7 @@ def test_two_ranks_and_two_engines_stay_in_sync(
     train_ppo_ray.main(
         argv(
             f"--advantage_estimator {estimator} --init_kl_coef 0 --actor_num_gpus_per_node 2 "
-            "--vllm_num_engines 2 --num_episodes 2 --actor_learning_rate 1e-3 "
+            f"{engines} --num_episodes 2 --actor_learning_rate 1e-3 "
             "--enable_prefix_caching --use_dynamic_batch",
             pretrain=request.getfixturevalue(model),
             remote_rm_url=reward_file,

@@ -14,9 +14,16 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
 from openrlhf.trainer.ray import cluster as ray_cluster_module
+from openrlhf.trainer.ray import placement
 from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.placement import ClusterView, check_demand, demand_table, pool_sizes
+from openrlhf.trainer.ray.placement import (
+    ClusterView,
+    RoleDemand,
+    check_demand,
+    demand_table,
+    pool_sizes,
+)
 from tests.config.test_commands import CHEAT_SHEET, GRPO, PPO, README_PPO
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
@@ -130,7 +137,7 @@ def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
 def test_more_ranks_than_cores_are_allowed_and_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster_module, "place", lambda demands, cluster: {})
+    monkeypatch.setattr(ray_cluster_module, "place", lambda *args, **options: {})
     LlamaConfig().save_pretrained(tmp_path)
     config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tmp_path)}})
     for ranks, num_engines, said in (
@@ -154,6 +161,23 @@ def test_too_large_a_demand_is_a_table_at_once() -> None:
     assert "--colocate_all_models" in str(error.value)
     for role in ("actor", "ref", "reward", "critic", "vllm"):
         assert role in demand_table(found.demands, NODE)
+
+
+def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = {"large": 192.0, "small": 24.0}
+    bundles = {"state": "CREATED", "bundles_to_node_id": {0: "large", 1: "large", 2: "small"}}
+    nodes = [{"NodeID": name, "Resources": {"CPU": count}} for name, count in cores.items()]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **options: object())
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: bundles)
+    demands = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
+    view = ClusterView(num_gpus=3, num_cpus=216, max_gpus_per_node=2)
+    for num_roles_at_once, expected in ((1, [96, 96, 24]), (2, [48, 48, 12])):
+        slots = placement.place(demands, view, num_roles_at_once=num_roles_at_once)
+        assert [slot.num_threads for slot in slots["actor"]] == expected
+        assert [slot.num_threads for slot in slots["vllm"]] == expected[:1]
 
 
 class FakeSleeper:

@@ -17,9 +17,10 @@ from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
-from openrlhf.trainer.ray import local_group, vllm_engine
-from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
+from openrlhf.trainer.ray import cluster, local_group, vllm_engine
+from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, policy_dtype
 from openrlhf.trainer.ray.local_group import LocalCluster
+from openrlhf.trainer.ray.placement import ClusterView
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from tests.tiny import make_model, write_jsonl
 
@@ -199,8 +200,23 @@ def test_an_engine_of_several_parts_does_without_ray(
     LocalCluster(config, "run", Topology.from_env()).start_engines()
     assert made[0].tensor_parallel_size == 2
     assert made[0].dtype == "bfloat16"
-    assert made[0].distributed_executor_backend is None
-    assert engine_config(config, dtype=torch.bfloat16).distributed_executor_backend == "ray"
+    assert made[0].distributed_executor_backend == "mp"
+
+
+@pytest.mark.parametrize(("num_gpus", "executor"), [(0, "mp"), (8, "ray")])
+def test_on_ray_vllm_starts_its_workers_itself_where_it_cannot_place_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, executor: str
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
+    words += "--vllm_tensor_parallel_size 2"
+    config = parse_config(PPOConfig, words.split()).config
+    monkeypatch.setattr(cluster, "place", lambda *_, **options: {"vllm": []})
+    monkeypatch.setattr(cluster, "create_vllm_engines", lambda settings, *_, **options: [settings])
+    view = ClusterView(num_gpus=num_gpus, num_cpus=16, max_gpus_per_node=num_gpus)
+    counts = RoleCounts({"actor": 2}, 1, (), view)
+    [settings] = cluster.RayCluster(config, counts, run_dir="run").start_engines()
+    assert settings.distributed_executor_backend == executor
 
 
 def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,5 +231,5 @@ def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     slots: list[Any] = [None] * 4
     for resume_step in range(3):
         settings = engine_config(config, dtype=torch.float32, resume_step=resume_step)
-        create_vllm_engines(settings, slots, run_dir="run", num_threads=1)
+        create_vllm_engines(settings, slots, run_dir="run")
     assert len(set(started)) == 12

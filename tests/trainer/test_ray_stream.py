@@ -29,7 +29,7 @@ def engines(ray_cluster, tiny_model_dir, tmp_path):
     config = VLLMEngineConfig(
         str(tiny_model_dir), dtype="float32", max_model_len=512, max_num_seqs=32
     )
-    engines = create_vllm_engines(config, slots, run_dir=str(tmp_path), num_threads=1)
+    engines = create_vllm_engines(config, slots, run_dir=str(tmp_path))
     for engine in engines:
         engine.ready()
     yield engines

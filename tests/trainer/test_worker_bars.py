@@ -57,9 +57,7 @@ def test_the_first_rank_of_a_role_draws_on_the_controllers_terminal(
 ) -> None:
     config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tiny_model_dir)}})
     slots = place([RoleDemand("ref", 2, "ref")], view_cluster())["ref"]
-    group = RayActorGroup(
-        ReferenceModelActor, (config,), slots, role="ref", run_dir=str(tmp_path), num_threads=1
-    )
+    group = RayActorGroup(ReferenceModelActor, (config,), slots, role="ref", run_dir=str(tmp_path))
     display = Recorder()
     relay = ProgressRelay(display)
     try:

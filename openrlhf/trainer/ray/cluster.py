@@ -163,7 +163,10 @@ class RayCluster:
         self.reward_actors: list[Any] = []
         self.relay: ProgressRelay | None = None  # of the workers' bars, where somebody watches
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
-        self.slots = place(counts.demands, counts.cluster)
+        # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
+        # run at once, share them.
+        num_at_once = 2 if config.train.async_enable else 1
+        self.slots = place(counts.demands, counts.cluster, num_roles_at_once=num_at_once)
         self.policy_dtype = policy_dtype(config, has_gpus=counts.cluster.has_gpus)
         if counts.has_crowded_cores:
             notice(
@@ -199,25 +202,27 @@ class RayCluster:
             self.slots[role],
             role=role,
             run_dir=self.run_dir,
-            num_threads=self._threads_of(self.counts.ranks[role]),
         )
         self.groups.append(group)
         return group
 
     def start_engines(self) -> list[RolloutEngine]:
         """Start the vLLM engines; none when the policy generates itself."""
+        cluster = self.counts.cluster
         if not self.counts.num_engines:
             return []
+        assert cluster is not None
         engines = create_vllm_engines(
             engine_config(
                 self.config,
                 dtype=self.policy_dtype,
                 weight_transfer_backend=self.weight_transfer_backend,
                 resume_step=self.resume_step,
+                # The workers of an engine lie on devices that Ray placed; it places no CPU ones.
+                executor="ray" if cluster.has_gpus else "mp",
             ),
             self.slots["vllm"],
             run_dir=self.run_dir,
-            num_threads=self._threads_of(self.counts.num_engines),
         )
         self.engines += engines
         return list(engines)
@@ -258,13 +263,6 @@ class RayCluster:
             for group in self.groups:
                 group.call(ModelWorker.show_bars_at, self.relay.address)
 
-    def _threads_of(self, num_ranks: int) -> int:
-        # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
-        # run at once, share them.
-        assert self.counts.cluster is not None
-        num_at_once = 2 if self.config.train.async_enable else 1
-        return max(self.counts.cluster.num_cpus // (num_at_once * num_ranks), 1)
-
 
 def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
     """How weights travel to the engines of this run; raises ConfigError when there is no way."""
@@ -287,6 +285,7 @@ def engine_config(
     dtype: torch.dtype,
     weight_transfer_backend: str = SHM_BACKEND,
     resume_step: int = 0,
+    executor: str = "mp",
 ) -> VLLMEngineConfig:
     """The engine's settings for this run, with the type that the trainer holds the policy in; one
     that goes on from a step draws other numbers than those that its beginning drew.
@@ -307,7 +306,7 @@ def engine_config(
         seed=config.train.seed + SEED_STRIDE * resume_step,
         trust_remote_code=config.trust_remote_code,
         weight_transfer_backend=weight_transfer_backend,
-        distributed_executor_backend="ray" if config.vllm.tensor_parallel_size > 1 else None,
+        distributed_executor_backend=executor,
     )
 
 

@@ -32,11 +32,18 @@ FORWARDED_PREFIXES = (
     "HF_",
     "WANDB_",
     "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",  # libfabric, under NCCL on some clouds
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "TRITON_",
     "VLLM_",
     "OPENRLHF_",
     "RAY_EXPERIMENTAL_NOSET_",
 )
-FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME")
+FORWARDED_NAMES = ("TOKENIZERS_PARALLELISM", "CUDA_HOME", "LD_LIBRARY_PATH")
 # Processes take turns on the cores: idle threads must sleep soon, but not between two kernels.
 IDLE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "0"}
 # Weights are packed into new memory at every sync: in small pages that takes twice as long.
@@ -155,7 +162,6 @@ def start_actor(
     args: tuple[object, ...],
     slot: Slot,
     *,
-    num_threads: int,
     max_concurrency: int = 1,
 ) -> Any:
     """Start a plain class as a Ray actor in its slot; answers the handle."""
@@ -164,7 +170,7 @@ def start_actor(
         placement_group_bundle_index=slot.bundle_index,
         placement_group_capture_child_tasks=True,
     )
-    environment = worker_environment(num_threads)
+    environment = worker_environment(slot.num_threads)
     if slot.bundles:  # vLLM starts a worker on each of them; the actor itself only leads
         environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slot.bundles))
         environment["VLLM_RAY_PER_WORKER_GPUS"] = str(slot.num_gpus)
@@ -220,7 +226,6 @@ class RayActorGroup:
         *,
         role: str,
         run_dir: str,
-        num_threads: int,
     ) -> None:
         self.role = role
         self.num_ranks = len(slots)
@@ -230,7 +235,6 @@ class RayActorGroup:
                 worker_class,
                 (*shared_args, RankIdentity(role, rank, len(slots), run_dir)),
                 slot,
-                num_threads=num_threads,
             )
             for rank, slot in enumerate(slots)
         ]

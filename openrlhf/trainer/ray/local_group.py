@@ -7,7 +7,6 @@ share and the results are exchanged, so that all controllers see the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,7 +143,7 @@ class LocalCluster:
                 "engine, and at most one. Use train_ppo_ray, or --vllm_num_engines 0."
             )
         config = engine_config(self.config, dtype=self.policy_dtype, resume_step=self.resume_step)
-        self.engines.append(VLLMEngine(replace(config, distributed_executor_backend=None)))
+        self.engines.append(VLLMEngine(config))
         return list(self.engines)
 
     def on_every_node(self, source: StreamingSource) -> StreamingSource:

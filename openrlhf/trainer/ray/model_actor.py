@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+import ray
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from openrlhf.models.loading import LoadOptions
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
 from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batches_of
+from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, show_bars_on
@@ -91,7 +93,7 @@ class ModelWorker:
             MASTER_PORT=str(port),
             RANK=str(identity.rank),
             WORLD_SIZE=str(identity.world_size),
-            LOCAL_RANK="0",  # Ray shows every worker its own devices only
+            LOCAL_RANK=str(own_gpu()),
         )
         self.setup()
         return node_address()
@@ -187,15 +189,19 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def node_address() -> str:
-    """Address of the machine this process runs on: as Ray knows it, else as the network does."""
-    known = os.environ.get("RAY_NODE_IP_ADDRESS")
-    if known:
-        return known
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(
-                ("10.255.255.255", 1)
-            )  # sends nothing; asks which interface would be used
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    """Return the address of the machine this process runs on, as Ray knows it."""
+    return str(ray.util.get_node_ip_address())
+
+
+def own_gpu() -> int:
+    """Return the index of this actor's GPU among those that it sees, 0 without one.
+
+    Ray shows an actor its own GPUs only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set,
+    as it is in the driver of every submitted job. Raise ConfigError if torch cannot use the GPU.
+    """
+    own = [str(name) for name in ray.get_gpu_ids()]
+    check_torch_uses(own, f"Ray gives out GPUs on node {node_address()}")
+    if not own:
+        return 0
+    visible = os.environ.get(VISIBLE)
+    return visible.split(",").index(own[0]) if visible else int(own[0])

@@ -5,6 +5,7 @@ endless wait.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Slot:
     bundle_index: int
     num_cpus: float
     num_gpus: float  # on each of its bundles
+    num_threads: int  # of each of its processes
     bundles: tuple[int, ...] = ()  # of a rank whose own workers sit on several; else empty
 
 
@@ -113,10 +115,16 @@ def demand_table(
 
 
 def place(
-    demands: Sequence[RoleDemand], cluster: ClusterView, *, deadline_s: float = 8.0
+    demands: Sequence[RoleDemand],
+    cluster: ClusterView,
+    *,
+    num_roles_at_once: int = 1,
+    deadline_s: float = 8.0,
 ) -> dict[str, list[Slot]]:
-    """Slots of every role, one a rank; raises ConfigError with the table when the cluster is too
-    small or busy.
+    """Return the slots of every role, one a rank. The processes of `num_roles_at_once` roles share
+    the cores of their node.
+
+    Raise ConfigError with the table when the cluster is too small or busy.
     """
     check_demand(demands, cluster)
     bundle = {"GPU": 1.0, "CPU": 1.0} if cluster.has_gpus else {"CPU": CPU_SHARE_OF_A_RANK}
@@ -126,8 +134,14 @@ def place(
     }
     _wait_until_ready(groups, demands, cluster, deadline_s)
     roles_in_pool = {pool: sum(d.pool == pool for d in demands) for pool in groups}
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
+    nodes = {pool: placement_group_table(g)["bundles_to_node_id"] for pool, g in groups.items()}
     slots: dict[str, list[Slot]] = {}
     for demand in demands:
+        width = demand.bundles_per_rank
+        bundles = range(demand.num_ranks * width)
+        node_of = nodes[demand.pool]
+        num_on_node = Counter(node_of[bundle] for bundle in bundles)
         num_roles = roles_in_pool[demand.pool]
         share = min(COLOCATED_SHARE, 1 / num_roles) if num_roles > 1 else 1.0
         slots[demand.role] = [
@@ -136,11 +150,12 @@ def place(
                 first,
                 num_cpus=bundle["CPU"] * share,
                 num_gpus=bundle.get("GPU", 0.0) * share,
-                bundles=_spread(first, demand.bundles_per_rank),
+                num_threads=max(
+                    cores[node_of[first]] // (num_roles_at_once * num_on_node[node_of[first]]), 1
+                ),
+                bundles=_spread(first, width),
             )
-            for first in range(
-                0, demand.num_ranks * demand.bundles_per_rank, demand.bundles_per_rank
-            )
+            for first in bundles[::width]
         ]
     return slots
 

@@ -30,7 +30,7 @@ from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
-from openrlhf.trainer.ray.model_actor import node_address
+from openrlhf.trainer.ray.model_actor import node_address, own_gpu
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import is_terminal, redirect_framework_logs
 from openrlhf.utils.progress import counter, progress
@@ -46,7 +46,7 @@ class LLMRayActor(AgentHost, VLLMEngine):
 
     def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
         redirect_framework_logs(run_dir, name, capture_streams=True)
-        super().__init__(config)
+        super().__init__(replace(config, device_index=own_gpu()))
         self._desk = RequestDesk(self)
 
     def ready(self) -> str:
@@ -164,7 +164,7 @@ class RayEngine:
 
 
 def create_vllm_engines(
-    config: VLLMEngineConfig, slots: Sequence[Slot], *, run_dir: str, num_threads: int
+    config: VLLMEngineConfig, slots: Sequence[Slot], *, run_dir: str
 ) -> list[RayEngine]:
     """Start one engine actor a slot; `ready` waits until it is up.
 
@@ -176,7 +176,6 @@ def create_vllm_engines(
                 LLMRayActor,
                 (replace(config, seed=config.seed + index), f"vllm-{index}", run_dir),
                 slot,
-                num_threads=num_threads,
                 max_concurrency=MAX_CONCURRENT_CALLS,
             ),
             f"vllm-{index}",

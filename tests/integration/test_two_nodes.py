@@ -1,0 +1,108 @@
+"""Ranks on a real Ray cluster of two nodes of different size, with addresses of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# Runs in a process of its own: this one may be connected to another cluster.
+SCENARIO = """
+import json, os, sys
+
+import ray
+from ray.cluster_utils import Cluster
+
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ray import model_actor
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+
+
+class Rank(ModelWorker):
+    def __init__(self, config, identity):
+        if config == "GPUs as torch would use them":
+            model_actor.check_torch_uses = lambda *_: None
+        super().__init__(config, identity)
+
+    def setup(self):
+        pass
+
+    def told(self):
+        node = ray.get_runtime_context().get_node_id()
+        return dict(os.environ) | {"node": node, "gpu": ray.get_gpu_ids()[0]}
+
+
+node = {"object_store_memory": 80_000_000}
+large = node | {"num_cpus": 8, "num_gpus": 2, "include_dashboard": False}
+cluster = Cluster(
+    initialize_head=True, head_node_args=large | {"node_ip_address": "127.0.0.2"}
+)
+cluster.add_node(**node, num_cpus=3, num_gpus=1, node_ip_address="127.0.0.3")
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+slots = place([RoleDemand("actor", 3, "actor")], view_cluster())["actor"]
+told = {"address_of": {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}}
+try:
+    RayActorGroup(Rank, ("as they are",), slots, role="actor", run_dir=sys.argv[1]).join()
+except ConfigError as error:
+    told["error"] = str(error)
+shared = ("GPUs as torch would use them",)
+group = RayActorGroup(Rank, shared, slots, role="ref", run_dir=sys.argv[1])
+group.join()
+told["ranks"] = group.call(Rank.told)
+print(json.dumps(told))
+ray.shutdown()
+cluster.shutdown()
+"""
+CALLER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What happened in the cluster."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
+    inherited.pop("CUDA_VISIBLE_DEVICES", None)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        result = subprocess.run(
+            [sys.executable, "-c", SCENARIO, str(tmp_path_factory.mktemp("run"))],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            env=inherited | CALLER | {"RAY_TMPDIR": folder},
+        )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads([x for x in result.stdout.splitlines() if x.startswith("{")][-1])
+
+
+def test_threads_of_a_rank_are_the_cores_of_its_node_over_its_ranks(told: dict) -> None:
+    threads = sorted(
+        (told["address_of"][rank["node"]], rank["OMP_NUM_THREADS"]) for rank in told["ranks"]
+    )
+    assert threads == [("127.0.0.2", "4"), ("127.0.0.2", "4"), ("127.0.0.3", "3")]
+
+
+def test_all_meet_at_the_address_that_ray_knows_of_the_first_ranks_node(told: dict) -> None:
+    first = told["address_of"][told["ranks"][0]["node"]]
+    assert [rank["MASTER_ADDR"] for rank in told["ranks"]] == [first] * 3
+
+
+def test_every_rank_takes_a_gpu_of_its_own_where_ray_hides_none(told: dict) -> None:
+    assert not any("CUDA_VISIBLE_DEVICES" in rank for rank in told["ranks"])
+    assert [rank["LOCAL_RANK"] for rank in told["ranks"]] == [str(r["gpu"]) for r in told["ranks"]]
+    assert len({(rank["node"], rank["LOCAL_RANK"]) for rank in told["ranks"]}) == 3
+
+
+def test_ranks_have_the_callers_network(told: dict) -> None:
+    assert [rank["GLOO_SOCKET_IFNAME"] for rank in told["ranks"]] == ["lo"] * 3
+
+
+def test_gpus_that_torch_cannot_use_are_named_with_their_node(told: dict) -> None:
+    assert "Ray gives out GPUs on node 127.0.0." in told["error"]
+    assert "driver >= 580" in told["error"]

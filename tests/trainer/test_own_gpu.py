@@ -1,0 +1,61 @@
+"""Every rank and engine computes on the GPU that Ray gave it, whoever hides the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from openrlhf.engines.vllm_args import engine_args
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.errors import ConfigError
+from openrlhf.trainer.ray import model_actor, vllm_engine
+from openrlhf.trainer.ray.vllm_engine import LLMRayActor
+
+
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs as torch would use them."""
+    monkeypatch.setattr(model_actor, "check_torch_uses", lambda *_: None)
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize(
+    ("given", "visible", "index"),
+    [
+        ([], None, 0),  # no GPU
+        ([3], None, 3),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1: all are seen
+        (["3"], "3", 0),  # Ray hides the others
+        (["6"], "4,5,6,7", 2),  # NOSET again, on a node that was given half of its GPUs
+        (["GPU-ab"], "GPU-cd,GPU-ab", 1),
+    ],
+)
+def test_a_rank_takes_its_own_gpu_of_those_it_sees(
+    monkeypatch: pytest.MonkeyPatch, given: list[object], visible: str | None, index: int
+) -> None:
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: given)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert model_actor.own_gpu() == index
+
+
+@pytest.mark.usefixtures("usable")
+def test_an_engine_takes_its_own_gpu_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    started: list[VLLMEngineConfig] = []
+    monkeypatch.setattr(VLLMEngine, "__init__", lambda self, config: started.append(config))
+    monkeypatch.setattr(vllm_engine, "redirect_framework_logs", lambda *_, **options: None)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [1])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    LLMRayActor(VLLMEngineConfig(str(tiny_model_dir)), "vllm-0", str(tmp_path))
+    assert engine_args(started[0], "").device_ids == [1]
+
+
+def test_a_gpu_that_torch_cannot_use_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"Ray gives out GPUs on node .*driver >= 580"):
+        model_actor.own_gpu()
