@@ -269,6 +269,13 @@ class TrainConfig(Base):
         16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
     )
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
+    rank_timeout_s: float = option(
+        600.0,
+        "Seconds that a rank may take for a micro-batch, or on Ray to say that it lives; ranks "
+        "wait for one another three times as long.",
+        "rank_timeout_s",
+        gt=0,
+    )
 
     @property
     def token_budget(self) -> int | None:

@@ -103,6 +103,12 @@ class VLLMConfig(Base):
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
     )
+    timeout_s: float = option(
+        300.0,
+        "Seconds an engine with requests may take for the next token, or to say that it lives.",
+        "engine_timeout_s",
+        gt=0,
+    )
 
 
 class AdvantageConfig(Base):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 
@@ -16,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.distributed.topology import Topology
+from openrlhf.errors import EngineError, first_line
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+RANK_TIMEOUT_S = 600.0
+PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
 
 # DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
 if not torch.cuda.is_available():
@@ -45,10 +50,13 @@ def device_of(topology: Topology) -> torch.device:
     return torch.device("cuda", topology.local_rank % torch.cuda.device_count())
 
 
-def init_process_group(topology: Topology) -> torch.device:
+def init_process_group(
+    topology: Topology, *, rank_timeout_s: float = RANK_TIMEOUT_S
+) -> torch.device:
     """Join the world (NCCL on CUDA, gloo on CPU) and answer this rank's device; a second call only
-    answers.
+    answers. A collective fails after three times `rank_timeout_s`.
     """
+    timeout = timedelta(seconds=PATIENCE * rank_timeout_s)
     device = device_of(topology)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -63,18 +71,34 @@ def init_process_group(topology: Topology) -> torch.device:
             store=store,
             rank=topology.rank,
             world_size=topology.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=timeout,
         )
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,
             verbose=False,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=timeout,
             rank=topology.rank,
             world_size=topology.world_size,
         )
     return device
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """A block in which a collective that fails is an error that says what became of a rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_lost = "gloo/transport" in str(error) or isinstance(error, dist.DistError)
+        if not is_lost or not dist.is_initialized():
+            raise
+        own = f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}"
+        raise EngineError(
+            f"{own} (pid {os.getpid()}) waited for another rank, which has stopped, ended or taken "
+            f"longer than {PATIENCE:g} times --rank_timeout_s: {first_line(error)}"
+        ) from error
 
 
 def shut_down() -> None:

@@ -19,7 +19,12 @@ from torch import nn
 from openrlhf.config.checks import four_bit_problems
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.backend import import_deepspeed, init_process_group, shut_down
+from openrlhf.distributed.backend import (
+    RANK_TIMEOUT_S,
+    import_deepspeed,
+    init_process_group,
+    shut_down,
+)
 from openrlhf.distributed.ds_config import (
     DTYPES,
     ModelFacts,
@@ -50,7 +55,9 @@ class DeepSpeedStrategy:
         seed: int = 42,
         full_determinism: bool = False,
         local_rank: int = -1,
+        rank_timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
+        self.rank_timeout_s = rank_timeout_s
         self.ds = ds
         self.seed = seed
         self.full_determinism = full_determinism
@@ -64,7 +71,7 @@ class DeepSpeedStrategy:
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
         set_seed(self.seed, full_determinism=self.full_determinism)
-        self.device = init_process_group(self.topology)
+        self.device = init_process_group(self.topology, rank_timeout_s=self.rank_timeout_s)
         if self.topology.dp_size < self.topology.world_size:
             self.dp_group = _own_group(self.topology.dp_groups(), self.topology.rank)
             self.cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)

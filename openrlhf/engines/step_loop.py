@@ -66,6 +66,7 @@ class StepLoop:
         self.name = name
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
+        self.num_steps = 0  # done since the start
         self._is_paused = False
         self._is_closing = False
         self._death: BaseException | None = None
@@ -99,6 +100,11 @@ class StepLoop:
 
         self._put(_Item(run, [future]))
         return future.result()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are due: requests wait, and the loop is not paused (from any thread)."""
+        return bool(self._waiting) and not self._is_paused
 
     @property
     def num_waiting(self) -> int:
@@ -179,6 +185,7 @@ class StepLoop:
                 if not self._is_paused and self.stepper.has_work():
                     for key, result in self.stepper.step():
                         self._waiting.pop(key).set_result(result)
+                    self.num_steps += 1
         self._end()
 
     def _die(self, error: BaseException) -> None:

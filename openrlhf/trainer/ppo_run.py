@@ -19,6 +19,7 @@ from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.datasets.problems import Gathered
+from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.run_checkpoints import Opened, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
@@ -197,7 +198,7 @@ def _run(
     if cluster.is_main:  # what is refused leaves the folder as it was
         unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
         save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
-    with stopping.patiently(config.ckpt.grace_s):
+    with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
         trainer.fit()
     _export(config, groups)
     if cluster.is_main:

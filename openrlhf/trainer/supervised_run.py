@@ -28,6 +28,7 @@ from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed import collectives
+from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.export import check_room, export_hf
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened, export_final
 from openrlhf.distributed.run_folder import holding_folders
@@ -168,6 +169,7 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
         seed=config.train.seed,
         full_determinism=config.train.full_determinism_enable,
         local_rank=config.local_rank,
+        rank_timeout_s=config.train.rank_timeout_s,
     )
     if strategy.is_main:
         models = (inputs.model_path, *recipe.other_models(config))
@@ -197,7 +199,7 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
         say_start(recipe, run, trainer)
     try:
-        with stopping.patiently(config.ckpt.grace_s):
+        with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
             trainer.fit(after_step=checkpointer.after_step)
     except stopping.Interrupted:
         strategy.shut_down()

@@ -22,14 +22,14 @@ from tests.integration.commands import argv
 from tests.integration.test_launchers import environment, launched
 from tests.tiny import write_jsonl
 
-DEADLINE_S = 150.0
+DEADLINE_S = 240.0
 FLAGS = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
     "--label_key answer --num_episodes {episodes} --logging_steps 1 "
 )
 SFT_FLAGS = "--train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1 --logging_steps 1"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @contextmanager
@@ -122,6 +122,26 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     )
     steps = [r["step"] for r in read_metrics(run / "metrics.jsonl") if "reward" in r]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
+
+
+@pytest.mark.faults
+def test_a_killed_driver_leaves_no_process_behind(
+    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
+) -> None:
+    words = argv(
+        FLAGS.format(episodes=2000) + "--vllm_num_engines 1",
+        pretrain=tiny_model_dir,
+        prompt_data=prompt_file,
+        remote_rm_url=reward_file,
+        train_batch_size="16",
+        save_path=tmp_path / "run",
+    )
+    with started([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]) as process:
+        wait_for_a_step(tmp_path / "run", process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, [" ".join(p.cmdline()) for p in alive]
 
 
 @pytest.mark.parametrize(

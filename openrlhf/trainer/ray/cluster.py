@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
+from openrlhf.errors import OpenRLHFError
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool
@@ -24,6 +26,7 @@ from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
+from openrlhf.trainer.ray.watch import Watch
 from openrlhf.trainer.ray.weight_transport import check_one_machine, choose_transport
 from openrlhf.utils.logging import is_terminal, notice
 from openrlhf.utils.progress import SCREEN, progress
@@ -161,6 +164,7 @@ class RayCluster:
         self.engines: list[RayEngine] = []
         self.reward_pools: NodePools | None = None
         self.reward_actors: list[Any] = []
+        self.watch = Watch()
         self.relay: ProgressRelay | None = None  # of the workers' bars, where somebody watches
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
@@ -177,8 +181,11 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """End all processes and give the places back."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End all processes and give the places back; an error that came of ending one that did not
+        get on is raised as that.
+        """
+        self.watch.close()
         if self.reward_pools is not None:
             self.reward_pools.close()
         for handle in self.reward_actors:
@@ -193,6 +200,8 @@ class RayCluster:
             slot.group.id: slot.group for s in self.slots.values() for slot in s
         }.values():
             remove_placement_group(group)
+        if self.watch.failure is not None and isinstance(error, OpenRLHFError):
+            raise self.watch.failure from error
 
     def start_group(self, role: str, worker_class: type) -> WorkerGroup:
         """Start the ranks of a role."""
@@ -253,6 +262,7 @@ class RayCluster:
             for engine in self.engines:
                 engine.ready()
                 advance()
+        self._watch_all()
         if self.engines and self.weight_transfer_backend == SHM_BACKEND:
             [actor] = [group for group in self.groups if group.role == "actor"]
             check_one_machine([actor.nodes[0], *(engine.node for engine in self.engines)])
@@ -262,6 +272,17 @@ class RayCluster:
         if self.relay is not None:
             for group in self.groups:
                 group.call(ModelWorker.show_bars_at, self.relay.address)
+
+    def _watch_all(self) -> None:
+        for group in self.groups:
+            for rank, handle in enumerate(group.handles):
+                deadline_s = self.config.train.rank_timeout_s
+                self.watch.add(partial(group.who, rank), handle, deadline_s, "--rank_timeout_s")
+        for engine in self.engines:
+            deadline_s = self.config.vllm.timeout_s
+            name = f"engine {engine.who}"
+            self.watch.add(partial(str, name), engine.handle, deadline_s, "--engine_timeout_s")
+        self.watch.start()
 
 
 def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:

@@ -28,6 +28,7 @@ QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 UNNAMED = (None, "", "auto")  # values of RAY_ADDRESS that leave the choice to us
 CONNECT_TIMEOUT_S = 10.0  # for a cluster that is said to be there
 CALL_TIMEOUT_S = 4 * 3600.0  # no call of a worker takes longer: load, generate, update, export
+HEALTH_GROUP = "health"  # calls that are answered while the actor is at work
 FORWARDED_PREFIXES = (
     "HF_",
     "WANDB_",
@@ -175,7 +176,7 @@ def start_actor(
         environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slot.bundles))
         environment["VLLM_RAY_PER_WORKER_GPUS"] = str(slot.num_gpus)
     return (
-        ray.remote(worker_class)
+        ray.remote(concurrency_groups={HEALTH_GROUP: 1})(worker_class)
         .options(
             num_cpus=slot.num_cpus,
             num_gpus=0 if slot.bundles else slot.num_gpus,
@@ -241,7 +242,7 @@ class RayActorGroup:
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
-        endpoint = get(self.handles[0].master_endpoint.remote(), self._who(0), CALL_TIMEOUT_S)
+        endpoint = get(self.handles[0].master_endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
     def start(
@@ -268,14 +269,15 @@ class RayActorGroup:
             done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
             if not done:
                 raise EngineError(
-                    f"{self._who(ranks[waiting[0]])} did not answer in {CALL_TIMEOUT_S:.0f} s"
+                    f"{self.who(ranks[waiting[0]])} did not answer in {CALL_TIMEOUT_S:.0f} s"
                 )
             for reference in done:
                 results[ranks[reference]] = get(
-                    reference, self._who(ranks[reference]), CALL_TIMEOUT_S
+                    reference, self.who(ranks[reference]), CALL_TIMEOUT_S
                 )
         return [results[rank] for rank in range(len(references))]
 
-    def _who(self, rank: int) -> str:
+    def who(self, rank: int) -> str:
+        """Return a rank in the words of an error."""
         where = f" on node {self.nodes[rank]}" if self.nodes else ""
         return f"{self.role} rank {rank} of {self.num_ranks}{where}"

@@ -113,7 +113,8 @@ class LocalCluster:
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
 
     def __enter__(self) -> LocalCluster:
-        init_process_group(self.topology)  # all agree on what to go on from before they load it
+        # All agree on what to go on from before they load it.
+        init_process_group(self.topology, rank_timeout_s=self.config.train.rank_timeout_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -28,7 +29,7 @@ from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batch
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import progress, show_bars_on
+from openrlhf.utils.progress import Advance, progress, show_bars_on
 from openrlhf.utils.progress_relay import RelayAddress, RelayedDisplay
 
 Worker = TypeVar("Worker")
@@ -64,11 +65,21 @@ class RankIdentity:
     run_dir: str
 
 
+class Health(NamedTuple):
+    """What a process answers when it is asked how far it is."""
+
+    work: str | None  # what goes on step by step; None: nothing of that kind
+    num_steps: int  # micro-batches of a rank, tokens' steps of an engine; since the start
+    pid: int
+
+
 class ModelWorker:
     """One rank of a model's group; subclasses add the model."""
 
     strategy: DeepSpeedStrategy
     engine: TrainEngine | EvalEngine
+    work: str | None = None  # the loop over micro-batches that runs now
+    num_micro_batches = 0  # done since the start
 
     def __init__(self, config: PPOConfig, identity: RankIdentity) -> None:
         self.config = config
@@ -98,6 +109,25 @@ class ModelWorker:
         self.setup()
         return node_address()
 
+    def health(self) -> Health:
+        """Return how far this rank is; may be called while it works."""
+        return Health(self.work, self.num_micro_batches, os.getpid())
+
+    @contextmanager
+    def working(self, what: str, total: int | None = None) -> Iterator[Advance]:
+        """A loop over micro-batches, with a bar; yields the function that moves it."""
+        with progress(what, total) as move_bar:
+
+            def advance(num_done: int = 1, total: int | None = None) -> None:
+                self.num_micro_batches += num_done
+                move_bar(num_done, total)
+
+            self.work = what
+            try:
+                yield advance
+            finally:
+                self.work = None
+
     def show_bars_at(self, address: RelayAddress) -> None:
         """Send this process' bars to the controller's terminal: the first rank for all."""
         if self.identity.rank == 0:
@@ -110,6 +140,7 @@ class ModelWorker:
             seed=self.config.train.seed,
             full_determinism=self.config.train.full_determinism_enable,
             local_rank=self.config.local_rank,
+            rank_timeout_s=self.config.train.rank_timeout_s,
         )
         self.strategy.setup()
         is_cuda = self.strategy.device.type == "cuda"
@@ -167,7 +198,7 @@ class ModelWorker:
         count = self.strategy.all_reduce_max({"n": float(len(plan))})["n"]
         order = [index for part in plan for index in part]
         outputs: list[Tensor] = []
-        with progress(what, int(count)) as advance:
+        with self.working(what, int(count)) as advance:
             for k in range(int(count)):
                 is_real = k < len(plan)
                 batch = experience.select(plan[k]) if is_real else empty_experience(experience)

@@ -42,7 +42,6 @@ from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import progress
 
 AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
 
@@ -103,7 +102,7 @@ class PolicyModelActor(TrainedWorker):
         if not self._every_sample_counts(kl_coef):
             steps = [without_idle_samples(step) for step in steps]
         after_step = None if self.average is None else self.average.update
-        with progress("updating the policy") as advance:
+        with self.working("updating the policy") as advance:
             metrics = run_updates(
                 self.engine,
                 steps,

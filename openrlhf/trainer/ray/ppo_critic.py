@@ -20,7 +20,6 @@ from openrlhf.trainer.ray.model_actor import frees_cache
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import progress
 
 
 class CriticModelActor(TrainedWorker):
@@ -59,7 +58,7 @@ class CriticModelActor(TrainedWorker):
     @frees_cache
     def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
         """All optimizer steps of one rollout batch on this rank's shares."""
-        with progress("updating the critic") as advance:
+        with self.working("updating the critic") as advance:
             metrics = run_updates(
                 self.engine,
                 steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
-from openrlhf.trainer.ray.model_actor import node_address, own_gpu
+from openrlhf.trainer.ray.model_actor import Health, node_address, own_gpu
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils.logging import is_terminal, redirect_framework_logs
 from openrlhf.utils.progress import counter, progress
@@ -52,6 +53,11 @@ class LLMRayActor(AgentHost, VLLMEngine):
     def ready(self) -> str:
         """Answer once the engine is up: the address of its node."""
         return node_address()
+
+    def health(self) -> Health:
+        """Return how far the engine is; a step is a forward pass."""
+        work = "generating" if self._loop.is_busy else None
+        return Health(work, self._loop.num_steps, os.getpid())
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
         """Sample for all requests; what is finished, as it is finished."""

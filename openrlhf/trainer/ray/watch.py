@@ -1,0 +1,122 @@
+"""Whether engines and ranks get on: one thread of the controller asks each of them now and then.
+
+One that does not answer was stopped; one that answers and stays at the same step or micro-batch
+hangs. Either is said after a while and killed at its deadline, and the run ends as for a dead one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from openrlhf.errors import EngineError
+from openrlhf.trainer.ray.launcher import HEALTH_GROUP
+from openrlhf.trainer.ray.model_actor import Health, ModelWorker
+from openrlhf.utils.logging import warn
+
+ASK_EVERY_S = 2.0
+CLOSE_S = 10.0
+SAY_AFTER_S = 20.0  # then after twice as long, and so on
+
+
+@dataclass
+class Watched:
+    """One process: who it is, what it last said, and for how long it has not got on."""
+
+    who: Callable[[], str]
+    handle: Any
+    deadline_s: float
+    deadline_flag: str
+    last: Health | None = None
+    quiet_s: float = 0.0
+    is_answering: bool = True
+    say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
+    asked: list[Any] = field(default_factory=list)  # the reference of a question without an answer
+
+    def hear(self, health: Health | None, seconds: float) -> None:
+        """Take in an answer, or that there was none for so long."""
+        is_stuck = health is None or (health.work is not None and health == self.last)
+        self.quiet_s = self.quiet_s + seconds if is_stuck else 0.0
+        self.is_answering = health is not None
+        self.last = health or self.last
+
+    def describe(self) -> str:
+        """Return who has not got on, for how long, and at what."""
+        pid = "" if self.last is None else f" (pid {self.last.pid})"
+        work = self.last.work if self.last is not None else None
+        what = "has not got on" if self.is_answering else "has not answered"
+        doing = f" while {work}" if work else ""
+        return f"{self.who()}{pid} {what} for {self.quiet_s:.0f} s{doing}"
+
+
+class Watch:
+    """Asks all processes that were added, from `start` to `close`."""
+
+    def __init__(self) -> None:
+        self.failure: EngineError | None = None  # why a process was killed
+        self._watched: list[Watched] = []
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def add(self, who: Callable[[], str], handle: Any, deadline_s: float, flag: str) -> None:
+        """Watch an actor that has a method `health`."""
+        self._watched.append(Watched(who, handle, deadline_s, flag))
+
+    def start(self) -> None:
+        """Begin to ask; all processes are up."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more: a question after Ray's end would start Ray anew."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._is_closed.wait(ASK_EVERY_S) and self.failure is None:
+            now = time.monotonic()
+            # A controller that was itself stopped for an hour has not seen the others rest.
+            self._ask_all(min(now - before, 2 * ASK_EVERY_S))
+            before = now
+            self._judge()
+
+    def _ask_all(self, seconds: float) -> None:
+        """Hear who has answered since the last round, and ask them again."""
+        for watched in list(self._watched):
+            if watched.asked and not ray.wait(watched.asked, timeout=0)[0]:
+                watched.hear(None, seconds)
+                continue
+            try:
+                if watched.asked:
+                    watched.hear(ray.get(watched.asked.pop()), seconds)
+                method = getattr(watched.handle, ModelWorker.health.__name__)
+                watched.asked = [method.options(concurrency_group=HEALTH_GROUP).remote()]
+            except ray.exceptions.RayError:  # it is dead: whoever waits for it says so
+                self._watched.remove(watched)
+
+    def _judge(self) -> None:
+        """Say who is quiet; kill who has reached the deadline."""
+        for watched in self._watched:
+            if watched.quiet_s >= watched.deadline_s:
+                self._kill(watched)
+                return
+            if watched.quiet_s >= watched.say_after_s:
+                watched.say_after_s *= 2
+                warn(
+                    f"{watched.describe()}; the run ends after {watched.deadline_s:.0f} s "
+                    f"({watched.deadline_flag})."
+                )
+
+    def _kill(self, overdue: Watched) -> None:
+        """End a process; of several, one that does not answer, for the others wait for it."""
+        silent = [w for w in self._watched if not w.is_answering and w.quiet_s > 2 * ASK_EVERY_S]
+        culprit = overdue if not overdue.is_answering else next(iter(silent), overdue)
+        limit = f"{overdue.deadline_flag} {overdue.deadline_s:g}"
+        self.failure = EngineError(f"{culprit.describe()}, and was ended ({limit})")
+        ray.kill(culprit.handle)

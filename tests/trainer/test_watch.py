@@ -1,0 +1,70 @@
+"""Who counts as not getting on, and who is ended for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.trainer.ray import watch
+from openrlhf.trainer.ray.model_actor import Health
+from openrlhf.trainer.ray.watch import Watch, Watched
+
+
+def watched(who: str = "actor rank 0", deadline_s: float = 600.0) -> Watched:
+    return Watched(lambda: who, who, deadline_s, "--rank_timeout_s")
+
+
+def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():
+    rank = watched()
+    rank.hear(None, 2.0)
+    assert rank.quiet_s == 2.0
+    for health, quiet_s in (
+        (Health(None, 0, 7), 0.0),
+        (Health(None, 0, 7), 0.0),  # idle
+        (Health("updating the policy", 0, 7), 0.0),  # has just begun
+        (Health("updating the policy", 0, 7), 2.0),
+        (None, 4.0),
+        (Health("updating the policy", 1, 7), 0.0),
+        (Health("updating the policy", 1, 7), 2.0),
+    ):
+        rank.hear(health, 2.0)
+        assert rank.quiet_s == quiet_s
+    expected = "actor rank 0 (pid 7) has not got on for 2 s while updating the policy"
+    assert rank.describe() == expected
+    rank.hear(None, 20.0)
+    expected = "actor rank 0 (pid 7) has not answered for 22 s while updating the policy"
+    assert rank.describe() == expected
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    handles: list[object] = []
+    monkeypatch.setattr(watch.ray, "kill", handles.append)
+    return handles
+
+
+def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed):
+    waiting, stopped, idle = watched("rank 0"), watched("rank 1"), watched("engine")
+    busy = Health("updating the policy", 3, 7)
+    for rank in (waiting, stopped):
+        rank.hear(busy, 0.0)
+    for _ in range(300):
+        waiting.hear(busy, 2.0)
+        stopped.hear(None, 1.9)
+        idle.hear(Health(None, 3, 7), 2.0)
+    run = Watch()
+    run._watched = [waiting, stopped, idle]
+    run._judge()
+    assert killed == ["rank 1"]
+    assert "rank 1 (pid 7) has not answered for 570 s" in str(run.failure)
+
+
+def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(killed, capsys):
+    rank, run = watched(), Watch()
+    run._watched = [rank]
+    for _ in range(45):
+        rank.hear(None, 1.0)
+        run._judge()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" for ")[2][:4] for line in said] == ["20 s", "40 s"]
+    assert "the run ends after 600 s (--rank_timeout_s)" in said[0]
+    assert not killed
