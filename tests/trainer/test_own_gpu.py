@@ -10,14 +10,14 @@ import ray
 from openrlhf.engines.vllm_args import engine_args
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray import model_actor, vllm_engine
+from openrlhf.trainer.ray import utils, vllm_engine
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
 
 
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs as torch would use them."""
-    monkeypatch.setattr(model_actor, "check_torch_uses", lambda *_: None)
+    monkeypatch.setattr(utils, "check_torch_uses", lambda *_: None)
 
 
 @pytest.mark.usefixtures("usable")
@@ -38,7 +38,7 @@ def test_a_rank_takes_its_own_gpu_of_those_it_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert model_actor.own_gpu() == index
+    assert utils.own_gpu() == index
 
 
 @pytest.mark.usefixtures("usable")
@@ -58,4 +58,4 @@ def test_a_gpu_that_torch_cannot_use_ends_the_worker(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"Ray gives out GPUs on node .*driver >= 580"):
-        model_actor.own_gpu()
+        utils.own_gpu()

@@ -12,8 +12,9 @@ from ray.util.placement_group import remove_placement_group
 
 from openrlhf.errors import EngineError, NumericsError
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
+from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 
 

@@ -22,9 +22,10 @@ from openrlhf.rewards.process_pool import FunctionPool
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.model_actor import ModelWorker, node_address
+from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
+from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch
 from openrlhf.trainer.ray.weight_transport import check_one_machine, choose_transport

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import ray
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from openrlhf.models.loading import LoadOptions
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
 from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batches_of
-from openrlhf.utils.gpus import VISIBLE, check_torch_uses
+from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, progress, show_bars_on
@@ -217,22 +216,3 @@ def _inverse(order: list[int]) -> list[int]:
     for position, index in enumerate(order):
         inverse[index] = position
     return inverse
-
-
-def node_address() -> str:
-    """Return the address of the machine this process runs on, as Ray knows it."""
-    return str(ray.util.get_node_ip_address())
-
-
-def own_gpu() -> int:
-    """Return the index of this actor's GPU among those that it sees, 0 without one.
-
-    Ray shows an actor its own GPUs only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set,
-    as it is in the driver of every submitted job. Raise ConfigError if torch cannot use the GPU.
-    """
-    own = [str(name) for name in ray.get_gpu_ids()]
-    check_torch_uses(own, f"Ray gives out GPUs on node {node_address()}")
-    if not own:
-        return 0
-    visible = os.environ.get(VISIBLE)
-    return visible.split(",").index(own[0]) if visible else int(own[0])

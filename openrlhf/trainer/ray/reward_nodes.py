@@ -23,8 +23,8 @@ from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, joined
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
 from openrlhf.rewards.worker_process import LOAD_TIMEOUT_S
 from openrlhf.trainer.ray.launcher import get, worker_environment
-from openrlhf.trainer.ray.model_actor import node_address
 from openrlhf.trainer.ray.placement import Slot
+from openrlhf.trainer.ray.utils import node_address
 from openrlhf.utils.logging import warn
 from openrlhf.utils.user_code import code_digest
 

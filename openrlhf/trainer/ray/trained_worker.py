@@ -15,7 +15,8 @@ from openrlhf.distributed.manifest import write_json
 from openrlhf.distributed.random_state import random_state, set_random_state
 from openrlhf.distributed.run_checkpoints import problems_of, raise_all
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache, node_address
+from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache
+from openrlhf.trainer.ray.utils import node_address
 
 
 class TrainedWorker(ModelWorker):

@@ -31,8 +31,9 @@ from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
-from openrlhf.trainer.ray.model_actor import Health, node_address, own_gpu
+from openrlhf.trainer.ray.model_actor import Health
 from openrlhf.trainer.ray.placement import Slot
+from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import is_terminal, redirect_framework_logs
 from openrlhf.utils.progress import counter, progress
 
