@@ -124,26 +124,6 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
 
 
-@pytest.mark.faults
-def test_a_killed_driver_leaves_no_process_behind(
-    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
-) -> None:
-    words = argv(
-        FLAGS.format(episodes=2000) + "--vllm_num_engines 1",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=reward_file,
-        train_batch_size="16",
-        save_path=tmp_path / "run",
-    )
-    with started([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]) as process:
-        wait_for_a_step(tmp_path / "run", process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive, [" ".join(p.cmdline()) for p in alive]
-
-
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -15,9 +14,6 @@ from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ray import watch
 from tests.integration.commands import argv
 from tests.integration.test_async_faults import workers
-from tests.integration.test_interrupt import SFT_FLAGS, started, wait_for_a_step
-from tests.integration.test_launchers import environment, launched
-from tests.tiny import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -67,21 +63,3 @@ def test_a_stopped_process_is_named_and_the_run_ends(
     assert ended.value.code == 3 and re.search(f"error: {named} was ended", said), said[-3000:]
     assert re.search(f"warning: {named}; the run ends after 20 s", said), said[-3000:]
     assert not psutil.wait_procs(stopped, timeout=10)[1]
-
-
-def test_a_stopped_rank_of_torchrun_ends_the_others(tiny_model_dir: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i} and", "completion": "two words"} for i in range(40_000)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    named = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --save_path {tmp_path}/r"
-    launcher = "torchrun --nproc_per_node 2 --master_port {port} -m {module}"
-    words = [*launched("sft", launcher), *named.split(), *SFT_FLAGS.split()]
-    with started([*words, "--rank_timeout_s", "5"], env=environment()) as process:
-        wait_for_a_step(tmp_path / "r", process, metric="gpt_loss")
-        ranks = psutil.Process(process.pid).children()
-        ranks[-1].send_signal(signal.SIGSTOP)
-        start = time.monotonic()
-        _, error = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert re.search(r"error: rank \d of 2 .* waited for another rank, which has stopped", error)
-    assert time.monotonic() - start < 90  # 15 s of the collective, 30 s of torchrun
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
