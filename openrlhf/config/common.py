@@ -25,7 +25,7 @@ def timed_name(stem: str) -> str:
 def timed_folder(stem: str) -> str:
     """`./ckpt/ppo-20260131-235959`; ranks that were started together get the same."""
     now = datetime.now()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if "LOCAL_RANK" in os.environ:  # by a launcher, the parent of its ranks
         import psutil  # noqa: PLC0415 - would slow --help
 
         now = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())

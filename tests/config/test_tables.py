@@ -80,7 +80,7 @@ def test_default_run_folders_differ_by_command_and_time(monkeypatch):
         SFTConfig, ["--pretrain", "a/b", "--dataset", "a/b", "--save_path", "./ckpt"]
     )
     assert given.config.ckpt.output_dir == "./ckpt"
-    monkeypatch.setenv("WORLD_SIZE", "2")  # ranks of one launcher, a moment apart
+    monkeypatch.setenv("LOCAL_RANK", "1")  # ranks of one launcher, a moment apart
     first = defaults(SFTConfig).ckpt.output_dir
     time.sleep(1.1)
     assert defaults(SFTConfig).ckpt.output_dir == first
