@@ -303,6 +303,10 @@ class LayerwiseUpdate:
             and not is_tied_copy(f"{name}.weight", self.model_config)
         ]
         finalize_layerwise_reload(self.model, self.model_config)
+        # On a CPU a tied LM head, which loads nothing itself, would keep its packed old weights.
+        for layer in self.model.modules():
+            if getattr(layer, "cpu_linear", None) is not None and layer.weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
         if absent or (untouched and not self.known_names):
             raise WeightSyncError(f"incomplete update: missing {some(absent or untouched)}")
         self.known_names = frozenset(names)
