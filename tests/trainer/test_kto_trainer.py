@@ -12,6 +12,7 @@ import transformers
 from openrlhf.algorithms.preference_loss import KTOOptions
 from openrlhf.cli.train_kto import main
 from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.datasets.sampler import EpochSampler
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor, TokenStats
@@ -229,3 +230,84 @@ def test_the_export_loads_and_prefers_wanted_answers(folder: Path) -> None:
     ids = tokenizer("User: 200?\nAssistant: yes 4<|end|>", return_tensors="pt")["input_ids"]
     trained, first = (load(folder / name)(ids, labels=ids).loss for name in ("run", "model"))
     assert trained < first
+
+
+TEN_STEPS = (
+    "--input_key prompt --output_key completion --train_batch_size 8 --micro_train_batch_size 2 "
+    "--max_len 50 --learning_rate 3e-4 --lr_scheduler constant --lr_warmup_ratio 0 --max_epochs 1 "
+    "--beta 0.1 --desirable_loss_weight 1.0 --undesirable_loss_weight 1.5 --zero_stage 0"
+)
+
+
+def uneven_rows() -> list[dict]:
+    """80 rows of prompts and answers that are short or long, never both long: mismatched pairs are
+    longer than rows, and some are over 50 tokens.
+    """
+    words = [("p" * 30, "r" * 4), ("p" * 3, "r" * 36), ("p" * 10, "r" * 8)]
+    rows = []
+    for number in range(80):
+        prompt, completion = words[(number * number + number // 7) % 3]
+        prompt, completion = f"{number}{prompt} ", f"{completion}{number % 7}"
+        rows.append({"prompt": prompt, "completion": completion, "label": number % 3 > 0})
+    return rows
+
+
+def train_ten_steps(folder: Path) -> None:
+    words = f"--pretrain {folder}/model --dataset {folder}/uneven.jsonl --save_path {folder}/ten"
+    main(f"{words} --input_template {{}} {TEN_STEPS}".split())
+
+
+def ten_steps_of_trl(model: Path, rows: list[dict]) -> list[dict]:
+    """What TRL logs of ten steps on these rows in their order."""
+    from datasets import Dataset
+    from trl import KTOConfig
+    from trl import KTOTrainer as TRLTrainer
+
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        for _ in range(2)
+    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    trainer = TRLTrainer(
+        policy,
+        reference,
+        KTOConfig(
+            output_dir=str(model.parent / "trl"),
+            per_device_train_batch_size=8,
+            train_sampling_strategy="sequential",
+            max_steps=10,
+            max_length=50,
+            max_grad_norm=1.0,
+            undesirable_weight=1.5,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            disable_tqdm=True,
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(model),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    )
+    trainer.train()
+    return [log for log in trainer.state.log_history if "kl" in log]
+
+
+def test_ten_steps_are_those_of_trl(tmp_path: Path) -> None:
+    rows, folder = uneven_rows(), tmp_path
+    make_model(folder / "model")
+    write_jsonl(folder / "uneven.jsonl", rows)
+    run_ranks(train_ten_steps, 1, folder)
+    order = EpochSampler(len(rows), seed=42).order(0).tolist()
+    # TRL puts a prompt before the response of the row before: in a batch read backwards, the next.
+    backwards = [rows[row] for n in range(0, 80, 8) for row in reversed(order[n : n + 8])]
+    logs = ten_steps_of_trl(folder / "model", backwards)
+    steps = [record for record in read_metrics(folder, "ten") if "kto_loss" in record]
+    assert len(steps) == len(logs) == 10
+    for own, other in zip(steps, logs, strict=True):
+        assert own["kto_loss"] == pytest.approx(other["loss"], abs=1e-6)
+        # Of sums of log-probs of some -200 in fp32, whose last bit is worth 1.5e-5.
+        assert own["kl"] == pytest.approx(other["kl"], abs=5e-5)
+    assert max(log["kl"] for log in logs) > 0.5  # the reference point had a say
