@@ -125,7 +125,10 @@ def test_the_best_model_is_kept_beside_the_checkpoints(runs: tuple[str, Path, Pa
     best = max(rates, key=lambda step: (rates[step], -step))
     assert best > 0 and kept[0] == [f"best_global_step{best}_hf"]
     assert {name for name in records(resumed)[0] if "pass" in name} == {
-        f"eval/eval_{source}_pass{n}" for source in ("even", "odd") for n in (1, 4)
+        f"eval/eval_{source}_pass{n}{part}"
+        for source in ("even", "odd")
+        for n in (1, 4)
+        for part in ("", "_stderr")
     }
     manifest = json.loads((resumed / "ckpt" / kept[0][0] / "manifest.json").read_text())
     assert (manifest["metric"], manifest["value"]) == (metric, rates[best])
