@@ -53,7 +53,7 @@ def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run_dir: Path = tmp_path_factory.mktemp("run")
     slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
     group = RayActorGroup(Probe, (None,), slots, role="critic", run_dir=str(run_dir))
-    assert group._who(1) == "critic rank 1 of 2"  # nobody knows its node yet
+    assert group.who(1) == "critic rank 1 of 2"  # nobody knows its node yet
     group.join()
     yield group
     for handle in group.handles:
