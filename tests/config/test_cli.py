@@ -21,7 +21,7 @@ from openrlhf.utils import progress
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
-MAX_HELP_SECONDS = 0.7  # 0.25 on an idle machine
+MAX_HELP_SECONDS = 1.5  # 0.25 to 0.8 by machine; with torch imported it would be over 2
 COMMANDS = ["sft", "rm", "dpo", "kto", "prm", "kd", "ppo", "ppo-local"]
 COMMANDS += ["infer", "serve-rm", "merge-lora", "chat"]
 

@@ -271,7 +271,7 @@ def test_the_hybrid_commands_of_the_readme_fit_into_80_gb(
 
 
 def test_the_70b_script_fits_into_80_gb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = command_of("examples/scripts/train_ppo_ray_70b.sh", "--pretrain")
+    words = command_of("examples/scripts/train_ppo_llama_ray_70b.sh", "--pretrain")
     config, events = run_of(words, folder, monkeypatch)
     shapes = {"actor": LLAMA_70B, "ref": LLAMA_70B, "critic": LLAMA_8B, "reward": LLAMA_8B}
     for pool in ({"actor", "ref"}, {"critic", "reward"}):
