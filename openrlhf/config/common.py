@@ -136,9 +136,19 @@ class DeepSpeedConfig(LoadConfig):
         "Accepted for old commands: batches are packed on every device.",
         "packing_samples",
     )
-    ring_attn_size: int = option(1, "Ranks that share a sequence.", "ring_attn_size", ge=1)
+    ring_attn_size: int = option(
+        1, "Ranks that share every packed row (context parallelism).", "ring_attn_size", ge=1
+    )
     ring_attn_head_stride: int = option(
-        1, "Heads processed in one ring step.", "ring_head_stride", ge=1
+        1,
+        "Key heads that are gathered at a time: more are faster, fewer take less memory.",
+        "ring_head_stride",
+        ge=1,
+    )
+    cp_mode: Literal["ring", "ulysses"] = option(
+        "ring",
+        "How ranks share a row: ring gathers keys and values, ulysses exchanges tokens for heads.",
+        "cp_mode",
     )
     enable_sleep: bool = switch(
         "Offload training states to CPU memory between phases.",
@@ -160,6 +170,16 @@ class DeepSpeedConfig(LoadConfig):
         "deepspeed_config",
         opens="json",
     )
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.ring_attn_size * self.tensor_parallel_size
+
+    @property
+    def attention(self) -> str:
+        """The attention that models are loaded with: shared rows need the project's own."""
+        return "sdpa" if self.ring_attn_size > 1 else self.attn_implementation
 
 
 class CheckpointConfig(Base):

@@ -48,6 +48,21 @@ IDLE_ANYWHERE = (
         "without --lora_rank",
     ),
     Idle(
+        ("ds.ring_attn_head_stride", "ds.cp_mode"),
+        lambda config: config.ds.ring_attn_size == 1,
+        "without --ring_attn_size",
+    ),
+    Idle(
+        ("ds.ring_attn_head_stride",),
+        lambda config: config.ds.ring_attn_size > 1 and config.ds.cp_mode == "ulysses",
+        "with --cp_mode ulysses",
+    ),
+    Idle(
+        ("ds.attn_implementation",),
+        lambda config: config.ds.ring_attn_size > 1,
+        "with --ring_attn_size, which has an attention of its own",
+    ),
+    Idle(
         ("eval.split", "eval.steps"),
         lambda config: is_blank(config.eval.dataset),
         "without --eval_dataset",

@@ -38,6 +38,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
 from openrlhf.errors import ConfigError
+from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class DeepSpeedStrategy:
         )
         self.device = torch.device("cpu")
         self.dp_group: dist.ProcessGroup | None = None  # None: the whole world
-        self.cp_group: dist.ProcessGroup | None = None  # None: no sequence is shared
+        self.context: ContextGroup | None = None  # None: no row is shared
 
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
@@ -74,7 +75,10 @@ class DeepSpeedStrategy:
         self.device = init_process_group(self.topology, rank_timeout_s=self.rank_timeout_s)
         if self.topology.dp_size < self.topology.world_size:
             self.dp_group = _own_group(self.topology.dp_groups(), self.topology.rank)
-            self.cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)
+            cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)
+            if cp_group is not None and self.topology.cp_size > 1:
+                stride = self.ds.ring_attn_head_stride
+                self.context = ContextGroup(cp_group, self.ds.cp_mode, stride)
 
     def shut_down(self) -> None:
         """Leave the process group; nothing of this strategy can be used afterwards."""
@@ -90,6 +94,7 @@ class DeepSpeedStrategy:
     ) -> TrainEngine:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
         self._check_quantized(model, is_trained=True)
+        model.context = self.context
         facts = self.facts_of(model)
         stage = effective_stage(self.ds, facts)
         if stage != self.ds.zero_stage:
@@ -120,6 +125,7 @@ class DeepSpeedStrategy:
         memory.
         """
         self._check_quantized(model, is_trained=False)
+        model.context = self.context
         model.requires_grad_(requires_grad=False).eval()
         facts = self.facts_of(model)
         if is_quantized(model):  # packed weights have no type to change

@@ -7,6 +7,7 @@ to a state dict.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,12 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.tokens import chunked_logprobs
 from openrlhf.errors import ConfigError
+from openrlhf.models.context_attention import ReadStates, SharedRow
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
 from openrlhf.models.router_loss import (
     experts_per_token,
     load_balancing_losses,
     refuse_reentrant,
 )
+from openrlhf.utils.context_parallel import ContextGroup, RowSlice
 from openrlhf.utils.packable import is_padded
 from openrlhf.utils.packing import PackedBatch
 
@@ -119,24 +122,34 @@ class States(NamedTuple):
     """What a model without its head says about a packed batch."""
 
     hidden_TH: Tensor
-    aux_loss: Tensor | None = None  # (B,) router loss of each sequence
+    router_logits: Sequence[Tensor] | None = None  # (T, E) of each layer
 
 
-def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = None) -> States:
-    """Last hidden states, and router losses of a model that sends each token to `top_k` experts.
-
-    Without `top_k` they are not computed.
-    """
+def model_states(model: nn.Module, batch: PackedBatch, *, with_router: bool = False) -> States:
+    """Last hidden states, and on request the router logits of a mixture of experts."""
     model = unwrap_peft(model)
     if is_padded(model):
-        return padded_states(model, batch, top_k=top_k)
-    row = PackedRow.of(batch)
+        return padded_states(model, batch, with_router=with_router)
+    return row_states(
+        model, PackedRow.of(batch), batch.token_ids, batch.position_ids, with_router=with_router
+    )
+
+
+def row_states(
+    model: PreTrainedModel,
+    row: PackedRow,
+    token_ids_T: Tensor,
+    position_ids_T: Tensor,
+    *,
+    with_router: bool,
+) -> States:
+    """Run a model over a packed row, or over this rank's slice of one."""
     is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION
     output = without_head(model)(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
+        input_ids=token_ids_T[None],
+        position_ids=position_ids_T[None],
         use_cache=False,
-        **({} if top_k is None else {"output_router_logits": True}),
+        **({"output_router_logits": True} if with_router else {}),
         **(row.kwargs() if is_packed_attention else row.flash_kwargs()),
     )
     if is_packed_attention and not row.layers_seen:
@@ -144,16 +157,10 @@ def model_states(model: nn.Module, batch: PackedBatch, *, top_k: int | None = No
             f"{type(model).__name__} does not hand sequence boundaries to its attention: "
             "it cannot be trained packed."
         )
-    hidden_TH = output.last_hidden_state[0]
-    if top_k is None:
-        return States(hidden_TH)
-    losses_B = load_balancing_losses(output.router_logits, batch.seq_lengths, top_k=top_k)
-    return States(hidden_TH, losses_B)
+    return States(output.last_hidden_state[0], output.router_logits if with_router else None)
 
 
-def padded_states(
-    model: PreTrainedModel, batch: PackedBatch, *, top_k: int | None = None
-) -> States:
+def padded_states(model: PreTrainedModel, batch: PackedBatch, *, with_router: bool) -> States:
     """The same from rows of one sequence each: L columns, padded on the right.
 
     In one forward, whatever the batch: ranks of ZeRO-3 must make equally many.
@@ -165,18 +172,26 @@ def padded_states(
         input_ids=tokens_BL,
         attention_mask=is_token_BL.long(),
         use_cache=False,
-        **({} if top_k is None else {"output_router_logits": True}),
+        **({"output_router_logits": True} if with_router else {}),
     )
     hidden_TH = output.last_hidden_state[is_token_BL]
-    if top_k is None:
+    if not with_router:
         return States(hidden_TH)
-    router_logits = [logits[is_token_BL.flatten()] for logits in output.router_logits]
-    return States(hidden_TH, load_balancing_losses(router_logits, batch.seq_lengths, top_k=top_k))
+    return States(hidden_TH, [logits[is_token_BL.flatten()] for logits in output.router_logits])
 
 
-def hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Last hidden states of a packed batch from the model without its head -> (T, H)."""
-    return model_states(model, batch).hidden_TH
+def shared_states(
+    model: PreTrainedModel, batch: PackedBatch, context: ContextGroup, *, with_router: bool
+) -> tuple[RowSlice, States]:
+    """Hidden states of this rank's slice of a row, and router logits of all of it."""
+    row = SharedRow.share(batch, context)
+    hidden_SH, logits = row_states(model, row, *row.slice_of(batch), with_router=with_router)
+    own = row.own
+    if logits is not None:
+        index_S = own.positions_S.to(hidden_SH.device)
+        rows = [own.spread(logits_SE, index_S, own.padded_length) for logits_SE in logits]
+        logits = [logits_PE[: own.num_tokens] for logits_PE in rows]
+    return own, States(hidden_SH, logits)
 
 
 def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> None:
@@ -190,17 +205,53 @@ def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> N
         unwrap_peft(model).enable_input_require_grads()
 
 
-class Actor(nn.Module):
-    """A causal language model seen as a policy over packed batches.
+class PackedModel(nn.Module):
+    """A Hugging Face model read at chosen places of packed rows.
 
-    `with_aux_loss` adds the router losses of a mixture of experts, see `States`.
+    With `top_k`, the experts a token is sent to, it gives router losses too. The ranks of `context`
+    share every row: the strategy that prepares the model sets it.
     """
+
+    context: ContextGroup | None = None
 
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.top_k = experts_per_token(unwrap_peft(model)) if with_aux_loss else None
+
+    def states_at(self, batch: PackedBatch, positions_N: Tensor) -> ReadStates:
+        """Last hidden states of these row positions, and router losses (B,) when asked for."""
+        with_router = self.top_k is not None
+        own = None
+        if self.context is None:
+            states = model_states(self.model, batch, with_router=with_router)
+        else:
+            own, states = shared_states(
+                unwrap_peft(self.model), batch, self.context, with_router=with_router
+            )
+        aux_loss = None
+        if self.top_k is not None:
+            assert states.router_logits is not None
+            aux_loss = load_balancing_losses(
+                states.router_logits, batch.seq_lengths, top_k=self.top_k
+            )
+        if own is None:
+            return ReadStates(states.hidden_TH.index_select(0, positions_N), aux_loss)
+        return ReadStates.of_slice(own, states.hidden_TH, positions_N, aux_loss)
+
+    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
+        """Trade compute for activation memory."""
+        if self.top_k is not None:
+            refuse_reentrant(use_reentrant=use_reentrant)
+        enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
+
+
+class Actor(PackedModel):
+    """A causal language model seen as a policy over packed batches."""
+
+    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
+        super().__init__(model, with_aux_loss=with_aux_loss)
         causal_lm = unwrap_peft(model)
-        self.top_k = experts_per_token(causal_lm) if with_aux_loss else None
         lm_head = causal_lm.get_output_embeddings()
         if type(lm_head) is not nn.Linear:
             raise ConfigError(
@@ -216,22 +267,14 @@ class Actor(nn.Module):
         assert self.head.weight is unwrap_peft(self.model).get_output_embeddings().weight, (
             "the LM head was replaced after the actor was built"
         )
-        hidden_NH, aux_loss = self.states_at(batch, batch.predict_index)
+        states = self.states_at(batch, batch.predict_index)
         stats = self.head(
-            hidden_NH, batch.targets, temperature=temperature, with_entropy=with_entropy
+            states.hidden_nH,
+            states.select(batch.targets),
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
-        return TokenStats(*stats, aux_loss=aux_loss)
-
-    def states_at(self, batch: PackedBatch, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states of these row positions, and router losses (B,) when asked for."""
-        hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
-        return hidden_TH.index_select(0, positions), aux_loss
-
-    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
-        """Trade compute for activation memory."""
-        if self.top_k is not None:
-            refuse_reentrant(use_reentrant=use_reentrant)
-        enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
+        return TokenStats(*map(states.spread, stats), aux_loss=states.aux_loss)
 
     @property
     def device(self) -> torch.device:

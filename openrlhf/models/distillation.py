@@ -67,16 +67,21 @@ class Student(Actor):
 
     def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
         """The loss on the targets of a batch, against what the teacher says there."""
-        hidden_NH, aux_loss = self.states_at(batch, batch.predict_index)
-        return StudentTerms(*self.head(hidden_NH, batch.targets, teacher), aux_loss=aux_loss)
+        states = self.states_at(batch, batch.predict_index)
+        loss, *of_tokens = self.head(states.hidden_nH, states.select(batch.targets), teacher)
+        return StudentTerms(
+            states.total(loss), *map(states.spread, of_tokens), aux_loss=states.aux_loss
+        )
 
 
 class Teacher(Actor):
     """The model that is learnt from."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Hidden states where a target is predicted, (N, K)."""
-        return self.states_at(batch, batch.predict_index)[0]
+        """Hidden states where a target is predicted, (N, K); of a shared row those the student
+        reads on this rank.
+        """
+        return self.states_at(batch, batch.predict_index).hidden_nH
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.rotary import own_length
 from openrlhf.utils.packable import why_padded
 
 
@@ -36,6 +38,26 @@ def refuse_token_budget(config: PretrainedConfig, path: str) -> None:
             f"--use_dynamic_batch: the rows of {path} are padded, so a budget of tokens does not "
             "bound their memory. Leave it out and set --micro_train_batch_size."
         )
+
+
+def refuse_shared_rows(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) -> None:
+    """Raise ConfigError for a model whose rows `--ring_attn_size` ranks cannot share."""
+    if ds.ring_attn_size == 1:
+        return
+    size, text = ds.ring_attn_size, config.get_text_config()
+    if padding_note(config, path) is not None:
+        why = "its rows are padded, not packed"
+    elif (limit := own_length(config)) is not None:
+        why = f"its rotary positions change beyond {limit} tokens"
+    else:
+        heads = {text.num_attention_heads, getattr(text, "num_key_value_heads", None) or size}
+        if ds.cp_mode == "ring" or not any(count % size for count in heads):
+            return
+        raise ConfigError(
+            f"--cp_mode ulysses shares heads, and {path} has {min(heads)}, not a multiple of "
+            f"--ring_attn_size {size}. Type --cp_mode ring."
+        )
+    raise ConfigError(f"--ring_attn_size {size}: {path} cannot be shared, {why}. Leave it out.")
 
 
 def refuse_own_code(model: PreTrainedModel, path: str) -> None:

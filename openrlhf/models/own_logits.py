@@ -77,7 +77,7 @@ def _errors(actor: Actor, model: PreTrainedModel) -> tuple[float, float]:
     tokens_BT = tokens_BT.to(model.device)
     with _plainly(model):
         said_BTV: Tensor = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
-        hidden_NH, _ = actor.states_at(batch, batch.predict_index)
+        hidden_NH = actor.states_at(batch, batch.predict_index).hidden_nH
         if hidden_NH.size(1) != model.get_output_embeddings().in_features:
             return 0.0, math.inf  # a projection stands between the two
         ours_N, *_ = actor.head(hidden_NH, batch.targets, temperature=1.0, with_entropy=False)

@@ -13,11 +13,12 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -52,6 +53,8 @@ class PackedRow:
 
     seq_lengths: tuple[int, ...]
     cu_seqlens: Tensor  # (B + 1,) int32
+    # Of a part of a row that begins inside a sequence: keys of it that stand before the part.
+    num_earlier: int = 0
     layers_seen: list[int] = field(
         default_factory=list
     )  # index of every layer that asked for this row
@@ -61,10 +64,39 @@ class PackedRow:
         """The boundaries of a batch."""
         return cls(batch.seq_lengths, batch.cu_seqlens)
 
+    @classmethod
+    def of_lengths(
+        cls, seq_lengths: Sequence[int], device: torch.device, *, num_earlier: int = 0
+    ) -> PackedRow:
+        """The boundaries of sequences of these lengths."""
+        ends = torch.tensor((0, *seq_lengths)).cumsum(0, dtype=torch.int32)
+        return cls(tuple(seq_lengths), ends.to(device), num_earlier)
+
     @cached_property
     def max_length(self) -> int:
         """Length of the longest sequence."""
         return max(self.seq_lengths)
+
+    @cached_property
+    def key_boundaries(self) -> tuple[Tensor, int]:
+        """Where the keys of the sequences begin, (B + 1,) int32, and the largest number of them."""
+        if not self.num_earlier:
+            return self.cu_seqlens, self.max_length
+        cu_keys = self.cu_seqlens + self.num_earlier
+        cu_keys[0] = 0
+        return cu_keys, max(self.max_length, self.seq_lengths[0] + self.num_earlier)
+
+    @cached_property
+    def rest(self) -> PackedRow | None:
+        """The row without its first sequence; None where it has only one."""
+        lengths = self.seq_lengths[1:]
+        return PackedRow.of_lengths(lengths, self.cu_seqlens.device) if lengths else None
+
+    def attention(
+        self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: ScoreOptions
+    ) -> Tensor:
+        """Attention over this row -> (T, h, D)."""
+        return row_attention(q_ThD, k_TkD, v_TkD, self, options)
 
     def kwargs(self) -> dict[str, PackedRow]:
         """Keywords that carry the row through a model to `PACKED_ATTENTION`."""
@@ -152,33 +184,51 @@ class ScoreOptions:
 
 
 def causal_attention(
-    q_BhLD: Tensor, k_BkLD: Tensor, v_BkLD: Tensor, options: ScoreOptions
+    q_BhQD: Tensor, k_BkSD: Tensor, v_BkSD: Tensor, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention inside each of B equally long sequences -> (B, h, L, D)."""
-    length = q_BhLD.size(2)
+    """Causal attention of the last Q tokens of B sequences of S tokens each -> (B, h, Q, D)."""
+    num_queries, length = q_BhQD.size(2), k_BkSD.size(2)
+    num_earlier = length - num_queries
     window = options.sliding_window or length
-    if options.softcap is None and window >= length:
-        if q_BhLD.is_cuda and q_BhLD.dtype == torch.float32:
+    if options.softcap is None and window >= length and not num_earlier:
+        if q_BhQD.is_cuda and q_BhQD.dtype == torch.float32:
             # The kernel for fp32 on CUDA has no grouped queries; without it SDPA forms all scores.
-            k_BkLD, v_BkLD = repeat_heads(q_BhLD, k_BkLD), repeat_heads(q_BhLD, v_BkLD)
+            k_BkSD, v_BkSD = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
         return F.scaled_dot_product_attention(
-            q_BhLD,
-            k_BkLD,
-            v_BkLD,
+            q_BhQD,
+            k_BkSD,
+            v_BkSD,
             is_causal=True,
             dropout_p=options.dropout,
             scale=options.scale,
-            enable_gqa=q_BhLD.size(1) != k_BkLD.size(1),
+            enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
     block_size = max(QUERY_BLOCK, window) if window < length else QUERY_BLOCK
+    attend = band_attention
+    if num_earlier and torch.is_grad_enabled():  # masks of long keys are not kept, but made anew
+        attend = partial(checkpoint, band_attention, use_reentrant=False)
     outputs = []
-    for start in range(0, length, block_size):
-        end = min(start + block_size, length)
-        first_key = max(0, start - window + 1)
-        is_seen = band_mask(range(start, end), range(first_key, end), window, q_BhLD.device)
-        keys, values = k_BkLD[:, :, first_key:end], v_BkLD[:, :, first_key:end]
-        outputs.append(masked_attention(q_BhLD[:, :, start:end], keys, values, is_seen, options))
+    for start in range(0, num_queries, block_size):
+        end = min(start + block_size, num_queries)
+        queries = range(num_earlier + start, num_earlier + end)
+        keys = range(max(0, queries.start - window + 1), queries.stop)
+        k, v = (x[:, :, keys.start : keys.stop] for x in (k_BkSD, v_BkSD))
+        outputs.append(attend(q_BhQD[:, :, start:end], k, v, queries, keys, options))
     return torch.cat(outputs, dim=2)
+
+
+def band_attention(
+    q_BhQD: Tensor,
+    k_BkSD: Tensor,
+    v_BkSD: Tensor,
+    queries: range,
+    keys: range,
+    options: ScoreOptions,
+) -> Tensor:
+    """Causal attention, in the sliding window, of queries and keys at these positions."""
+    window = options.sliding_window or keys.stop
+    is_seen = band_mask(queries, keys, window, q_BhQD.device)
+    return masked_attention(q_BhQD, k_BkSD, v_BkSD, is_seen, options)
 
 
 def masked_attention(
@@ -216,13 +266,8 @@ def unpacked_attention(
     q_RhQD: Tensor, k_RkSD: Tensor, v_RkSD: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
     """Attention of a plain batch whose queries are the last Q of S positions -> (R, h, Q, D)."""
-    num_queries, num_keys = q_RhQD.size(2), k_RkSD.size(2)
-    if mask is None and num_queries == num_keys:
-        return causal_attention(q_RhQD, k_RkSD, v_RkSD, options)
     if mask is None:
-        queries = range(num_keys - num_queries, num_keys)
-        window = options.sliding_window or num_keys
-        mask = band_mask(queries, range(num_keys), window, q_RhQD.device)
+        return causal_attention(q_RhQD, k_RkSD, v_RkSD, options)
     return masked_attention(q_RhQD, k_RkSD, v_RkSD, mask, options)
 
 
@@ -275,22 +320,42 @@ def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
 def row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Attention over one packed row by the fastest exact kernel at hand -> (T, h, D)."""
+    """Attention over one packed row by the fastest exact kernel at hand -> (T, h, D).
+
+    Keys and values begin `row.num_earlier` tokens before the queries.
+    """
     if not can_use_varlen(q_ThD, v_TkD, options):
-        return grouped_attention(q_ThD, k_TkD, v_TkD, row.layout, options)
+        return sdpa_row_attention(q_ThD, k_TkD, v_TkD, row, options)
     window = -1 if options.sliding_window is None else options.sliding_window - 1
+    cu_keys, max_keys = row.key_boundaries
     return varlen_kernel()(
         q_ThD.contiguous(),
         k_TkD.contiguous(),
         v_TkD.contiguous(),
         row.cu_seqlens,
-        row.cu_seqlens,
+        cu_keys,
         row.max_length,
-        row.max_length,
+        max_keys,
         scale=options.scale,
         window_size=(window, 0),
         enable_gqa=q_ThD.size(1) != k_TkD.size(1),
     )
+
+
+def sdpa_row_attention(
+    q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
+) -> Tensor:
+    """The same by SDPA; a sequence that began earlier is a call of its own."""
+    if not row.num_earlier:
+        return grouped_attention(q_ThD, k_TkD, v_TkD, row.layout, options)
+    first, key_end = row.seq_lengths[0], row.seq_lengths[0] + row.num_earlier
+    parts = (q_ThD[:first], k_TkD[:key_end], v_TkD[:key_end])
+    q, k, v = (x.transpose(0, 1)[None] for x in parts)
+    output_ThD = causal_attention(q, k, v, options)[0].transpose(0, 1)
+    if row.rest is None:
+        return output_ThD
+    parts = (q_ThD[first:], k_TkD[key_end:], v_TkD[key_end:])
+    return torch.cat([output_ThD, grouped_attention(*parts, row.rest.layout, options)])
 
 
 def packed_attention_forward(  # noqa: PLR0913 - the signature transformers calls
@@ -323,7 +388,7 @@ def packed_attention_forward(  # noqa: PLR0913 - the signature transformers call
         )
     packed_row.layers_seen.append(getattr(module, "layer_idx", 0))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return row_attention(q, k, v, packed_row, options)[None], None
+    return packed_row.attention(q, k, v, options)[None], None
 
 
 def packed_attention_mask(

@@ -104,6 +104,6 @@ class StepJudge(Actor):
 
     def forward(self, batch: MarkedBatch) -> MarkerTerms:
         """Loss and verdict at every marker."""
-        hidden_MH, aux_loss = self.states_at(batch.packed, batch.marker_index)
-        verdicts = self.head(hidden_MH, batch.labels, batch.reward_tokens)
-        return MarkerTerms(*verdicts, aux_loss=aux_loss)
+        states = self.states_at(batch.packed, batch.marker_index)
+        verdicts = self.head(states.hidden_nH, states.select(batch.labels), batch.reward_tokens)
+        return MarkerTerms(*map(states.spread, verdicts), aux_loss=states.aux_loss)

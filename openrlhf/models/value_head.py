@@ -16,14 +16,8 @@ from transformers import PretrainedConfig
 from typing_extensions import Self, Unpack
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.actor import (
-    enable_gradient_checkpointing,
-    hidden_states,
-    model_states,
-    unwrap_peft,
-)
+from openrlhf.models.actor import PackedModel, unwrap_peft
 from openrlhf.models.loading import LoadOptions, load_sequence_model
-from openrlhf.models.router_loss import experts_per_token, refuse_reentrant
 from openrlhf.utils.packing import PackedBatch
 
 
@@ -56,12 +50,20 @@ class RewardScale:
         return (scores - self.mean) / self.std
 
 
-class ScalarHeadModel(nn.Module):
+class RewardTerms(NamedTuple):
+    """What a scalar head says about a batch."""
+
+    scores: Tensor  # (N,) fp32; of a reward model one for each sequence
+    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
+
+
+class ScalarHeadModel(PackedModel):
     """A sequence classifier with one label, read at chosen positions of a packed row."""
 
-    def __init__(self, model: nn.Module, *, normalize_reward: bool = False) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(
+        self, model: nn.Module, *, normalize_reward: bool = False, with_aux_loss: bool = False
+    ) -> None:
+        super().__init__(model, with_aux_loss=with_aux_loss)
         config = unwrap_peft(model).config
         self.head_name = config.value_head_prefix
         self.scale = RewardScale.of(config) if normalize_reward else None
@@ -82,19 +84,13 @@ class ScalarHeadModel(nn.Module):
         )
         return cls(model, normalize_reward=normalize_reward)
 
-    def scores_at(self, batch: PackedBatch, positions: Tensor) -> Tensor:
-        """Scalar of each of these row positions, fp32."""
-        return self.scores_of(hidden_states(self.model, batch).index_select(0, positions))
-
-    def scores_of(self, hidden: Tensor) -> Tensor:
-        """Scalar of each of these hidden states, fp32."""
+    def scores_at(self, batch: PackedBatch, positions_N: Tensor) -> RewardTerms:
+        """Scalar of each of these row positions, (N,) fp32."""
+        states = self.states_at(batch, positions_N)
         head = unwrap_peft(self.model).get_submodule(self.head_name)
-        scores = head(hidden).squeeze(-1).float()
-        return scores if self.scale is None else self.scale.apply(scores)
-
-    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
-        """Trade compute for activation memory."""
-        enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
+        scores = states.spread(head(states.hidden_nH).squeeze(-1).float())
+        scores = scores if self.scale is None else self.scale.apply(scores)
+        return RewardTerms(scores, states.aux_loss)
 
 
 class CriticModel(ScalarHeadModel):
@@ -102,7 +98,7 @@ class CriticModel(ScalarHeadModel):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Values -> (N,) fp32."""
-        return self.scores_at(batch, batch.predict_index)
+        return self.scores_at(batch, batch.predict_index).scores
 
 
 class RewardModel(ScalarHeadModel):
@@ -110,33 +106,18 @@ class RewardModel(ScalarHeadModel):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Rewards -> (B,) fp32."""
-        return self.scores_at(batch, last_tokens(batch))
-
-
-class RewardTerms(NamedTuple):
-    """What a reward model in training says about a batch."""
-
-    scores: Tensor  # (B,) fp32
-    aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
+        return self.scores_at(batch, last_tokens(batch)).scores
 
 
 class RewardLearner(RewardModel):
     """A reward model in training, with the router losses of a mixture of experts when asked."""
 
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
-        super().__init__(model)
-        self.top_k = experts_per_token(unwrap_peft(model)) if with_aux_loss else None
+        super().__init__(model, with_aux_loss=with_aux_loss)
 
     def forward(self, batch: PackedBatch) -> RewardTerms:
         """Rewards and the router losses."""
-        hidden_TH, aux_loss = model_states(self.model, batch, top_k=self.top_k)
-        return RewardTerms(self.scores_of(hidden_TH[last_tokens(batch)]), aux_loss)
-
-    def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
-        """Trade compute for activation memory."""
-        if self.top_k is not None:
-            refuse_reentrant(use_reentrant=use_reentrant)
-        super().gradient_checkpointing_enable(use_reentrant)
+        return self.scores_at(batch, last_tokens(batch))
 
 
 def last_tokens(batch: PackedBatch) -> Tensor:

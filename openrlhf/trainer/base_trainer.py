@@ -92,6 +92,7 @@ class LoopSettings:
     @classmethod
     def of(cls, config: RunConfig) -> LoopSettings:
         """Read a command's config."""
+        budget = config.train.token_budget
         return cls(
             batch_size=config.train.batch_size,
             micro_batch_size=config.train.micro_batch_size,
@@ -99,7 +100,7 @@ class LoopSettings:
             seed=config.train.seed,
             logging_steps=config.logger.logging_steps,
             eval_steps=config.eval.steps,
-            max_tokens=config.train.token_budget,
+            max_tokens=budget and budget * config.ds.ring_attn_size,
         )
 
     def num_updates(self, num_samples: int) -> int:

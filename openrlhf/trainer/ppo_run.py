@@ -159,7 +159,7 @@ def _run(
     schedule = make_schedule(config, len(inputs.prompts))
     if cluster.is_main:
         say_notices(schedule_notes(config, schedule))
-        say_attention(config, config.ds.attn_implementation, named_models(config))
+        say_attention(config, config.ds.attention, named_models(config))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)
@@ -242,7 +242,7 @@ def _init_models(
             pending = {}
             for role in filter(None, wave):
                 worker_class, args = classes[role]
-                shares = [args] * groups[role].num_ranks
+                shares = [args] * groups[role].num_shares
                 pending[role] = groups[role].start(worker_class.init_model, shares)  # type: ignore[attr-defined]
             for role, wait in pending.items():
                 sizes[role] = wait()[0]

@@ -192,6 +192,11 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
             f"--agent_func_path without Ray on {num_ranks} processes: agents have one controller. "
             "Use train_ppo_ray, or a single process."
         )
+    if config.ds.ring_attn_size > 1:  # several controllers would each sample for one share
+        raise ConfigError(
+            f"--ring_attn_size {config.ds.ring_attn_size} without Ray: use train_ppo_ray, or leave "
+            "it out."
+        )
 
 
 def needs_critic(config: PPOConfig) -> bool:

@@ -290,7 +290,7 @@ class PPOTrainer:
         train = self.config.train
         return plan_updates(
             experience,
-            group.num_ranks,
+            group.num_shares,
             train_batch_size=train.batch_size,
             max_epochs=train.max_epochs,
             seed=train.seed + global_step,

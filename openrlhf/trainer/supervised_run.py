@@ -38,7 +38,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
-from openrlhf.models.families import refuse_token_budget
+from openrlhf.models.families import refuse_shared_rows, refuse_token_budget
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.models.router_loss import check_has_experts
@@ -173,7 +173,7 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
     )
     if strategy.is_main:
         models = (inputs.model_path, *recipe.other_models(config))
-        say_attention(config, config.ds.attn_implementation, models)
+        say_attention(config, config.ds.attention, models)
         say_notices(inputs.samples.notices)
         if base_of_adapter(inputs.model_path) is not None:
             notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
@@ -288,6 +288,7 @@ def _configs(
         found[path] = facts
         if config.train.dynamic_batch_enable:
             gathered.attempt(partial(refuse_token_budget, facts, path))
+        gathered.attempt(partial(refuse_shared_rows, facts, path, config.ds))
         if config.model.aux_loss_coef > 0 and path == model_path:
             gathered.attempt(partial(check_has_experts, facts, path))
     return found
@@ -367,7 +368,7 @@ def load_options(config: SupervisedConfig) -> LoadOptions:
     """How a supervised command loads its models."""
     ds = config.ds
     return LoadOptions(
-        attn_implementation=ds.attn_implementation,
+        attn_implementation=ds.attention,
         dtype=ds.param_dtype,
         trust_remote_code=config.trust_remote_code,
         load_in_4bit=ds.load_in_4bit,

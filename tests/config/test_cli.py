@@ -163,8 +163,8 @@ def test_errors_end_in_their_exit_code(capsys):
 
 
 def test_what_is_not_built_is_refused_before_anything_runs(capsys):
-    assert leave(fail_with(AssertionError("ran")), [*NEEDS, "--ring_attn_size", "2"]) == 2
-    assert "not yet implemented: --ring_attn_size 2" in capsys.readouterr().err
+    assert leave(fail_with(AssertionError("ran")), [*NEEDS, "--use_ms"]) == 2
+    assert "not yet implemented: --use_ms" in capsys.readouterr().err
 
 
 def test_a_key_moves_to_the_environment_and_out_of_the_arguments(monkeypatch, capsys):

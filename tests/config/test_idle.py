@@ -51,7 +51,6 @@ ANNOUNCED = {
 HARMLESS = {"ds.packing_samples"}
 # They refine what is refused as not yet implemented, by the name of what they refine.
 REFINEMENTS = {
-    "ds.ring_attn_head_stride": "ds.ring_attn_size",
     "actor.ptx_coef": "data.pretrain_dataset",
     "data.pretrain_probs": "data.pretrain_dataset",
     "data.image_key": "data.max_images_per_prompt",
@@ -77,6 +76,7 @@ def names_read() -> set[str]:
 
 
 NOT_CLIPPED = "with --optim muon, whose steps are orthogonal: nothing is clipped"
+SHARED = "with --ring_attn_size, which has an attention of its own"
 NOT_CORRECTED = "without --enable_vllm_is_correction"
 
 
@@ -125,6 +125,9 @@ def test_who_types_a_setting_without_effect_is_told(config_class, option):
         (SFTConfig, "--train_max_tokens_per_gpu 99", "without --use_dynamic_batch"),
         (SFTConfig, "--micro_train_batch_size 3 --use_dynamic_batch", "with --use_dynamic_batch"),
         (SFTConfig, "--lora_alpha 8", "without --lora_rank"),
+        (SFTConfig, "--ring_head_stride 2", "without --ring_attn_size"),
+        (PPOConfig, "--cp_mode ulysses", "without --ring_attn_size"),
+        (DPOConfig, "--attn_implementation sdpa --ring_attn_size 2", SHARED),
         (PRMConfig, "--target_modules q_proj", "without --lora_rank"),
         (KTOConfig, "--lora_dropout 0.5", "without --lora_rank"),
         (SFTConfig, "--muon.lr 0.1", "without --optim muon"),
@@ -271,6 +274,8 @@ def test_a_setting_that_nothing_reads_in_this_run_is_said(config_class, line, ex
     [
         (SFTConfig, "--train_max_tokens_per_gpu 99 --use_dynamic_batch"),
         (SFTConfig, "--lora_alpha 8 --lora_rank 4"),
+        (DPOConfig, "--ring_attn_size 2 --ring_head_stride 2"),
+        (SFTConfig, "--ring_attn_size 2 --cp_mode ulysses"),
         (SFTConfig, "--optim muon --muon.lr 0.1 --muon.momentum 0.9"),
         (DPOConfig, "--eval_dataset e --eval_split validation --eval_steps 5"),
         (SFTConfig, "--save_steps 5 --save_hf_ckpt --disable_ds_ckpt --max_ckpt_num 9"),

@@ -27,7 +27,6 @@ def test_the_list_is_this():
         "actor.freeze_visual_encoder",
         "data.max_images_per_prompt",
         "ds.deepcompile",
-        "ds.ring_attn_size",
         "ds.tensor_parallel_size",
         "ds.use_universal_ckpt",
         "ds.zpg",

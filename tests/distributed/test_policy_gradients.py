@@ -1,5 +1,5 @@
 """RL gradients are those of the textbook formulas on padded tensors, however the samples are cut:
-micro-batches, ranks, ZeRO stages, ranks without a sample.
+micro-batches, ranks, ZeRO stages, ranks without a sample, rows that two of four ranks share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.distributed.test_train_engine import full_gradients
 from tests.tiny import make_model, make_reward_model
 from tests.trainer.test_experience import rollout
 
-STAGES = {1: (0, 3), 2: (0, 2, 3)}  # on one rank stage 2 is stage 0
+STAGES = {1: (0, 3), 2: (0, 2, 3), 4: (0, 2, 3)}  # on one rank stage 2 is stage 0
 # None of them is the default of its flag.
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, VALUE_CLIP, KL_COEF, ENTROPY_COEF = 0.1, 0.3, 1.5, 0.3, 0.1, 0.02
 TEMPERATURE, MAX_NEW_TOKENS, PTX_COEF = 0.8, 32, 0.3
@@ -191,7 +191,7 @@ def textbook_gradient(folder: Path, variant: str, count: int) -> Tensor:
 # The project: the same step through worker, DeepSpeed and the update loop.
 
 
-def make_config(folder: Path, zero_stage: int) -> PPOConfig:
+def make_config(folder: Path, zero_stage: int, world_size: int) -> PPOConfig:
     optim = {"max_norm": 1e9, "adam": {"lr": 0.0}}  # steps are made, weights stay
     actor = {
         "model_name_or_path": str(folder / "policy"),
@@ -204,7 +204,7 @@ def make_config(folder: Path, zero_stage: int) -> PPOConfig:
         {
             "actor": {**actor, "entropy_coef": ENTROPY_COEF, "ptx_coef": PTX_COEF},
             "critic": critic,
-            "ds": {"zero_stage": zero_stage},
+            "ds": {"zero_stage": zero_stage, "ring_attn_size": 2 if world_size == 4 else 1},
             "algo": {"kl": {"use_loss": True, "estimator": "k3"}},
             "rollout": {"temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS},
         }
@@ -236,12 +236,12 @@ def changed(config: PPOConfig, variant: str, cut: str) -> PPOConfig:
 def own_steps(worker: ModelWorker, count: int, variant: str) -> list[UpdateStep]:
     topology = worker.strategy.topology
     plan = plan_updates(
-        ragged_set(count), topology.world_size, train_batch_size=64, max_epochs=1, seed=0
+        ragged_set(count), topology.dp_size, train_batch_size=64, max_epochs=1, seed=0
     )
     if variant == "text":
         plan = with_texts(plan)
     # As the first of two updates: the old log-probs count, and clipping with them.
-    return [replace(step, num_steps=2) for step in plan[topology.rank]]
+    return [replace(step, num_steps=2) for step in plan[topology.dp_rank]]
 
 
 def captured(worker: ModelWorker, update: Callable[[], object]) -> Tensor:
@@ -262,7 +262,7 @@ def captured(worker: ModelWorker, update: Callable[[], object]) -> Tensor:
 
 
 def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Tensor]:
-    config = make_config(folder, zero_stage)
+    config = make_config(folder, zero_stage, world_size)
     gradients = {}
     for worker_class, variants in ((PolicyModelActor, (*POLICY,)), (CriticModelActor, ("critic",))):
         worker = worker_class(config, RankIdentity("model", 0, world_size, str(folder)))
@@ -296,7 +296,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    ids=["1rank", "2ranks", "2x2ranks"],
+)
 def results(request: pytest.FixtureRequest, folder: Path) -> list[dict[tuple, Tensor]]:
     return run_ranks(run_all_stages, request.param, folder)
 

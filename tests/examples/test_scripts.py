@@ -73,13 +73,14 @@ SLURM = {"train_llama_slurm.sh", "train_ppo_llama_ray_slurm.sh"}
 TRAINING_SCRIPTS = sorted(
     {path.name for path in SCRIPTS.glob("train_*.sh") if not path.is_symlink()} - {*LOOPS, *SLURM}
 )
-# What users' documents call examples/scripts; those of tensor parallel training and of ring
-# attention (train_sft_llama_tensor_parallelism.sh, train_dpo_ring_llama.sh) come with them.
+# What users' documents call examples/scripts; that of tensor parallel training
+# (train_sft_llama_tensor_parallelism.sh) comes with it.
 NAMES_IN_DOCUMENTS = [
     "nvidia_docker_install.sh",
     "reward_func.py",
     "train_conditional_llama.sh",
     "train_dpo_llama.sh",
+    "train_dpo_ring_llama.sh",
     "train_iterative_dpo_llama.sh",
     "train_knowledge_distillation.sh",
     "train_kto_llama.sh",

@@ -26,12 +26,14 @@ TRAINING_SCRIPTS = sorted(
 )
 OWN_ROWS = {
     "train_dpo_llama.sh": "pairs.jsonl",
+    "train_dpo_ring_llama.sh": "pairs.jsonl",
     "train_kto_llama.sh": "labelled.jsonl",
     "train_prm_mistral.sh": "steps.jsonl",
     "train_rm.sh": "pairs.jsonl",
 }
 SUPERVISED = {
     "train_sft.sh",
+    "train_sft_ring_llama.sh",
     "train_knowledge_distillation.sh",
     "train_sft_mixtral_lora.sh",
     *OWN_ROWS,
@@ -90,6 +92,8 @@ def own_variables(name: str, folder: Path) -> dict[str, str]:
     variables = {"EXTRA_ARGS": TINY_SUPERVISED if name in SUPERVISED else TINY_RL}
     if name in OWN_ROWS:
         variables |= {"DATA": str(folder / OWN_ROWS[name]), "LABEL_KEY": "label"}
+    if "_ring_" in name:
+        variables |= {"GPUS": "2", "RING": "2"}
     if name == "train_sft_mixtral_lora.sh":
         variables["MODEL"] = str(folder / "mixture")
     if name == "train_dapo_hybrid.sh":  # of an untrained model, no answer is right

@@ -12,6 +12,7 @@ from openrlhf.models.packing import (
     grouped_attention,
     packed_attention_forward,
     padded_layout,
+    row_attention,
     unpacked_attention,
 )
 
@@ -96,6 +97,34 @@ def test_grouped_attention_equals_a_loop_over_tokens(options, query_block, monke
     expected_grads = torch.autograd.grad((expected * weights).sum(), (q, k, v))
     grads = torch.autograd.grad((output * weights).sum(), (q, k, v))
     torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [ScoreOptions(), ScoreOptions(sliding_window=5), ScoreOptions(softcap=0.7, scale=0.5)],
+    ids=str,
+)
+def test_a_row_that_begins_inside_a_sequence_sees_the_keys_before_it(options, monkeypatch):
+    monkeypatch.setattr(packing, "QUERY_BLOCK", 4)
+    q, k, v = random_qkv(21)
+    whole = PackedRow.of_lengths((13, 8), torch.device("cpu"))
+    expected = row_attention(q, k, v, whole, options)[6:]
+    part = PackedRow.of_lengths((7, 8), torch.device("cpu"), num_earlier=6)
+    output = row_attention(q[6:], k, v, part, options)
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn_like(output)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    torch.testing.assert_close(
+        torch.autograd.grad((output * weights).sum(), (q, k, v)), expected_grads
+    )
+
+
+def test_the_flash_kernel_is_told_where_keys_begin():
+    part = PackedRow.of_lengths((7, 8), torch.device("cpu"), num_earlier=6)
+    cu_keys, longest = part.key_boundaries
+    assert cu_keys.tolist() == [0, 13, 21]
+    assert part.cu_seqlens.tolist() == [0, 7, 15]
+    assert longest == 13
 
 
 def test_nan_in_a_neighbour_stays_there():

@@ -133,7 +133,7 @@ class FakeActor:
     """Trains for `train_s`; has one rank."""
 
     world: World
-    num_ranks: int = 1
+    num_shares: int = 1
 
     def start(self, method, shares):
         assert method is PolicyModelActor.fit
@@ -151,7 +151,7 @@ class FakeActor:
 class FakeCritic:
     """Trains in no time; has one rank."""
 
-    num_ranks = 1
+    num_shares = 1
 
     def start(self, method, shares):
         assert method is CriticModelActor.fit

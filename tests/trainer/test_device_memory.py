@@ -120,7 +120,7 @@ class Run:
 class Group:
     """One rank of a role; it works when it is waited for, as late as a process may."""
 
-    num_ranks = 1
+    num_shares = 1
 
     def __init__(self, role: str, worker: object, run: Run) -> None:
         self.role, self.worker, self.run = role, worker, run

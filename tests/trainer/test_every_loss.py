@@ -1,6 +1,6 @@
 """Every loss that a flag can choose, in its trainer: the gradient of a step is that of the formula
-on one unpacked answer at a time, whatever the micro-batches and the number of ranks, and one
-held-out sample alone is evaluated as it is.
+on one unpacked answer at a time, whatever the micro-batches and the number of ranks (two of four
+share each row), and one held-out sample alone is evaluated as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.trainer.test_kto_prm_kd_gradients import answers, load_plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-NUM_PAIRS, MICRO_BATCH_SIZES, STAGES = 9, (9, 1), {1: 0, 2: 3}
+NUM_PAIRS, MICRO_BATCH_SIZES, STAGES = 9, (9, 1), {1: 0, 2: 3, 4: 2}
 BETA, EPS, GAMMA, COEF = 0.3, 0.1, 0.7, 0.4
 PAIR_LOSSES = [*PREFERENCE_LOSSES, "ipo per token"]
 DIVERGENCES = {
@@ -130,7 +130,9 @@ def run_everything(folder: Path) -> dict:
     size = DeepSpeedStrategy(DeepSpeedConfig()).topology.world_size
     for case in CASES:
         stage = min(STAGES[size], 2 if case == "on_policy" else 3)
-        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage))
+        ring_attn_size = 2 if size == 4 else 1
+        ds = DeepSpeedConfig(zero_stage=stage, ring_attn_size=ring_attn_size)
+        strategy = DeepSpeedStrategy(ds)
         strategy.setup()
         trainer = make(
             case,
@@ -157,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(folder: Path) -> dict[int, list[dict]]:
-    return {size: run_ranks(run_everything, size, folder) for size in (1, 2)}
+    return {size: run_ranks(run_everything, size, folder) for size in (1, 2, 4)}
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
@@ -257,7 +259,7 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(
 ) -> None:
     gradient, loss = expected(folder, case, worlds[1][0])
     assert gradient.norm() > 0
-    for results in (*worlds[1], *worlds[2]):
+    for results in (*worlds[1], *worlds[2], *worlds[4]):
         for size in MICRO_BATCH_SIZES:
             actual, metrics = results[case, size]
             assert (actual - gradient).norm() / gradient.norm() < 1e-5, size
@@ -267,14 +269,14 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(
 def test_students_answer_alike_on_any_number_of_ranks(worlds: dict) -> None:
     alone = worlds[1][0]["answers"]
     assert {len(text.token_ids) for text in alone} != set(texts().lengths.tolist())
-    for results in worlds[2]:
+    for results in (*worlds[2], *worlds[4]):
         for own, other in zip(results["answers"], alone, strict=True):
             assert torch.equal(own.token_ids, other.token_ids)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_evaluate_one_sample_as_one_rank_does(worlds: dict, case: str) -> None:
+def test_several_ranks_evaluate_one_sample_as_one_rank_does(worlds: dict, case: str) -> None:
     alone = worlds[1][0][case, "eval"]
     assert alone and all(torch.isfinite(torch.tensor(value)) for value in alone.values())
-    for results in worlds[2]:
-        assert results[case, "eval"] == pytest.approx(alone, rel=1e-5, abs=1e-6)
+    for results in (*worlds[2], *worlds[4]):
+        assert results[case, "eval"] == pytest.approx(alone, rel=1e-5, abs=1e-5)

@@ -54,7 +54,7 @@ class Ranks:
     """A group of ranks, some of which see files below another root."""
 
     def __init__(self, blind: set[int]) -> None:
-        self.num_ranks = 3
+        self.num_shares = 3
         self.blind = blind
 
     def call(self, method, path: str) -> list:

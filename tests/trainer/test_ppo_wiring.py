@@ -53,7 +53,7 @@ class FakeGroup:
     column: Sequence[float] = ()
     asked: list[str] = field(default_factory=list)
     fitted: tuple = ()  # arguments of the last update
-    num_ranks: int = 1
+    num_shares: int = 1
 
     def start(
         self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]

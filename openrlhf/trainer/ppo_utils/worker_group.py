@@ -22,10 +22,12 @@ class WorkerGroup(Protocol):
     ...)`.
     """
 
-    num_ranks: int
+    num_shares: int  # of samples; several ranks work on one where they split its rows or weights
 
     def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
-        """Call `method` on rank k with `shares[k]`; the answer waits for the results."""
+        """Call `method` on the ranks of each share; return a function that waits for the results,
+        one a share.
+        """
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results, by rank."""
@@ -47,7 +49,7 @@ class ForwardPass:
 
     def start(self, experience: Experience) -> Callable[[], Tensor]:
         """Send the shares off; the answer waits for a flat (N,) or (B,) column in sample order."""
-        parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_ranks)
+        parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_shares)
         pending = self.group.start(self.method, [(experience.select(part),) for part in parts])
         sizes = experience.num_actions
         if self.axis == "sample":

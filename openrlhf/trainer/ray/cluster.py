@@ -15,7 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
-from openrlhf.errors import OpenRLHFError
+from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool
@@ -82,7 +82,8 @@ def role_counts(
 
     A frozen model that nobody gave a number takes fewer where the others leave fewer.
     """
-    per_node = cluster.max_gpus_per_node if cluster.has_gpus else 1
+    ranks_per_share = config.ds.ranks_per_share
+    per_node = cluster.max_gpus_per_node if cluster.has_gpus else ranks_per_share
     sections = {"actor": config.actor}
     if has_reference:
         sections["ref"] = config.ref
@@ -105,15 +106,28 @@ def role_counts(
         for role, section in sections.items()
         if role not in TRAINED_ROLES and section.num_gpus_per_node is None
     }
-    left = _ranks_that_fit(demands, unset, cluster)
+    left = _ranks_that_fit(demands, unset, cluster, ranks_per_share)
     if left:
         ranks |= left
         demands = _demands(config, ranks, num_engines)
+    _check_shares(config, ranks)
     return RoleCounts(ranks, num_engines, tuple(demands), cluster)
 
 
+def _check_shares(config: PPOConfig, ranks: dict[str, int]) -> None:
+    """Raise ConfigError for a role whose ranks cannot be divided into groups that share samples."""
+    ds = config.ds
+    if wrong := [role for role, count in ranks.items() if count % ds.ranks_per_share]:
+        role = wrong[0]
+        raise ConfigError(
+            f"{role}: {ranks[role]} rank(s) cannot be divided by --ring_attn_size "
+            f"{ds.ring_attn_size} x --ds_tensor_parallel_size {ds.tensor_parallel_size}. Type "
+            f"--{role.rstrip('0123456789')}_num_gpus_per_node {ds.ranks_per_share}."
+        )
+
+
 def _ranks_that_fit(
-    demands: Sequence[RoleDemand], unset: set[str], cluster: ClusterView
+    demands: Sequence[RoleDemand], unset: set[str], cluster: ClusterView, ranks_per_share: int
 ) -> dict[str, int]:
     """Fewer ranks for frozen models of unset size that have a place of their own: what the others
     leave, in equal shares. Empty when all fit as they are, or when that would not help.
@@ -123,7 +137,8 @@ def _ranks_that_fit(
     num_left = cluster.num_gpus - sum(size for pool, size in sizes.items() if pool not in own)
     if sum(sizes.values()) <= cluster.num_gpus or not own or num_left < len(own):
         return {}
-    return {role: min(num_ranks, num_left // len(own)) for role, num_ranks in own.items()}
+    num_each = num_left // len(own) // ranks_per_share * ranks_per_share
+    return {role: min(num_ranks, num_each) for role, num_ranks in own.items()} if num_each else {}
 
 
 def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
@@ -212,6 +227,7 @@ class RayCluster:
             self.slots[role],
             role=role,
             run_dir=self.run_dir,
+            ranks_per_share=self.config.ds.ranks_per_share,
         )
         self.groups.append(group)
         return group

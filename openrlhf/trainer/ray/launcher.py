@@ -227,9 +227,12 @@ class RayActorGroup:
         *,
         role: str,
         run_dir: str,
+        ranks_per_share: int = 1,
     ) -> None:
         self.role = role
         self.num_ranks = len(slots)
+        self.ranks_per_share = ranks_per_share
+        self.num_shares = len(slots) // ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
         self.handles = [
             start_actor(
@@ -248,17 +251,19 @@ class RayActorGroup:
     def start(
         self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        """Call `method` on rank k with `shares[k]`; the answer waits for the results."""
-        assert len(shares) == self.num_ranks, "one share a rank"
+        """Call `method` on the ranks of each share; return a function that waits for the results,
+        one a share.
+        """
+        assert len(shares) == self.num_shares, "one piece of work a share"
         references = [
-            getattr(handle, method.__name__).remote(*share)
-            for handle, share in zip(self.handles, shares, strict=True)
+            getattr(handle, method.__name__).remote(*shares[rank // self.ranks_per_share])
+            for rank, handle in enumerate(self.handles)
         ]
-        return lambda: self._wait(references)
+        return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Call `method` with the same arguments on every rank."""
-        return self.start(method, [args] * self.num_ranks)()
+        return self._wait([getattr(h, method.__name__).remote(*args) for h in self.handles])
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
         # The first error wins, whichever rank it is on: its peers hang in a collective.

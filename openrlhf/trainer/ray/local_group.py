@@ -35,19 +35,19 @@ class LocalGroup:
     def __init__(self, worker: object, topology: Topology) -> None:
         self.worker = worker
         self.rank = topology.rank
-        self.num_ranks = topology.world_size
+        self.num_shares = topology.world_size
 
     def start(
         self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
         """Run `method` on this rank's share at once; the answer exchanges the results."""
-        assert len(shares) == self.num_ranks, "one share a rank"
+        assert len(shares) == self.num_shares, "one piece of work a share"
         result = method(self.worker, *shares[self.rank])
         return lambda: all_gather_object(result)
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Run `method` with the same arguments on every rank."""
-        return self.start(method, [args] * self.num_ranks)()
+        return self.start(method, [args] * self.num_shares)()
 
 
 class MainRankScorer:

@@ -150,7 +150,7 @@ class ModelWorker:
         """How models of this run are loaded."""
         ds = self.config.ds
         return {
-            "attn_implementation": ds.attn_implementation,
+            "attn_implementation": ds.attention,
             "dtype": ds.param_dtype,
             "trust_remote_code": self.config.trust_remote_code,
             "load_in_4bit": ds.load_in_4bit,
@@ -171,17 +171,18 @@ class ModelWorker:
         """Micro-batches of forwards without gradients."""
         train = self.config.train
         budget = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
-        return MicroBatchPlan(
-            self.config.rollout.micro_batch_size, budget if train.dynamic_batch_enable else None
-        )
+        return self._plan(self.config.rollout.micro_batch_size, budget)
 
     @property
     def train_plan(self) -> MicroBatchPlan:
         """Micro-batches of updates."""
         train = self.config.train
-        return MicroBatchPlan(
-            train.micro_batch_size, train.max_tokens_per_gpu if train.dynamic_batch_enable else None
-        )
+        return self._plan(train.micro_batch_size, train.max_tokens_per_gpu)
+
+    def _plan(self, micro_batch_size: int, max_tokens_per_gpu: int) -> MicroBatchPlan:
+        budget = max_tokens_per_gpu * self.config.ds.ring_attn_size
+        is_used = self.config.train.dynamic_batch_enable
+        return MicroBatchPlan(micro_batch_size, budget if is_used else None)
 
     @frees_cache
     @torch.no_grad()

@@ -326,7 +326,7 @@ class GroupGenerator:
         """Completions of all requests, in order; `on_group` sees them as they come where this very
         process generates alone, else all at the end.
         """
-        width = self.group.num_ranks
+        width = self.group.num_shares
         early = (on_group,) if self.is_own_process and width == 1 and on_group else ()
         # A rank answers nothing while it generates: the bar only shows that work is going on.
         # Several ranks may be several controllers on one terminal, which must not all draw.

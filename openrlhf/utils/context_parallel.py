@@ -1,0 +1,198 @@
+"""Context parallelism: the ranks of a group share every packed row, each holds a slice of it.
+
+A row is padded to 2c chunks of one size; rank r of c holds chunks r and 2c - 1 - r, so that causal
+attention costs every rank the same (arXiv 2407.21783, section 3.3.2). Every rank computes the same
+loss of the whole row, and its gradient reaches the slice of the rank: summed over the ranks it is
+the gradient of one rank that holds all. Suffixes: S tokens of a slice, P = c * S tokens of the
+padded row, N places that are read, n of them in the slice of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share rows, and how their attention meets."""
+
+    group: dist.ProcessGroup
+    mode: Literal["ring", "ulysses"] = "ring"
+    head_stride: int = 1  # key heads that are gathered at a time
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @cached_property
+    def rank(self) -> int:
+        """Place of this rank in the group."""
+        return dist.get_rank(self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSlice:
+    """The part of a row of `num_tokens` tokens that this rank holds: two chunks."""
+
+    context: ContextGroup
+    num_tokens: int
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a chunk."""
+        return -(-self.num_tokens // (2 * self.context.size))
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of the padded row, P."""
+        return 2 * self.context.size * self.chunk_size
+
+    @property
+    def chunks(self) -> tuple[range, range]:
+        """Row positions of the two chunks."""
+        size, last = self.chunk_size, 2 * self.context.size - 1
+        first, second = (k * size for k in (self.context.rank, last - self.context.rank))
+        return range(first, first + size), range(second, second + size)
+
+    @cached_property
+    def positions_S(self) -> Tensor:
+        """Row position of every token of the slice, (S,) int64."""
+        return torch.cat([torch.arange(part.start, part.stop) for part in self.chunks])
+
+    def find(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of these row positions are in the slice, (n,), and where in it, (n,)."""
+        chunks_N, offsets_N = positions_N // self.chunk_size, positions_N % self.chunk_size
+        first, second = (part.start // self.chunk_size for part in self.chunks)
+        here_n = ((chunks_N == first) | (chunks_N == second)).nonzero().squeeze(-1)
+        return here_n, (offsets_N + (chunks_N == second) * self.chunk_size)[here_n]
+
+    def gather(self, x_S: Tensor) -> Tensor:
+        """Lay the slices of all ranks, (S, ...) each, in row order -> (P, ...)."""
+        return _Gather.apply(x_S, self)
+
+    def to_heads(self, x_ShD: Tensor) -> Tensor:
+        """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)."""
+        return _ToHeads.apply(x_ShD, self)
+
+    def to_tokens(self, x_PhD: Tensor) -> Tensor:
+        """Undo `to_heads`: from (P, h/c, D) to (S, h, D)."""
+        return _ToTokens.apply(x_PhD, self)
+
+    def spread(self, x_n: Tensor, index_n: Tensor, size: int) -> Tensor:
+        """Put what every rank has at its places together -> (size, ...), the same on all ranks."""
+        if x_n.dtype == torch.bool:
+            return _Spread.apply(x_n.int(), index_n, size, self.context.group).bool()
+        return _Spread.apply(x_n, index_n, size, self.context.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of a number over the ranks, each with the gradient of its own part."""
+        return _Total.apply(x, self.context.group)
+
+    def row_order(self, x_cS: Tensor) -> Tensor:
+        """From the slices of all ranks, (c, S, ...), to the row, (P, ...)."""
+        first, second = x_cS.unflatten(1, (2, self.chunk_size)).unbind(1)
+        return torch.cat([first, second.flip(0)]).flatten(0, 1)
+
+    def rank_order(self, x_P: Tensor) -> Tensor:
+        """From the row, (P, ...), to the slices of all ranks, (c, S, ...)."""
+        first, second = x_P.unflatten(0, (2, self.context.size, self.chunk_size)).unbind(0)
+        return torch.stack([first, second.flip(0)], dim=1).flatten(1, 2)
+
+
+def _exchange(x_c: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part k to rank k; the parts that came, (c, ...)."""
+    x_c = x_c.contiguous()
+    received = torch.empty_like(x_c)
+    dist.all_to_all_single(received, x_c, group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather; the gradient of a slice is the sum of what all ranks' losses say of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_S: Tensor, own: RowSlice) -> Tensor:
+        ctx.own = own
+        gathered_cS = list(x_S.new_empty(own.context.size, *x_S.shape))
+        dist.all_gather(gathered_cS, x_S.contiguous(), group=own.context.group)
+        return own.row_order(torch.stack(gathered_cS))
+
+    @staticmethod
+    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None]:
+        # A reduce-scatter, which gloo does not have.
+        parts_cS = _exchange(ctx.own.rank_order(grad_P), ctx.own.context.group)
+        return parts_cS.sum(0), None
+
+
+def _to_heads(x_ShD: Tensor, own: RowSlice) -> Tensor:
+    x_cShD = x_ShD.unflatten(1, (own.context.size, -1)).transpose(0, 1)
+    return own.row_order(_exchange(x_cShD, own.context.group))
+
+
+def _to_tokens(x_PhD: Tensor, own: RowSlice) -> Tensor:
+    x_cShD = _exchange(own.rank_order(x_PhD), own.context.group)
+    return x_cShD.transpose(0, 1).flatten(1, 2)
+
+
+class _ToHeads(torch.autograd.Function):
+    """See `RowSlice.to_heads` (arXiv 2309.14509)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ShD: Tensor, own: RowSlice) -> Tensor:
+        ctx.own = own
+        return _to_heads(x_ShD, own)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PhD: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grad_PhD, ctx.own), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """See `RowSlice.to_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PhD: Tensor, own: RowSlice) -> Tensor:
+        ctx.own = own
+        return _to_tokens(x_PhD, own)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ShD: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad_ShD, ctx.own), None
+
+
+class _Spread(torch.autograd.Function):
+    """Sum of rows that are zero elsewhere; the gradient goes to this rank's own places."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_n: Tensor, index_n: Tensor, size: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.index_n = index_n
+        whole = x_n.new_zeros(size, *x_n.shape[1:]).index_copy_(0, index_n, x_n)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_N.index_select(0, ctx.index_n), None, None, None
+
+
+class _Total(torch.autograd.Function):
+    """A sum over ranks whose gradient stays with each part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

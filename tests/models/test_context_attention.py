@@ -1,0 +1,51 @@
+"""How the ranks of a context group share a row, without the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from openrlhf.models.context_attention import chunk_of_row
+from openrlhf.utils.context_parallel import RowSlice
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a group that nobody joins."""
+
+    rank: int
+    size: int = 2
+
+
+def test_a_rank_holds_a_chunk_from_either_end():
+    first, second = (RowSlice(Place(rank), num_tokens=15) for rank in range(2))  # type: ignore[arg-type]
+    assert first.positions_S.tolist() == [0, 1, 2, 3, 12, 13, 14, 15]  # 15 is padding
+    assert second.positions_S.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_places_are_found_in_the_slice_that_holds_them():
+    own = RowSlice(Place(0), num_tokens=15)  # type: ignore[arg-type]
+    here, index = own.find(torch.tensor([5, 13, 0]))
+    assert (here.tolist(), index.tolist()) == ([1, 2], [5, 0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 24])
+def test_row_order_and_rank_order_undo_each_other(num_tokens):
+    slices = [RowSlice(Place(rank, 3), num_tokens) for rank in range(3)]  # type: ignore[arg-type]
+    held = torch.stack([own.positions_S for own in slices])
+    row = slices[0].row_order(held)
+    assert row.tolist() == list(range(slices[0].padded_length))
+    assert torch.equal(slices[0].rank_order(row), held)
+
+
+def test_a_chunk_sees_its_sequences_from_their_beginning():
+    seen, row = chunk_of_row((4, 6), range(2, 7), CPU)
+    assert (seen, row.seq_lengths, row.num_earlier) == (slice(0, 7), (2, 3), 2)
+    seen, row = chunk_of_row((4, 6), range(4, 10), CPU)
+    assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (6,), 0)
+    seen, row = chunk_of_row((4, 6), range(8, 10), CPU)
+    assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (2,), 4)
