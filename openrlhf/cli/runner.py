@@ -18,7 +18,7 @@ from typing import Generic
 
 from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import help_text
-from openrlhf.config.local_paths import path_problems
+from openrlhf.config.local_paths import names_local_data, path_problems
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.unimplemented import unimplemented_problems
 from openrlhf.distributed.topology import Topology
@@ -84,8 +84,10 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     """A config that may run; its secrets are in the environment and no longer in the arguments."""
     from openrlhf.utils.logging import quiet_frameworks  # noqa: PLC0415 - rich would slow --help
 
-    parsed = parse_config(command.config_class, argv, more_problems=start_problems)
     quiet_frameworks()
+    parsed = parse_config(
+        command.config_class, argv, more_problems=start_problems, data_problems=data_problems
+    )
     os.environ.update(parsed.environment)
     for secret in parsed.environment.values():
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
@@ -97,6 +99,16 @@ def start_problems(config: CommandConfig) -> Iterator[str]:
     """What a config that does not contradict itself cannot run with, here and now."""
     yield from unimplemented_problems(config)
     yield from path_problems(config)
+
+
+def data_problems(config: CommandConfig) -> list[str]:
+    """What is wrong with the files and columns of the data sets that are on this machine."""
+    if not names_local_data(config):
+        return []
+    with loading_libraries():
+        from openrlhf.datasets.command_data import column_problems  # noqa: PLC0415 - seconds
+
+    return column_problems(config)
 
 
 def hide_from_process_list(secret: str) -> None:

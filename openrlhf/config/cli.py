@@ -40,9 +40,12 @@ def parse_config(
     argv: Sequence[str],
     *,
     more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
+    data_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
 ) -> Parsed[ConfigT]:
-    """Read a command line (without the program's name); ConfigError lists every problem, those that
-    `more_problems` finds among them.
+    """Read a command line (without the program's name); ConfigError lists every problem.
+
+    Those that `more_problems` finds are among them. Where flags are understood and something else
+    is wrong with them, those of `data_problems`, which takes seconds, are listed too.
     """
     reading = read_all(config_class, argv)
     config, wrong = build(config_class, reading.values)
@@ -51,6 +54,9 @@ def parse_config(
         line for line in config.problems() if not mentioned & {*line.replace(".", " ").split()}
     ]
     problems = [*reading.problems, *wrong.values(), *contradictions, *more_problems(config)]
+    is_understood = not (reading.problems or wrong)
+    if problems and is_understood and not _are_about_rows(config_class, contradictions):
+        problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     config, environment = take_secrets(config)
@@ -63,6 +69,14 @@ def parse_config(
         for name in environment
     ]
     return Parsed(config, tuple(notices), environment)
+
+
+def _are_about_rows(config_class: type[CommandConfig], lines: Iterable[str]) -> bool:
+    """Return True if a line names a setting that says how rows are read."""
+    paths = [option.path for option in walk(config_class) if option.path.startswith("data.")]
+    read_by = [path for path in paths if not path.endswith("_len")]
+    names = {f"--{name}" for path in read_by for name in names_of(config_class, path)}
+    return any(names & {*line.replace(".", " ").split()} for line in lines)
 
 
 def build(

@@ -69,6 +69,20 @@ def reads_from(config: CommandConfig, folder: Path) -> bool:
     return False
 
 
+def names_local_data(config: CommandConfig) -> bool:
+    """Return True if a data set of this config is on this machine."""
+    options = [option for option in walk(type(config)) if option.info.opens == "data"]
+    return any(is_local_data(value_at(config, option.path)) for option in options)
+
+
+def is_local_data(spec: str | None) -> bool:
+    """Return True if all data sets of a comma list are on this machine."""
+    if spec is None or is_blank(spec):
+        return False
+    paths = [_path_of("data", name) for name in _names("data", spec)]
+    return all(path is not None and not _is_missing(path) for path in paths)
+
+
 def looks_local(name: str) -> bool:
     """Whether a name can only be that of a file or folder: no hub id is written like it."""
     if name.startswith(("/", ".", "~")) or name.endswith((*DATA_SUFFIXES, ".py")):

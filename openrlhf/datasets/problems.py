@@ -67,7 +67,7 @@ class Gathered:
     """Several things that are read one by one, all of whose problems are said together."""
 
     def __init__(self) -> None:
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     def attempt(self, read: Callable[[], T], *, about: str = "") -> T | None:
         """What is read, or None when its problems were noted; `about` says whose they are."""
@@ -75,14 +75,14 @@ class Gathered:
             return read()
         except ConfigError as error:
             first, *others = error.problems
-            is_said = not others and first in self._problems
-            self._problems += [] if is_said else [about + first, *others]
+            is_said = not others and first in self.problems
+            self.problems += [] if is_said else [about + first, *others]
         return None
 
     def raise_if_any(self) -> None:
         """Raise DataError with everything that was noted."""
-        if self._problems:
-            raise DataError(list(dict.fromkeys(self._problems)))
+        if self.problems:
+            raise DataError(list(dict.fromkeys(self.problems)))
 
 
 @dataclass(frozen=True)

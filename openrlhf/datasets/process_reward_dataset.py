@@ -46,6 +46,29 @@ class ProcessFormat(RowFormat):
     placeholder_token: str = ""  # the marker
     reward_tokens: tuple[str, ...] = ()  # what a label may be, the positive one first; () for any
 
+    def check_columns(self, rows: Dataset) -> None:
+        if not self.is_stepwise(rows):
+            self.find_columns(rows)
+
+    def is_stepwise(self, rows: Dataset) -> bool:
+        """Return True if steps and labels stand in columns of their own."""
+        is_usual = self.input_key in (None, "input") and "input" not in rows.column_names
+        return is_usual and set(STEPWISE_COLUMNS) <= set(rows.column_names)
+
+    def find_columns(self, rows: Dataset) -> tuple[str, str]:
+        """The columns of the text and of its labels; raises DataError that names both."""
+        gathered = Gathered()
+        found = [
+            gathered.attempt(partial(pick_column, asked, rows.column_names, usual, flag=flag))
+            for asked, usual, flag in (
+                (self.input_key, ("input", "text"), "--input_key"),
+                (self.label_key, ("label", "labels"), "--label_key"),
+            )
+        ]
+        gathered.raise_if_any()
+        text, labels = map(str, found)
+        return text, labels
+
 
 @dataclass(frozen=True)
 class ProcessExample:
@@ -112,23 +135,13 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         return None
 
     def _check_columns(self) -> None:
-        form, columns = self._format, self._rows.column_names
-        is_usual = form.input_key in (None, "input") and "input" not in columns
-        self._is_stepwise = is_usual and set(STEPWISE_COLUMNS) <= set(columns)
+        form = self._format
+        self._is_stepwise = form.is_stepwise(self._rows)
         if self._is_stepwise:
             self._label_key = "labels"
             self.notices.append(recognised_line(STEPWISE_COLUMNS, "steps and their labels"))
             return
-        gathered = Gathered()
-        found = [
-            gathered.attempt(partial(pick_column, asked, columns, usual, flag=flag))
-            for asked, usual, flag in (
-                (form.input_key, ("input", "text"), "--input_key"),
-                (form.label_key, ("label", "labels"), "--label_key"),
-            )
-        ]
-        gathered.raise_if_any()
-        self._input_key, self._label_key = map(str, found)
+        self._input_key, self._label_key = form.find_columns(self._rows)
         asked = (form.input_key or "input", form.label_key or "label")
         if asked != (names := (self._input_key, self._label_key)):
             self.notices.append(recognised_line(names, "text and its labels"))

@@ -68,6 +68,23 @@ class PromptFormat:
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
     around: str | None = None  # around what is asked, with {input}: see `wrap_input`
 
+    def check_columns(self, rows: Dataset) -> None:
+        """Raise DataError that names each column that is not there; needs no tokenizer."""
+        self.find_input(rows)
+
+    def find_input(self, rows: Dataset) -> str:
+        """The column of the prompt; raises DataError that names it and that of the label."""
+        gathered, columns = Gathered(), rows.column_names
+        flag = "--input_key"
+        name = gathered.attempt(
+            lambda: pick_column(self.input_key, columns, PROMPT_COLUMNS, flag=flag)
+        )
+        if self.label_key:
+            gathered.attempt(lambda: pick_column(self.label_key, columns, (), flag="--label_key"))
+        gathered.raise_if_any()
+        assert name is not None, "or else problems were raised"
+        return name
+
 
 # What became of rows, beside the prompts that they are: keys of the counts that are kept.
 DROPPED, TRUNCATED, ANSWERED = "dropped", "truncated", "answered"
@@ -152,20 +169,13 @@ class PromptDataset:
         return self._content.dropped[ANSWERED]
 
     def _check_columns(self) -> str:
-        columns, form = self._rows.column_names, self._format
+        form = self._format
         if form.overlong not in OVERLONG_POLICIES:
             raise ConfigError(
                 f"--overlong_prompts {form.overlong} is unknown. "
                 f"Use {', '.join(OVERLONG_POLICIES)}."
             )
-        gathered, flag = Gathered(), "--input_key"
-        name = gathered.attempt(
-            lambda: pick_column(form.input_key, columns, PROMPT_COLUMNS, flag=flag)
-        )
-        if form.label_key:
-            gathered.attempt(lambda: pick_column(form.label_key, columns, (), flag="--label_key"))
-        gathered.raise_if_any()
-        assert name is not None, "or else problems were raised"
+        name = form.find_input(self._rows)
         tokenizer = self._encoder.tokenizer
         is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
         is_found = is_chat and not form.apply_chat_template

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.notices import Caution
@@ -82,6 +83,24 @@ class PreferenceFormat(RowFormat):
             allow_special_tokens=data.allow_special_tokens,
         )
 
+    def check_columns(self, rows: Dataset) -> None:
+        columns = rows.column_names
+        wanted = {"--chosen_key": self.chosen_key, "--rejected_key": self.rejected_key}
+        if self.prompt_key is not None:
+            wanted["--prompt_key"] = self.prompt_key
+        problems = [
+            str(missing_column(name, columns, flag=flag))
+            for flag, name in wanted.items()
+            if name not in columns
+        ]
+        if self.with_margin and self.margin_key not in columns:
+            problems.append(
+                f"column '{self.margin_key}' is not in the data set; columns found: "
+                f"{', '.join(columns)}. Add it, or leave --margin_loss out."
+            )
+        if problems:
+            raise DataError(problems)
+
 
 @dataclass(frozen=True)
 class PreferencePair:
@@ -111,21 +130,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 
     def _check_columns(self) -> None:
         form, columns = self._format, self._rows.column_names
-        wanted = {"--chosen_key": form.chosen_key, "--rejected_key": form.rejected_key}
-        if form.prompt_key is not None:
-            wanted["--prompt_key"] = form.prompt_key
-        problems = [
-            str(missing_column(name, columns, flag=flag))
-            for flag, name in wanted.items()
-            if name not in columns
-        ]
-        if form.with_margin and form.margin_key not in columns:
-            problems.append(
-                f"column '{form.margin_key}' is not in the data set; columns found: "
-                f"{', '.join(columns)}. Add it, or leave --margin_loss out."
-            )
-        if problems:
-            raise DataError(problems)
+        form.check_columns(self._rows)
         self._prompt_key = form.prompt_key or ("prompt" if "prompt" in columns else None)
         names = [name for name in (self._prompt_key, form.chosen_key, form.rejected_key) if name]
         is_chat = uses_chat_template(

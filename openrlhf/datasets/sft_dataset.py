@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+from datasets import Dataset
 from torch import Tensor
 from typing_extensions import Self
 
@@ -63,6 +64,13 @@ LIKELY_ANSWERS = ("output", "response", "completion", "answer")  # columns that 
 DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 
 
+class Columns(NamedTuple):
+    """What is read of a row."""
+
+    prompt: str
+    answer: str | None  # None: the prompt's column holds the answer too
+
+
 @dataclass(frozen=True)
 class AnsweredFormat(RowFormat):
     """How rows become a prompt and its response."""
@@ -71,6 +79,8 @@ class AnsweredFormat(RowFormat):
     output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last
     usual_output: str | None = None  # looked for where nobody names a column
     input_template: str | None = DEFAULT_TEMPLATE
+
+    further_remedy: ClassVar[str] = ""  # for rows without a response column
 
     @classmethod
     def of(cls, data: AnsweredDataConfig, **more: Any) -> Self:
@@ -87,6 +97,68 @@ class AnsweredFormat(RowFormat):
             **more,
         )
 
+    def check_columns(self, rows: Dataset) -> None:
+        self.find_columns(rows)
+
+    def find_columns(self, rows: Dataset) -> Columns:
+        """The columns that flags name, or else the first of the usual ones with an answer."""
+        found = rows.column_names
+        if self.output_key is not None and self.output_key not in found:
+            gathered = Gathered()
+            gathered.attempt(
+                lambda: pick_column(self.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+            )
+            gathered.attempt(lambda: pick_column(self.output_key, found, (), flag="--output_key"))
+            gathered.raise_if_any()
+        if self.input_key is None and self.output_key is None and holds_answers(found):
+            return Columns("input", "output")
+        if self.input_key is not None or self.output_key is not None:
+            prompt = pick_column(self.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+            candidates = [prompt]
+        else:
+            candidates = [name for name in PROMPT_COLUMNS if name in found]
+        for prompt in candidates:
+            if (columns := self._with_answer(prompt, rows)) is not None:
+                return columns
+        prompt = pick_column(self.input_key, found, PROMPT_COLUMNS, flag="--input_key")
+        self._check_template_finds_answers(prompt, rows)
+        return Columns(prompt, None)
+
+    def is_whole_text(self, columns: Columns, rows: Dataset) -> bool:
+        """Whether every token of the prompt column is learnt, and nothing else."""
+        return False
+
+    def _with_answer(self, prompt: str, rows: Dataset) -> Columns | None:
+        """A prompt column with where its answer is; None when there is none."""
+        found = rows.column_names
+        if self.output_key is not None:
+            return Columns(prompt, pick_column(self.output_key, found, (), flag="--output_key"))
+        if self.usual_output in found:
+            return Columns(prompt, self.usual_output)
+        if prompt == "prompt" and "completion" in found:
+            return Columns(prompt, "completion")
+        is_named = self.input_key is not None or prompt != "prompt"
+        has_own = is_named and holds_dialogues(rows, prompt)
+        if has_own or self.is_whole_text(Columns(prompt, None), rows):
+            return Columns(prompt, None)
+        return None
+
+    def _check_template_finds_answers(self, prompt: str, rows: Dataset) -> None:
+        """No column holds an answer: raises DataError unless the chat template may find one."""
+        columns = rows.column_names
+        if self.apply_chat_template and holds_dialogues(rows, prompt):
+            return
+        if self.usual_output is not None:
+            raise missing_column(self.usual_output, columns, flag="--output_key")
+        likely = next((name for name in LIKELY_ANSWERS if name in columns), None)
+        remedy = "Name it with --output_key"
+        if likely is not None:
+            remedy = f"Type --input_key {prompt} --output_key {likely}"
+        raise DataError(
+            f"no response column is given; columns found: {', '.join(columns)}. "
+            f"{remedy}{self.further_remedy}."
+        )
+
 
 @dataclass(frozen=True)
 class SFTFormat(AnsweredFormat):
@@ -94,6 +166,22 @@ class SFTFormat(AnsweredFormat):
 
     multiturn: bool = False  # learn every assistant turn, not only the last
     pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
+
+    further_remedy: ClassVar[str] = ", or --pretrain_mode to learn every token"
+
+    def find_columns(self, rows: Dataset) -> Columns:
+        """The same, or the one column of plain text."""
+        if not self.pretrain_mode:
+            return super().find_columns(rows)
+        found = rows.column_names
+        return Columns(pick_column(self.input_key, found, TEXT_COLUMNS, flag="--input_key"), None)
+
+    def is_whole_text(self, columns: Columns, rows: Dataset) -> bool:
+        """Whether every token of the prompt column is learnt, and nothing else."""
+        if self.pretrain_mode is not None:
+            return self.pretrain_mode
+        is_text = columns == ("text", None) and not holds_dialogues(rows, "text")
+        return is_text and not self.apply_chat_template
 
 
 @dataclass(frozen=True)
@@ -104,13 +192,6 @@ class SFTExample:
     loss_mask: Tensor  # (T,) bool, False on the first token (nothing predicts it)
 
 
-class Columns(NamedTuple):
-    """What is read of a row."""
-
-    prompt: str
-    answer: str | None  # None: the prompt's column holds the answer too
-
-
 AnsweredFormatT = TypeVar("AnsweredFormatT", bound=AnsweredFormat)
 
 
@@ -118,12 +199,12 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
     """Rows of a prompt and its response, in two columns or in one dialogue."""
 
     flags = "--input_key, --output_key and --max_len"
-    further_remedy: ClassVar[str] = ""  # for rows without a response column
 
     def _check_columns(self) -> None:
-        asked, columns = self._format, self._find_columns()
+        asked = self._format
+        columns = asked.find_columns(self._rows)
         names = [name for name in columns if name is not None]
-        is_chat = not self._is_whole_text(columns) and uses_chat_template(
+        is_chat = not asked.is_whole_text(columns, self._rows) and uses_chat_template(
             asked.apply_chat_template, self._rows, names, self._encoder.tokenizer
         )
         self._columns = columns
@@ -149,65 +230,6 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
         keys = {"data.input_key": self._columns.prompt, "data.output_key": self._columns.answer}
         return {**super().recognised, **keys}
 
-    def _find_columns(self) -> Columns:
-        """The columns that flags name, or else the first of the usual ones with an answer."""
-        form, found = self._format, self._rows.column_names
-        if form.output_key is not None and form.output_key not in found:
-            gathered = Gathered()
-            gathered.attempt(
-                lambda: pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
-            )
-            gathered.attempt(lambda: pick_column(form.output_key, found, (), flag="--output_key"))
-            gathered.raise_if_any()
-        if form.input_key is None and form.output_key is None and holds_answers(found):
-            return Columns("input", "output")
-        if form.input_key is not None or form.output_key is not None:
-            prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
-            candidates = [prompt]
-        else:
-            candidates = [name for name in PROMPT_COLUMNS if name in found]
-        for prompt in candidates:
-            if (columns := self._with_answer(prompt)) is not None:
-                return columns
-        prompt = pick_column(form.input_key, found, PROMPT_COLUMNS, flag="--input_key")
-        self._check_template_finds_answers(prompt)
-        return Columns(prompt, None)
-
-    def _with_answer(self, prompt: str) -> Columns | None:
-        """A prompt column with where its answer is; None when there is none."""
-        form, found = self._format, self._rows.column_names
-        if form.output_key is not None:
-            return Columns(prompt, pick_column(form.output_key, found, (), flag="--output_key"))
-        if form.usual_output in found:
-            return Columns(prompt, form.usual_output)
-        if prompt == "prompt" and "completion" in found:
-            return Columns(prompt, "completion")
-        is_named = form.input_key is not None or prompt != "prompt"
-        has_own = is_named and holds_dialogues(self._rows, prompt)
-        if has_own or self._is_whole_text(Columns(prompt, None)):
-            return Columns(prompt, None)
-        return None
-
-    def _check_template_finds_answers(self, prompt: str) -> None:
-        """No column holds an answer: raises DataError unless the chat template may find one."""
-        form, columns = self._format, self._rows.column_names
-        if form.apply_chat_template and holds_dialogues(self._rows, prompt):
-            return
-        if form.usual_output is not None:
-            raise missing_column(form.usual_output, columns, flag="--output_key")
-        likely = next((name for name in LIKELY_ANSWERS if name in columns), None)
-        remedy = "Name it with --output_key"
-        if likely is not None:
-            remedy = f"Type --input_key {prompt} --output_key {likely}"
-        raise DataError(
-            f"no response column is given; columns found: {', '.join(columns)}. "
-            f"{remedy}{self.further_remedy}."
-        )
-
-    def _is_whole_text(self, columns: Columns) -> bool:
-        """Whether every token of the prompt column is learnt, and nothing else."""
-        return False
-
     def _num_rendered(self) -> int:
         if self._columns.answer is None:
             return 0
@@ -218,7 +240,7 @@ class AnsweredPrompts(TokenizedDataset[AnsweredFormatT], Generic[AnsweredFormatT
 
     def _say_recognised(self, asked: AnsweredFormatT, columns: Columns) -> None:
         """One line when columns, template or text were not asked for as they are read."""
-        is_text, template = self._is_whole_text(columns), asked.input_template
+        is_text, template = asked.is_whole_text(columns, self._rows), asked.input_template
         is_found = is_text or (self._format.apply_chat_template and not asked.apply_chat_template)
         how = "text, of which every token is learnt" if is_text else "text"
         if self._format.apply_chat_template:
@@ -288,8 +310,6 @@ def _is_cut(row: Row) -> bool:
 class SFTDataset(AnsweredPrompts[SFTFormat]):
     """Examples to imitate, in file order; raises DataError."""
 
-    further_remedy = ", or --pretrain_mode to learn every token"
-
     def __getitem__(self, index: int) -> SFTExample:
         [tokens] = self._content.stores
         return SFTExample(tokens[index], tokens.mask(index))
@@ -311,22 +331,8 @@ class SFTDataset(AnsweredPrompts[SFTFormat]):
 
     def _check_columns(self) -> None:
         super()._check_columns()
-        is_text = self._is_whole_text(self._columns)
+        is_text = self._format.is_whole_text(self._columns, self._rows)
         self._format = replace(self._format, pretrain_mode=is_text)
-
-    def _find_columns(self) -> Columns:
-        form = self._format
-        if not form.pretrain_mode:
-            return super()._find_columns()
-        found = self._rows.column_names
-        return Columns(pick_column(form.input_key, found, TEXT_COLUMNS, flag="--input_key"), None)
-
-    def _is_whole_text(self, columns: Columns) -> bool:
-        form = self._format
-        if form.pretrain_mode is not None:
-            return form.pretrain_mode
-        is_text = columns == ("text", None) and not holds_dialogues(self._rows, "text")
-        return is_text and not form.apply_chat_template
 
     def _draft(self, row: Row) -> Draft:
         if not self._format.pretrain_mode:

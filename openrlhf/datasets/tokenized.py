@@ -43,7 +43,7 @@ Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class RowFormat:
+class RowFormat(ABC):
     """What every kind of row is read by."""
 
     input_template: str | None = None  # around a plain prompt
@@ -51,6 +51,10 @@ class RowFormat:
     max_len: int = 2048  # tokens
     overlong: str = "filter"  # filter | truncate | error
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
+
+    @abstractmethod
+    def check_columns(self, rows: Dataset) -> None:
+        """Raise DataError that names each column that is not there; needs no tokenizer."""
 
 
 @dataclass(frozen=True)

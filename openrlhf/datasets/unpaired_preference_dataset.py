@@ -7,7 +7,9 @@ because the KL estimate of KTO puts a prompt before another row's response.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
@@ -23,6 +25,16 @@ class UnpairedFormat(AnsweredFormat):
     """How rows become labelled answers."""
 
     label_key: str = "label"  # 1, 0, true or false
+
+    def check_columns(self, rows: Dataset) -> None:
+        gathered = Gathered()
+        gathered.attempt(partial(super().check_columns, rows))
+        gathered.attempt(partial(self.check_label, rows))
+        gathered.raise_if_any()
+
+    def check_label(self, rows: Dataset) -> None:
+        """Raise DataError when the column of labels is not there."""
+        pick_column(self.label_key, rows.column_names, (), flag="--label_key")
 
 
 @dataclass(frozen=True)
@@ -64,11 +76,9 @@ class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
         return sum(bool(extra) for extra in self._content.extras)
 
     def _check_columns(self) -> None:
-        gathered, columns = Gathered(), self._rows.column_names
+        gathered = Gathered()
         gathered.attempt(super()._check_columns)
-        gathered.attempt(
-            lambda: pick_column(self._format.label_key, columns, (), flag="--label_key")
-        )
+        gathered.attempt(partial(self._format.check_label, self._rows))
         gathered.raise_if_any()
 
     def _draft(self, row: Row) -> Draft:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.datasets.conventions import if_given
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
-from openrlhf.datasets.token_cache import giving_way
+from openrlhf.datasets.command_data import prompt_format
+from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
@@ -43,25 +42,17 @@ class PromptTask(BatchTask):
 
     def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
         super().__init__(config, goes_first=goes_first)
-        data = config.data
-        prompt_format = PromptFormat(
-            input_key=if_given(data, "input_key"),
-            input_template=data.input_template,
-            apply_chat_template=if_given(data, "apply_chat_template"),
-            max_len=data.prompt_max_len,
-            overlong=data.overlong_prompts,
-            allow_special_tokens=data.allow_special_tokens,
-            around=wish_template(config.csft.prompt) if config.csft.enable else None,
-        )
-        with (
-            giving_way(gives_way=not goes_first),
-            counter("tokenising prompts", is_shown=goes_first) as show,
-        ):
-            self.prompts = PromptDataset(self.rows, self.tokenizer, prompt_format, progress=show)
         self.notices = self.prompts.notices
         self.max_model_len = int(self.prompts.lengths.max()) + config.rollout.max_new_tokens
         self._check_positions()
         self._sampling = sampling_settings(config, self._stop_token_ids())
+
+    def _tokenise(self, *, is_shown: bool) -> None:
+        form, csft = prompt_format(self.config), self.config.csft
+        if csft.enable:
+            form = replace(form, around=wish_template(csft.prompt))
+        with counter("tokenising prompts", is_shown=is_shown) as show:
+            self.prompts = PromptDataset(self.rows, self.tokenizer, form, progress=show)
 
     @property
     def items(self) -> range:

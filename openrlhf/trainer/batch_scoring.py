@@ -14,11 +14,9 @@ from torch import Tensor
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.chat import to_messages
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine
-from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.loading import is_value_model
+from openrlhf.errors import RewardError
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
@@ -33,17 +31,12 @@ class ScoreTask(BatchTask):
 
     def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
         super().__init__(config, goes_first=goes_first)
-        if not is_value_model(self.model_config):
-            raise ConfigError(
-                f"The model at {self.model_path!r} has no value head. Give a trained reward model."
-            )
-        row_format = SFTFormat.of(config.data)
-        with (
-            giving_way(gives_way=not goes_first),
-            counter("tokenising rows", is_shown=goes_first) as show,
-        ):
-            self.examples = SFTDataset(self.rows, self.tokenizer, row_format, progress=show)
         self.notices = self.examples.notices
+
+    def _tokenise(self, *, is_shown: bool) -> None:
+        form = SFTFormat.of(self.config.data)
+        with counter("tokenising rows", is_shown=is_shown) as show:
+            self.examples = SFTDataset(self.rows, self.tokenizer, form, progress=show)
 
     @property
     def items(self) -> range:

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.chat import RENDERED
-from openrlhf.datasets.expectations import Expectations
-from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.models.loading import LoadOptions, load_config
+from openrlhf.errors import ConfigError
+from openrlhf.models.loading import LoadOptions, is_value_model, load_config
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PretrainedConfig
 
 Record = Callable[[Mapping[int, Rows]], None]  # keeps the rows of finished items
 # Settings that change neither the rows nor their order.
@@ -49,6 +51,8 @@ class BatchTask(ABC):
         facts = gathered.attempt(
             lambda: load_config(path, trust_remote_code=config.trust_remote_code)
         )
+        if facts is not None:
+            gathered.attempt(lambda: self._check_model(facts))
         tokenizer = gathered.attempt(
             lambda: load_tokenizer(
                 path,
@@ -57,19 +61,25 @@ class BatchTask(ABC):
                 trust_remote_code=config.trust_remote_code,
             )
         )
-        rows = gathered.attempt(
-            lambda: load_rows(
-                data.dataset or "",
-                split=data.dataset_split,
-                probs=data.dataset_probs,
-                max_samples=data.max_samples,
-                seed=config.seed,
-                expected=Expectations.of(data),
-            )
-        )
+        rows = inference_data(config).read(gathered)
+        if rows is not None and tokenizer is not None:
+            self.rows, self.tokenizer = rows, tokenizer
+            with giving_way(gives_way=not goes_first):
+                gathered.attempt(lambda: self._tokenise(is_shown=goes_first))
         gathered.raise_if_any()
-        assert facts and tokenizer and rows, "or else problems were raised"
-        self.model_config, self.tokenizer, self.rows = facts, tokenizer, rows
+        assert facts is not None, "or else problems were raised"
+        self.model_config = facts
+
+    def _check_model(self, facts: PretrainedConfig) -> None:
+        """Raise ConfigError for a model that is to score and cannot."""
+        if self.config.eval_task == "rm" and not is_value_model(facts):
+            raise ConfigError(
+                f"The model at {self.model_path!r} has no value head. Give a trained reward model."
+            )
+
+    @abstractmethod
+    def _tokenise(self, *, is_shown: bool) -> None:
+        """Make items of `rows`, with a bar; raises DataError."""
 
     @property
     @abstractmethod

@@ -14,7 +14,8 @@ from typing_extensions import Unpack
 
 from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.distillation import KDConfig
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.command_data import kd_format
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import gathered
@@ -134,8 +135,7 @@ class KDRecipe(Recipe[KDConfig]):
         progress: Progress | None,
     ) -> SFTDataset:
         """Dialogues, prompts with answers, or plain text."""
-        form = SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
-        return SFTDataset(rows, tokenizer, form, progress=progress)
+        return SFTDataset(rows, tokenizer, kd_format(config), progress=progress)
 
     def load_model(self, config: KDConfig, model_path: str) -> Student:
         """The causal language model that learns."""

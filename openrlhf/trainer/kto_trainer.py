@@ -22,9 +22,9 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.preference import KTOConfig
+from openrlhf.datasets.command_data import kto_format
 from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedExample,
-    UnpairedFormat,
     UnpairedPreferenceDataset,
 )
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -192,8 +192,7 @@ class KTORecipe(Recipe[KTOConfig]):
         progress: Progress | None,
     ) -> UnpairedPreferenceDataset:
         """Prompts with an answer and its label."""
-        form = UnpairedFormat.of(config.data, label_key=config.data.label_key)
-        return UnpairedPreferenceDataset(rows, tokenizer, form, progress=progress)
+        return UnpairedPreferenceDataset(rows, tokenizer, kto_format(config), progress=progress)
 
     def load_model(self, config: KTOConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""

@@ -7,19 +7,26 @@ loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.config.base import is_given
 from openrlhf.config.idle import Idle
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, news, pick_column
-from openrlhf.datasets.expectations import Expectations
-from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.command_data import (
+    EVALUATION,
+    PRETRAIN,
+    TRAINING,
+    ppo_data,
+    ppo_format,
+    pretrain_column,
+)
+from openrlhf.datasets.conventions import news
 from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_installed import check_vllm_is_installed
@@ -39,6 +46,9 @@ from openrlhf.utils.logging import say_notices
 from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 PLACED = Idle(
     (
         *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
@@ -46,6 +56,7 @@ PLACED = Idle(
         "train.colocate_actor_ref",
         "train.colocate_critic_reward",
         "vllm.sync_backend",
+        "vllm.sync_with_ray",
     ),
     lambda config: True,
     "without Ray: every process holds a part of every model, and torchrun says how many there are",
@@ -103,13 +114,15 @@ def prepare_inputs(
         gathered.attempt(lambda: AgentFile(agent_path))
     vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
     tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
-    if tokenizer is None:  # nothing can be known of the data
-        gathered.raise_if_any()
-    assert tokenizer is not None, "or else problems were raised"
-    notices = gathered.attempt(lambda: check_tokens(config, tokenizer)) or []
-    stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
+    notices = []
+    if tokenizer is not None:
+        notices = gathered.attempt(lambda: check_tokens(config, tokenizer)) or []
     prompts, eval_prompts, texts = _data(config, tokenizer, gathered)
-    assert vocab_size is not None, "or else problems were raised"
+    if gathered.problems and config.reward.is_function_file:
+        gathered.attempt(lambda: _function_pool(config, log_dir=None).close())
+    gathered.raise_if_any()
+    assert vocab_size and tokenizer and prompts, "or else problems were raised"
+    stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
     say_notices(notices)
     _say_data(prompts, eval_prompts, texts)
     rollout = config.rollout
@@ -228,25 +241,19 @@ def _name(value: str | None) -> str:
 
 
 def _data(
-    config: PPOConfig, tokenizer: Tokenizer, gathered: Gathered
-) -> tuple[PromptDataset, PromptDataset | None, SFTDataset | None]:
-    """Prompts, prompts of the evaluation and pre-training text; raises the problems of all."""
-    data, held_out = config.data, config.eval
-    prompts = gathered.attempt(
-        lambda: _prompts(config, tokenizer, data.prompt_dataset, data.prompt_split)
-    )
-    eval_prompts = gathered.attempt(
-        lambda: (
-            _prompts(config, tokenizer, held_out.dataset, held_out.split)
-            if held_out.dataset
-            else None
-        ),
-        about="evaluation: ",
-    )
-    texts = gathered.attempt(lambda: _texts(config, tokenizer), about="--pretrain_data: ")
-    gathered.raise_if_any()
-    assert prompts is not None, "or else problems were raised"
-    return prompts, eval_prompts, texts
+    config: PPOConfig, tokenizer: Tokenizer | None, gathered: Gathered
+) -> tuple[PromptDataset | None, PromptDataset | None, SFTDataset | None]:
+    """Prompts, prompts of the evaluation and pre-training text, with problems noted; without a
+    tokenizer only files and columns are looked at.
+    """
+    made: dict[str, PromptDataset | SFTDataset | None] = {}
+    for data_set in ppo_data(config):
+        rows = data_set.read(gathered)
+        make = _texts if data_set.about == PRETRAIN else _prompts
+        if rows is not None and tokenizer is not None:
+            tokenise = partial(make, config, tokenizer, rows)
+            made[data_set.about] = gathered.attempt(tokenise, about=data_set.about)
+    return made.get(TRAINING), made.get(EVALUATION), made.get(PRETRAIN)  # type: ignore[return-value]
 
 
 def _say_data(
@@ -259,49 +266,16 @@ def _say_data(
         say_notices(texts.notices, about="--pretrain_data: ")
 
 
-def _prompts(
-    config: PPOConfig, tokenizer: Tokenizer, spec: str | None, split: str
-) -> PromptDataset:
-    data = config.data
-    is_training = spec == data.prompt_dataset and split == data.prompt_split
-    expected = Expectations.of(data)
-    rows = load_rows(
-        _name(spec),
-        split=split,
-        probs=data.prompt_probs if is_training else None,
-        max_samples=data.max_samples,
-        seed=config.train.seed,
-        expected=expected if is_training else Expectations(duplicate_ids=data.duplicate_ids),
-    )
-    prompt_format = PromptFormat(
-        input_key=if_given(data, "input_key"),
-        label_key=data.label_key,
-        input_template=data.input_template,
-        apply_chat_template=if_given(data, "apply_chat_template"),
-        max_len=data.prompt_max_len,
-        overlong=data.overlong_prompts,
-        allow_special_tokens=data.allow_special_tokens,
-    )
+def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDataset:
     with counter("tokenising prompts") as show:
-        return PromptDataset(rows, tokenizer, prompt_format, progress=show)
+        return PromptDataset(rows, tokenizer, ppo_format(config), progress=show)
 
 
-def _texts(config: PPOConfig, tokenizer: Tokenizer) -> SFTDataset | None:
+def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset:
     """The text of --pretrain_data, cut where it is longer than prompt and response together."""
     data = config.data
-    if not data.pretrain_dataset or config.actor.ptx_coef == 0:
-        return None
-    rows = load_rows(
-        data.pretrain_dataset,
-        split=data.pretrain_split,
-        probs=data.pretrain_probs,
-        max_samples=data.max_samples,
-        seed=config.train.seed,
-        expected=Expectations(duplicate_ids=data.duplicate_ids),
-    )
-    wanted = data.pretrain_key if is_given(data, "pretrain_key") else None
     text_format = SFTFormat(
-        input_key=pick_column(wanted, rows.column_names, TEXT_COLUMNS, flag="--pretrain_key"),
+        input_key=pretrain_column(config, rows),
         pretrain_mode=True,
         max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         overlong="truncate",
@@ -337,13 +311,18 @@ def _reward_source(config: PPOConfig, run_dir: Path) -> StreamingSource | None:
             try_timeout_s=min(reward.try_timeout_s, reward.timeout_s),
         )
         return RemoteReward(reward.remote_url, settings)
-    limits = WorkerLimits(timeout_s=reward.timeout_s, memory_gib=reward.memory_gib)
+    return _function_pool(config, log_dir=run_dir / "logs")
+
+
+def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
+    reward = config.reward
+    assert reward.remote_url is not None, "is_function_file"
     return FunctionPool(
         reward.remote_url,
         PoolSettings(
-            batch_size=batch_size,
+            batch_size=config.rollout.micro_batch_size,
             num_workers=reward.num_workers or default_num_workers(),
-            limits=limits,
-            log_dir=run_dir / "logs",
+            limits=WorkerLimits(timeout_s=reward.timeout_s, memory_gib=reward.memory_gib),
+            log_dir=log_dir,
         ),
     )

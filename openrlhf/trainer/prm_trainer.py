@@ -14,10 +14,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from openrlhf.config.process import PRMConfig
-from openrlhf.datasets.conventions import if_given
+from openrlhf.datasets.command_data import prm_format
 from openrlhf.datasets.process_reward_dataset import (
     ProcessExample,
-    ProcessFormat,
     ProcessRewardDataset,
     single_token_id,
 )
@@ -125,7 +124,7 @@ class PRMRecipe(Recipe[PRMConfig]):
         progress: Progress | None,
     ) -> ProcessRewardDataset:
         """Texts with a label for each step."""
-        return ProcessRewardDataset(rows, tokenizer, format_of(config), progress=progress)
+        return ProcessRewardDataset(rows, tokenizer, prm_format(config), progress=progress)
 
     def load_model(self, config: PRMConfig, model_path: str) -> StepJudge:
         """The causal language model as a judge."""
@@ -153,17 +152,3 @@ def reward_token_ids(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, ...]
     """What a label may be, the good one first; empty for any token."""
     tokens = config.model.reward_tokens or ()
     return tuple(single_token_id(tokenizer, text, flag="--reward_tokens") for text in tokens)
-
-
-def format_of(config: PRMConfig) -> ProcessFormat:
-    """How rows become judged steps."""
-    data, model = config.data, config.model
-    return ProcessFormat(
-        input_key=if_given(data, "input_key"),
-        label_key=if_given(data, "label_key"),
-        placeholder_token=model.placeholder_token or "",
-        reward_tokens=model.reward_tokens or (),
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-        allow_special_tokens=data.allow_special_tokens,
-    )

@@ -17,7 +17,8 @@ from typing_extensions import Unpack
 
 from openrlhf.algorithms.reward_loss import pairwise_losses
 from openrlhf.config.preference import RMConfig
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat, PreferencePair
+from openrlhf.datasets.command_data import rm_format
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed import collectives
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -142,8 +143,7 @@ class RMRecipe(Recipe[RMConfig]):
         self, config: RMConfig, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
     ) -> PreferenceDataset:
         """Pairs, with margins when they are asked for."""
-        pair_format = PreferenceFormat.of(config.data, with_margin=config.model.margin_loss_enable)
-        return PreferenceDataset(rows, tokenizer, pair_format, progress=progress)
+        return PreferenceDataset(rows, tokenizer, rm_format(config), progress=progress)
 
     def load_model(self, config: RMConfig, model_path: str) -> RewardLearner:
         """The backbone with a fresh head, or a reward model to go on with."""

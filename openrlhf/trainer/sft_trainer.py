@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from openrlhf.algorithms.language_loss import sft_loss
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.datasets.conventions import if_given
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample, SFTFormat
+from openrlhf.datasets.command_data import sft_format
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
@@ -97,12 +97,7 @@ class SFTRecipe(Recipe[SFTConfig]):
         progress: Progress | None,
     ) -> SFTDataset:
         """Dialogues, prompts with answers, or plain text."""
-        form = SFTFormat.of(
-            config.data,
-            multiturn=config.data.multiturn,
-            pretrain_mode=if_given(config.model, "pretrain_mode_enable"),
-        )
-        return SFTDataset(rows, tokenizer, form, progress=progress)
+        return SFTDataset(rows, tokenizer, sft_format(config), progress=progress)
 
     def load_model(self, config: SFTConfig, model_path: str) -> Actor:
         """The causal language model as a policy."""

@@ -21,9 +21,8 @@ from torch import nn
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.datasets.command_data import supervised_data
 from openrlhf.datasets.conventions import Recognised, as_recognised, news, undecided
-from openrlhf.datasets.expectations import Expectations
-from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
@@ -245,8 +244,8 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
             trust_remote_code=config.trust_remote_code,
         )
     )
-    rows = gathered.attempt(lambda: _rows(config))
-    eval_rows = gathered.attempt(lambda: _eval_rows(config), about="evaluation: ")
+    found = [data_set.read(gathered) for data_set in supervised_data(config)]
+    rows, eval_rows = [*found, None][:2]
     if tokenizer is None:  # nothing more can be known
         gathered.raise_if_any()
     assert tokenizer is not None, "or else problems were raised"
@@ -303,18 +302,6 @@ def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
     )
 
 
-def _rows(config: SupervisedConfig) -> Dataset:
-    data = config.data
-    return load_rows(
-        data.dataset or "",
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=config.train.seed,
-        expected=Expectations.of(data),
-    )
-
-
 def _samples(
     recipe: Recipe[ConfigT],
     config: ConfigT,
@@ -326,17 +313,6 @@ def _samples(
 ) -> RowSamples:
     with counter(f"tokenising {what}", is_shown=is_shown) as show:
         return recipe.make_samples(config, rows, tokenizer, show)
-
-
-def _eval_rows(config: SupervisedConfig) -> Dataset | None:
-    if not config.eval.dataset:
-        return None
-    return load_rows(
-        config.eval.dataset,
-        split=config.eval.split,
-        max_samples=config.data.max_samples,
-        expected=Expectations(duplicate_ids=config.data.duplicate_ids),
-    )
 
 
 def prepare_run(

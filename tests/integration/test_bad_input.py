@@ -147,6 +147,28 @@ def test_a_reward_that_fails_during_the_run_is_exit_code_3(
     assert message in errors[0]
 
 
+def test_a_conflict_a_model_and_the_columns_are_one_list(
+    capsys: pytest.CaptureFixture[str], good: dict
+) -> None:
+    changes = {"pretrain": "/nowhere/model", "n_samples_per_prompt": "1", "label_key": "gold"}
+    code, errors = run(capsys, GOOD, **{**good, **changes})
+    assert code == 2
+    group, model, label = errors
+    assert "--n_samples_per_prompt is 1" in group
+    assert "--pretrain /nowhere/model does not exist" in model
+    assert "column 'gold' is not in the data set" in label
+
+
+def test_a_useless_reward_file_hides_no_column(
+    capsys: pytest.CaptureFixture[str], good: dict, tmp_path: Path
+) -> None:
+    changes = {"label_key": "gold", "remote_rm_url": bad_files(tmp_path)["no_func"]}
+    code, errors = run(capsys, GOOD, **{**good, **changes})
+    assert code == 2
+    label, function = errors
+    assert "column 'gold'" in label and "reward_func" in function
+
+
 def test_all_problems_are_said_at_once(capsys: pytest.CaptureFixture[str], good: dict) -> None:
     code, errors = run(capsys, GOOD + " --gamma 0.9 --top_p 3 --rollout_bacth_size 4", **good)
     assert code == 2

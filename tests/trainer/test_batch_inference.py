@@ -485,3 +485,13 @@ def test_the_standard_answer_column_is_scored(folder: Path) -> None:
     run_batch_inference(config_of(folder, "rm", "", **paths))
     [row] = read_rows(folder / "standard-rm.jsonl")
     assert (row["input"], row["output"]) == ("ab", "cd")
+
+
+def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:
+    paths = f"--pretrain {folder}/model --dataset {folder}/answers.jsonl --output_path {folder}/o"
+    words = f"--eval_task rm {paths} --output_key gold --input_key question".split()
+    code, error = refuse("batch_inference", words)
+    assert code == 2
+    head, question, gold = error.splitlines()
+    assert "has no value head" in head
+    assert "'question'" in question and "'gold'" in gold

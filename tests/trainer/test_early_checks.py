@@ -261,3 +261,39 @@ def test_all_columns_that_are_not_there_are_named(
     assert code == 2
     said = [line.split("'")[1] for line in error.splitlines()]
     assert said == names, error
+
+
+def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse_rows) -> None:
+    more = "--micro_train_batch_size 16 --train_batch_size 4 --label_key gold"
+    code, error = refuse_rows("kto", Path("/nowhere/model"), [make_row("a")], *more.split())
+    sizes, model, label = error.splitlines()
+    assert code == 2
+    assert sizes.startswith("error: --micro_train_batch_size 16 is more than --train_batch_size 4")
+    assert model.startswith("error: --pretrain /nowhere/model does not exist")
+    assert label.startswith("error: column 'gold' is not in the data set")
+
+
+@pytest.mark.parametrize("flags", ["--max_lem 9", "--pretrain_mode --apply_chat_template"])
+def test_rows_are_not_looked_at_before_it_is_known_how_they_are_read(
+    flags: str, tiny_model_dir: Path, refuse_rows
+) -> None:
+    wrong = ["--output_key", "gold", *flags.split()]
+    code, error = refuse_rows("sft", tiny_model_dir, [make_row("a")], *wrong)
+    assert (code, len(error.splitlines())) == (2, 1)
+    assert flags.split()[0] in error
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "prm"])
+def test_a_model_without_a_tokenizer_hides_no_column(
+    command: str, tiny_model_dir: Path, tmp_path: Path, refuse_rows, monkeypatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    row = {name: value for name, value in make_row("a").items() if name != "labels"}
+    more = {"sft": "--output_key gold", "dpo": "--chosen_key gold", "prm": ""}[command]
+    code, error = refuse_rows(command, model, [row], *more.split())
+    tokenizer, column = error.splitlines()
+    assert code == 2
+    assert str(model) in tokenizer
+    assert f"column '{'labels' if command == 'prm' else 'gold'}' is not in the data" in column

@@ -43,11 +43,12 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     config = parse_config(PPOConfig, words.split()).config
     with pytest.raises(ConfigError) as caught:
         prepare_inputs(config, has_engines=False)
-    lengths, experts, question, gold = caught.value.problems
+    lengths, experts, question, gold, reward = caught.value.problems
     assert "32 + --generate_max_len 64 is more than the 64 positions" in lengths
     assert "has no experts" in experts
     assert question.startswith("column 'question' is not in the data set")
     assert gold.startswith("column 'gold' is not in the data set; columns found: input, answer.")
+    assert reward.startswith("r.py is not a Python file that exists")
 
 
 def test_kernels_that_this_machine_lacks(

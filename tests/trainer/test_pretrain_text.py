@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.datasets.command_data import ppo_data
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.errors import DataError
 from openrlhf.trainer.ppo_setup import _texts
@@ -88,16 +89,17 @@ def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> No
     path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
     model = make_model(tmp_path / "model", max_position_embeddings=64)
 
-    def texts(**data: object) -> SFTDataset | None:
+    def texts(**data: object) -> SFTDataset:
         data = {"pretrain_dataset": str(path), "prompt_max_len": 9, **data}
         actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
         config = PPOConfig.model_validate({"data": data, "actor": actor})
-        return _texts(config, make_tokenizer(tmp_path))
+        *_, texts = ppo_data(config)
+        return _texts(config, make_tokenizer(tmp_path), texts.load())
 
     with pytest.raises(DataError, match="id"):
         texts()
     kept = texts(duplicate_ids="keep")
-    assert kept is not None and len(kept) == 2
+    assert len(kept) == 2
     write_jsonl(path, [{"text": "a"}])
     with pytest.raises(DataError, match=r"Check --pretrain_key and --max_len"):
         texts(max_len=1)

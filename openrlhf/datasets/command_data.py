@@ -1,0 +1,231 @@
+"""The data sets that a command names, and how it reads their rows.
+
+Files and columns are checked here without a model or a tokenizer, so that what is wrong with them
+is said together with what is wrong elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from datasets import Dataset
+
+from openrlhf.config.base import is_given
+from openrlhf.config.distillation import KDConfig
+from openrlhf.config.local_paths import is_local_data
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
+from openrlhf.config.process import PRMConfig
+from openrlhf.config.run import CommandConfig
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, pick_column
+from openrlhf.datasets.expectations import Expectations
+from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.process_reward_dataset import ProcessFormat
+from openrlhf.datasets.prompts_dataset import PromptFormat
+from openrlhf.datasets.reward_dataset import PreferenceFormat
+from openrlhf.datasets.sft_dataset import SFTFormat
+from openrlhf.datasets.tokenized import RowFormat
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedFormat
+
+# What stands before the problems of a data set.
+TRAINING, EVALUATION, PRETRAIN = "", "evaluation: ", "--pretrain_data: "
+
+
+class DataSet(NamedTuple):
+    """A data set that a command names; nothing of it is read yet."""
+
+    spec: str
+    load: Callable[[], Dataset]
+    check: Callable[[Dataset], object]  # raises DataError that names columns that are not there
+    about: str = TRAINING
+
+    def read(self, gathered: Gathered) -> Dataset | None:
+        """The rows, or None; problems of files and columns are noted."""
+        rows = gathered.attempt(self.load, about=self.about)
+        if rows is not None:
+            gathered.attempt(partial(self.check, rows), about=self.about)
+        return rows
+
+
+def column_problems(config: CommandConfig) -> list[str]:
+    """What is wrong with the files and columns of the data sets that are on this machine."""
+    gathered = Gathered()
+    for data_set in data_sets(config):
+        if is_local_data(data_set.spec):
+            data_set.read(gathered)
+    return list(dict.fromkeys(gathered.problems))
+
+
+def data_sets(config: CommandConfig) -> Iterator[DataSet]:
+    """What is trained on or answered, the evaluation data, the text of --pretrain_data."""
+    if isinstance(config, PPOConfig):
+        yield from ppo_data(config)
+    elif isinstance(config, SupervisedConfig):
+        yield from supervised_data(config)
+    elif isinstance(config, BatchInferenceConfig) and config.eval_task is not None:
+        yield inference_data(config)
+
+
+def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
+    """The training data and, where it is named, the evaluation data."""
+    data, held_out, check = config.data, config.eval, row_format(config).check_columns
+    load = partial(
+        load_rows,
+        data.dataset or "",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+        expected=Expectations.of(data),
+    )
+    yield DataSet(data.dataset or "", load, check)
+    if held_out.dataset:
+        unlike_training = Expectations(duplicate_ids=data.duplicate_ids)
+        load = partial(
+            load_rows,
+            held_out.dataset,
+            split=held_out.split,
+            max_samples=data.max_samples,
+            expected=unlike_training,
+        )
+        yield DataSet(held_out.dataset, load, check, EVALUATION)
+
+
+def row_format(config: SupervisedConfig) -> RowFormat:
+    """How the rows of a supervised command are read."""
+    match config:
+        case SFTConfig():
+            return sft_format(config)
+        case KDConfig():
+            return kd_format(config)
+        case RMConfig():
+            return rm_format(config)
+        case DPOConfig():
+            return PreferenceFormat.of(config.data)
+        case KTOConfig():
+            return kto_format(config)
+        case PRMConfig():
+            return prm_format(config)
+    raise AssertionError(type(config).__name__)
+
+
+def sft_format(config: SFTConfig) -> SFTFormat:
+    """Dialogues, prompts with answers, or plain text."""
+    return SFTFormat.of(
+        config.data,
+        multiturn=config.data.multiturn,
+        pretrain_mode=if_given(config.model, "pretrain_mode_enable"),
+    )
+
+
+def kd_format(config: KDConfig) -> SFTFormat:
+    """Dialogues, prompts with answers, or plain text."""
+    return SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
+
+
+def rm_format(config: RMConfig) -> PreferenceFormat:
+    """Pairs, with margins when they are asked for."""
+    return PreferenceFormat.of(config.data, with_margin=config.model.margin_loss_enable)
+
+
+def kto_format(config: KTOConfig) -> UnpairedFormat:
+    """Prompts with an answer and its label."""
+    return UnpairedFormat.of(config.data, label_key=config.data.label_key)
+
+
+def prm_format(config: PRMConfig) -> ProcessFormat:
+    """Texts with a label for each step."""
+    data, model = config.data, config.model
+    return ProcessFormat(
+        input_key=if_given(data, "input_key"),
+        label_key=if_given(data, "label_key"),
+        placeholder_token=model.placeholder_token or "",
+        reward_tokens=model.reward_tokens or (),
+        max_len=data.max_len,
+        overlong=data.overlong_rows,
+        allow_special_tokens=data.allow_special_tokens,
+    )
+
+
+def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
+    """Prompts and, where they are named, those of the evaluation and pre-training text."""
+    data, held_out, check = config.data, config.eval, ppo_format(config).check_columns
+    load = partial(load_rows, max_samples=data.max_samples, seed=config.train.seed)
+    unlike_training = Expectations(duplicate_ids=data.duplicate_ids)
+    prompts = data.prompt_dataset or ""
+    read = partial(
+        load,
+        prompts,
+        split=data.prompt_split,
+        probs=data.prompt_probs,
+        expected=Expectations.of(data),
+    )
+    yield DataSet(prompts, read, check)
+    if held_out.dataset:
+        is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
+        read_too = partial(load, held_out.dataset, split=held_out.split, expected=unlike_training)
+        yield DataSet(held_out.dataset, read if is_training else read_too, check, EVALUATION)
+    if data.pretrain_dataset and config.actor.ptx_coef != 0:
+        read = partial(
+            load,
+            data.pretrain_dataset,
+            split=data.pretrain_split,
+            probs=data.pretrain_probs,
+            expected=unlike_training,
+        )
+        find = partial(pretrain_column, config)
+        yield DataSet(data.pretrain_dataset, read, find, PRETRAIN)
+
+
+def ppo_format(config: PPOConfig) -> PromptFormat:
+    """How rows become prompts of a run."""
+    data = config.data
+    return PromptFormat(
+        input_key=if_given(data, "input_key"),
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=if_given(data, "apply_chat_template"),
+        max_len=data.prompt_max_len,
+        overlong=data.overlong_prompts,
+        allow_special_tokens=data.allow_special_tokens,
+    )
+
+
+def pretrain_column(config: PPOConfig, rows: Dataset) -> str:
+    """The column of the text in --pretrain_data; raises DataError when it is not there."""
+    wanted = config.data.pretrain_key if is_given(config.data, "pretrain_key") else None
+    return pick_column(wanted, rows.column_names, TEXT_COLUMNS, flag="--pretrain_key")
+
+
+def inference_data(config: BatchInferenceConfig) -> DataSet:
+    """What is answered or scored."""
+    data, is_scored = config.data, config.eval_task == "rm"
+    form = SFTFormat.of(data) if is_scored else prompt_format(config)
+    load = partial(
+        load_rows,
+        data.dataset or "",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+        seed=config.seed,
+        expected=Expectations.of(data),
+    )
+    return DataSet(data.dataset or "", load, form.check_columns)
+
+
+def prompt_format(config: BatchInferenceConfig) -> PromptFormat:
+    """How rows become prompts that are answered in bulk."""
+    data = config.data
+    return PromptFormat(
+        input_key=if_given(data, "input_key"),
+        input_template=data.input_template,
+        apply_chat_template=if_given(data, "apply_chat_template"),
+        max_len=data.prompt_max_len,
+        overlong=data.overlong_prompts,
+        allow_special_tokens=data.allow_special_tokens,
+    )
