@@ -156,6 +156,7 @@ IDLE = (
             "vllm.enforce_eager",
             "vllm.gpu_memory_utilization",
             "vllm.sync_backend",
+            "vllm.sync_with_ray",
             "vllm.tensor_parallel_size",
         ),
         has_no_engines,

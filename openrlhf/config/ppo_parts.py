@@ -92,7 +92,11 @@ class VLLMConfig(Base):
     sync_backend: Literal["nccl", "gloo"] = option(
         "nccl", "How weights travel to engines.", "vllm_sync_backend"
     )
-    sync_with_ray: bool = switch("Send weights through Ray.", "vllm_sync_with_ray")
+    sync_with_ray: bool = switch(
+        "Send weights through Ray's object store: where NCCL cannot connect the nodes, or CPUs of "
+        "several machines.",
+        "vllm_sync_with_ray",
+    )
     enable_prefix_caching: bool = switch(
         "Cache common prefixes between weight updates.", "enable_prefix_caching"
     )

@@ -29,7 +29,6 @@ UNIMPLEMENTED: tuple[Unimplemented, ...] = (
     Unimplemented("ds.use_universal_ckpt", "universal checkpoints"),
     Unimplemented("ds.zpg", "ZeRO++"),
     Unimplemented("use_ms", "ModelScope"),
-    Unimplemented("vllm.sync_with_ray", "weight sync through Ray"),
 )
 
 

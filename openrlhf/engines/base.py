@@ -15,6 +15,7 @@ from torch import Tensor
 from openrlhf.errors import WeightSyncError
 
 SHM_BACKEND = "openrlhf_shm"  # weights in buckets of shared memory, which every engine can read
+RAY_BACKEND = "openrlhf_ray"  # the same, laid there from Ray's object store
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # {"shm": path, ...} on one machine, {"update_info": {...}} for vLLM's own backends
+    # {"shm": path, ...} on one machine, {"object": reference} in Ray's store,
+    # {"update_info": {...}} for vLLM's own backends
     handle: dict[str, object]
 
 
@@ -106,7 +108,9 @@ class RolloutEngine(Protocol):
 
     @property
     def weight_transfer_backend(self) -> str:
-        """Which buckets the engine reads: "openrlhf_shm", "openrlhf_ipc" or "openrlhf_nccl"."""
+        """Which buckets the engine reads: "openrlhf_shm", "openrlhf_ray", "openrlhf_ipc" or
+        "openrlhf_nccl".
+        """
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Meet the trainer, once before the first update; what is told depends on the backend."""

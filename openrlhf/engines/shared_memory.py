@@ -79,10 +79,10 @@ class Segment:
             # By one thread: the engine needs the others, and memory is not faster for two.
             self.mapped().numpy()[begin : begin + num_mapped] = data[:num_mapped].numpy()
         if num_mapped < len(data):
-            self._write(data[num_mapped:], begin + num_mapped)
+            self.write(_buffer(data[num_mapped:]), begin + num_mapped)
 
-    def _write(self, data: Tensor, begin: int) -> None:
-        rest = _buffer(data)
+    def write(self, rest: memoryview, begin: int) -> None:
+        """Copy bytes to `begin`; raises WeightSyncError when there is no memory."""
         has_no_gap = begin <= align(self._num_owned)
         try:
             while rest:
@@ -92,6 +92,15 @@ class Segment:
             raise WeightSyncError(f"no memory for a bucket of weights: {error}") from error
         if has_no_gap:
             self._num_owned = begin
+
+    def handle(self, *, part: int | None) -> dict[str, object]:
+        """How a reader finds the memory; `part`: see `checksum`."""
+        return {
+            "shm": self.path,
+            "inode": self.inode,
+            "segment_bytes": self.num_bytes,
+            "part": part,
+        }
 
     def close(self) -> None:
         """Let go of the memory; it is freed when the last reader has done the same."""
@@ -125,12 +134,7 @@ class Filling:
             tuple(self.shapes),
             tuple(self.offsets),
             self.num_bytes,
-            {
-                "shm": segment.path,
-                "inode": segment.inode,
-                "segment_bytes": segment.num_bytes,
-                "part": self.part,
-            },
+            segment.handle(part=self.part),
         )
 
 
@@ -218,14 +222,15 @@ class ShmBucketReader:
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
         """(name, view into the shared memory) of every tensor; valid as long as the bucket is."""
-        views = tensors_in(self._open(bucket), bucket.dtypes, bucket.shapes, bucket.offsets)
+        views = tensors_in(self.memory(bucket), bucket.dtypes, bucket.shapes, bucket.offsets)
         return list(zip(bucket.names, views, strict=True))
 
     def close(self) -> None:
         """Let go of all segments."""
         self._mapped.clear()
 
-    def _open(self, bucket: WeightBucket) -> Tensor:
+    def memory(self, bucket: WeightBucket) -> Tensor:
+        """The memory of the bucket's segment, (segment_bytes,) uint8."""
         path, inode, num_bytes = (bucket.handle[key] for key in ("shm", "inode", "segment_bytes"))
         assert isinstance(inode, int) and isinstance(num_bytes, int)
         memory = self._mapped.pop(inode, None)

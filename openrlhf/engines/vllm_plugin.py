@@ -1,8 +1,8 @@
 """Weight-transfer backends for vLLM, registered in every process of an engine as a vLLM plugin.
 
-`openrlhf_shm` takes buckets out of shared memory and is the one for CPU engines; `openrlhf_nccl`
-and `openrlhf_ipc` are vLLM's own backends for GPUs, which keep a record of what came through them.
-All of them answer a receipt.
+`openrlhf_shm` and `openrlhf_ray` take buckets out of shared memory, on CPUs and GPUs;
+`openrlhf_nccl` and `openrlhf_ipc` are vLLM's own backends for GPUs, which keep a record of what
+came through them. All of them answer a receipt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from openrlhf.engines.base import WeightBucket
+from openrlhf.engines.base import RAY_BACKEND, SHM_BACKEND, WeightBucket
 from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
 from openrlhf.engines.vllm_held import HeldBits, SentBits, held_bits
 from openrlhf.engines.vllm_logprobs import report_full_logprobs
@@ -35,9 +35,9 @@ from openrlhf.engines.vllm_weights import (
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
-SHM_BACKEND = "openrlhf_shm"
 BACKENDS = {
     SHM_BACKEND: "SharedMemoryWeightTransferEngine",
+    RAY_BACKEND: "SharedMemoryWeightTransferEngine",
     "openrlhf_nccl": "RecordingNCCLEngine",
     "openrlhf_ipc": "RecordingIPCEngine",
 }

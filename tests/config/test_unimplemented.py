@@ -31,7 +31,6 @@ def test_the_list_is_this():
         "ds.use_universal_ckpt",
         "ds.zpg",
         "use_ms",
-        "vllm.sync_with_ray",
     ]
 
 

@@ -93,6 +93,7 @@ def test_grpo_with_kl_loss(
             eval_n_samples_per_prompt="2",
             eval_steps="1",
             save_path=tmp_path / "run",
+            vllm_sync_with_ray="true",  # the commands above send weights through host memory
         )
     )
     first, _ = steps_of(tmp_path / "run")

@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
+
+from openrlhf.utils.tracking import read_metrics
+from tests.integration.commands import argv
 
 pytestmark = pytest.mark.slow
 
@@ -64,20 +68,26 @@ cluster.shutdown()
 CALLER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What happened in the cluster."""
+def run_in_cluster(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that starts a cluster of its own; it must end well."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
     inherited.pop("CUDA_VISIBLE_DEVICES", None)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         result = subprocess.run(
-            [sys.executable, "-c", SCENARIO, str(tmp_path_factory.mktemp("run"))],
+            [sys.executable, "-c", program, *words],
             capture_output=True,
             text=True,
             timeout=400,
             env=inherited | CALLER | {"RAY_TMPDIR": folder},
         )
     assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What happened in the cluster."""
+    result = run_in_cluster(SCENARIO, str(tmp_path_factory.mktemp("run")))
     return json.loads([x for x in result.stdout.splitlines() if x.startswith("{")][-1])
 
 
@@ -106,3 +116,63 @@ def test_ranks_have_the_callers_network(told: dict) -> None:
 def test_gpus_that_torch_cannot_use_are_named_with_their_node(told: dict) -> None:
     assert "Ray gives out GPUs on node 127.0.0." in told["error"]
     assert "driver >= 580" in told["error"]
+
+
+# Each node has room for one role: the policy is on the one, its engine on the other.
+TRAINING = """
+import sys
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+
+from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer.ray.cluster import RayCluster
+from openrlhf.trainer.ray.placement import CPU_SHARE_OF_A_RANK
+
+node = {"object_store_memory": 80_000_000, "num_cpus": 1}
+addresses = ("127.0.0.2", "127.0.0.3")
+head = node | {"include_dashboard": False, "node_ip_address": addresses[0]}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+cluster.add_node(**node, node_ip_address=addresses[1])
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:{address}": 0.001} for address in addresses]
+ray.get(placement_group(taken).ready())
+wait_until_up = RayCluster.wait_until_up
+
+
+def wait_and_say_where(self):
+    wait_until_up(self)
+    print("NODES", self.groups[0].nodes[0], self.engines[0].node)
+
+
+RayCluster.wait_until_up = wait_and_say_where
+try:
+    train_ppo_ray.main(sys.argv[1:])
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+def test_weights_go_through_ray_to_an_engine_on_another_machine(
+    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
+) -> None:
+    flags = (
+        "--advantage_estimator rloo --n_samples_per_prompt 2 --init_kl_coef 0 --label_key answer "
+        "--actor_learning_rate 1e-3 --vllm_sync_with_ray --rollout_batch_size 4"
+    )
+    words = argv(
+        flags,
+        pretrain=tiny_model_dir,
+        prompt_data=prompt_file,
+        remote_rm_url=reward_file,
+        save_path=tmp_path / "run",
+    )
+    result = run_in_cluster(TRAINING, *words)
+    [nodes] = [line.split()[1:] for line in result.stdout.splitlines() if line[:5] == "NODES"]
+    assert sorted(nodes) == ["127.0.0.2", "127.0.0.3"]
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in r]
+    assert len(records) > 1
+    # The engine samples under the weights of the step before: else its log-probs would be others.
+    assert all(record["vllm_kl"] < 1e-3 for record in records)

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import SHM_BACKEND, NamedTensors, SyncReceipt, WeightBucket
+from openrlhf.engines.base import (
+    RAY_BACKEND,
+    SHM_BACKEND,
+    NamedTensors,
+    SyncReceipt,
+    WeightBucket,
+)
+from openrlhf.engines.shared_memory import ShmBucketReader, checksum
 from openrlhf.errors import ConfigError, WeightSyncError
 from openrlhf.trainer.ray import weight_transport
 from openrlhf.trainer.ray.cluster import engine_config, role_counts, weight_transfer_backend
 from openrlhf.trainer.ray.device_buffer import DeviceBuffer
+from openrlhf.trainer.ray.object_store import FetchedBuckets, ObjectStoreTransport
 from openrlhf.trainer.ray.placement import ClusterView
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import (
@@ -67,6 +75,14 @@ def test_the_way_follows_from_the_devices():
     assert backend(TWO_NODES, colocate_all=True) == IPC_BACKEND
 
 
+@pytest.mark.parametrize("cluster", [LAPTOP, NODE, TWO_NODES])
+@pytest.mark.parametrize("colocate", [False, True])
+def test_rays_object_store_is_a_way_on_every_cluster(cluster, colocate):
+    model = {"model_name_or_path": "m", "num_gpus_per_node": 2}
+    sections = {"actor": model, "vllm": {"num_engines": 4, "sync_with_ray": True}}
+    assert backend_of(cluster, sections | {"train": {"colocate_all": colocate}}) == RAY_BACKEND
+
+
 def test_an_engine_gpu_without_a_trainer_rank_goes_through_host_memory():
     sections = {
         "actor": {"model_name_or_path": "m", "num_gpus_per_node": 2},
@@ -84,12 +100,13 @@ def test_host_memory_does_not_reach_other_machines():
             "gloo",
             has_gpus=True,
             is_colocated=False,
+            with_ray=False,
             is_one_machine=False,
             has_rank_on_every_engine_gpu=True,
         )
     check_one_machine(["10.0.0.1", "10.0.0.1"])
     with pytest.raises(
-        ConfigError, match=r"are on 10\.0\.0\.1, 10\.0\.0\.2\. Set RAY_ADDRESS=local"
+        ConfigError, match=r"are on 10\.0\.0\.1, 10\.0\.0\.2\. Type --vllm_sync_with_ray"
     ):
         check_one_machine(["10.0.0.2", "10.0.0.1"])
 
@@ -173,6 +190,41 @@ class IpcEngine(FakeEngine):
             name: part.view(getattr(torch, dtype)).view(shape).clone()
             for name, dtype, shape, part in fields
         }
+
+
+class StoreEngine(FakeEngine):
+    """Reads buckets out of Ray's object store as an engine actor does; may lose a value."""
+
+    weight_transfer_backend = RAY_BACKEND
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.fetcher, self.reader = FetchedBuckets(), ShmBucketReader()
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        self.buckets.append(bucket.names)
+        here = self.fetcher.fetched(bucket)
+        self.held |= {name: tensor.clone() for name, tensor in self.reader.read(here)}
+        if self.fault in self.held:
+            self.held[self.fault].flatten()[0] += 1
+
+    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+        sums = {name: checksum(tensor) for name, tensor in self.held.items()}
+        return SyncReceipt(weight_version, sums, is_cache_reset=True)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_buckets_go_through_rays_object_store_and_are_proven():
+    transport = ObjectStoreTransport(64)
+    engines = [StoreEngine(), StoreEngine()]
+    for version in (1, 2):
+        report = send_weights(WEIGHTS, engines, version, writer=transport)
+        assert report.num_buckets > 1
+    for engine in engines:
+        assert all(torch.equal(engine.held[name], tensor) for name, tensor in WEIGHTS)
+    with pytest.raises(WeightSyncError, match=r"1 tensors differ .*e\.g\. large"):
+        send_weights(WEIGHTS, [StoreEngine("large")], 3, writer=transport)
 
 
 class Wire:
@@ -345,6 +397,7 @@ def test_a_failed_engine_is_named_while_its_peers_still_wait():
     ("name", "rank", "kind"),
     [
         (SHM_BACKEND, 0, SharedMemoryTransport),
+        (RAY_BACKEND, 0, ObjectStoreTransport),
         (IPC_BACKEND, 3, IpcTransport),
         (IPC_BACKEND, 4, IpcTransport),
         (NCCL_BACKEND, 0, NcclTransport),

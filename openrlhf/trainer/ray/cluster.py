@@ -311,6 +311,7 @@ def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
     return choose_transport(
         config.vllm.sync_backend,
         has_gpus=cluster.has_gpus,
+        with_ray=config.vllm.sync_with_ray,
         is_colocated=config.engines_share_devices,
         is_one_machine=cluster.num_gpus == cluster.max_gpus_per_node,
         has_rank_on_every_engine_gpu=num_engine_gpus <= counts.ranks["actor"],

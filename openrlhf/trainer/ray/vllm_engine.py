@@ -32,6 +32,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
+from openrlhf.trainer.ray.object_store import FetchedBuckets
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import is_terminal, redirect_framework_logs
@@ -50,6 +51,7 @@ class LLMRayActor(AgentHost, VLLMEngine):
         redirect_framework_logs(run_dir, name, capture_streams=True)
         super().__init__(replace(config, device_index=own_gpu()))
         self._desk = RequestDesk(self)
+        self._buckets = FetchedBuckets()
 
     def ready(self) -> str:
         """Answer once the engine is up: the address of its node."""
@@ -63,6 +65,12 @@ class LLMRayActor(AgentHost, VLLMEngine):
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
         """Sample for all requests; what is finished, as it is finished."""
         yield from finished_in_turn(self.submit(requests))
+
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket, which may lie in Ray's object store."""
+        if "object" in bucket.handle:
+            bucket = self._buckets.fetched(bucket)
+        super().receive_bucket(bucket)
 
     def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
         """See RequestDesk."""

@@ -1,8 +1,9 @@
-"""How weights travel from the trainer to the engines: host memory, CUDA IPC or NCCL.
+"""How weights travel from the trainer to the engines: host memory, Ray's object store, CUDA IPC or
+NCCL.
 
 Each transport fills buckets for `send_weights`. Host memory works everywhere on one machine. CUDA
 IPC lets an engine read the memory of the trainer rank on its own GPU, so every rank fills the same
-buckets. NCCL broadcasts from rank 0 to the workers of all engines. Both follow vLLM's formats
+buckets. NCCL broadcasts from rank 0 to the workers of all engines. These two follow vLLM's formats
 (vllm.distributed.weight_transfer: packed IPC, NCCL tensor by tensor).
 """
 
@@ -17,11 +18,18 @@ import torch
 from torch import nn
 
 from openrlhf.distributed.collectives import all_gather_object, barrier
-from openrlhf.engines.base import SHM_BACKEND, NamedTensors, RolloutEngine, WeightBucket
+from openrlhf.engines.base import (
+    RAY_BACKEND,
+    SHM_BACKEND,
+    NamedTensors,
+    RolloutEngine,
+    WeightBucket,
+)
 from openrlhf.engines.shared_memory import NUM_PARTS, Filling, ShmBucketWriter, checksum
 from openrlhf.engines.shared_parameters import SharedParameters
 from openrlhf.errors import ConfigError, WeightSyncError
 from openrlhf.trainer.ray.device_buffer import DeviceBuffer, GpuMemory
+from openrlhf.trainer.ray.object_store import ObjectStoreTransport
 from openrlhf.trainer.ray.weight_sync import BucketWriter, all_results, drain
 from openrlhf.utils.tensors import fingerprint, tensors_in
 
@@ -51,9 +59,8 @@ def check_one_machine(nodes: Iterable[str]) -> None:
     places = sorted(set(nodes))
     if len(places) > 1:
         raise ConfigError(
-            "Weights can pass through host memory on one machine only, and without GPUs there is "
-            f"no other way: the trainer and the engines are on {', '.join(places)}. Set "
-            "RAY_ADDRESS=local to run on this one, or type --vllm_num_engines 0."
+            "Weights can pass through host memory on one machine only, and the trainer and the "
+            f"engines are on {', '.join(places)}. Type --vllm_sync_with_ray."
         )
 
 
@@ -62,14 +69,18 @@ def choose_transport(
     *,
     has_gpus: bool,
     is_colocated: bool,
+    with_ray: bool,
     is_one_machine: bool,
     has_rank_on_every_engine_gpu: bool,
 ) -> str:
-    """The backend of trainer and engines: the fastest that can work, or host memory for "gloo".
+    """The backend of trainer and engines: the fastest that can work, host memory for "gloo", or
+    Ray's object store `with_ray`.
 
     Two ranks of an NCCL group cannot share a GPU, so colocated engines read over CUDA IPC. Raises
     ConfigError when the weights would have to pass through the memory of several machines.
     """
+    if with_ray:
+        return RAY_BACKEND
     if not has_gpus:
         return SHM_BACKEND
     if sync_backend != "gloo":
@@ -79,9 +90,10 @@ def choose_transport(
             return IPC_BACKEND
     if not is_one_machine:
         remedy = (
-            "Type --vllm_sync_backend nccl."
+            "Type --vllm_sync_backend nccl, or --vllm_sync_with_ray."
             if sync_backend == "gloo"
-            else "Give the actor as many GPUs as the engines, or leave out --colocate_all_models."
+            else "Give the actor as many GPUs as the engines, leave out --colocate_all_models, or "
+            "type --vllm_sync_with_ray."
         )
         raise ConfigError(
             "Weights can pass through host memory on one machine only, the GPUs are on several: "
@@ -110,6 +122,8 @@ def make_transport(
         open_group = partial(open_nccl_group, device)
         group = TransferGroup(endpoint, tensor_parallel_size, open_group)
         return NcclTransport(BUCKET_BYTES, GpuMemory(device), group=group)
+    if backend == RAY_BACKEND:
+        return ObjectStoreTransport(SHM_BUCKET_BYTES)
     assert backend == SHM_BACKEND, backend
     return SharedMemoryTransport(SHM_BUCKET_BYTES)
 
