@@ -88,13 +88,18 @@ def router_loss_problems(model: ModelConfig | ActorConfig) -> Iterator[str]:
 
 
 def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
-    """What holds for weights of 4 bits; fp32 gradients are summed in fp32."""
+    """What holds for weights of 4 bits; fp32 gradients are summed in fp32; ZeRO is compiled."""
     if ds.load_in_4bit:
         yield from four_bit_problems(ds, can_learn=ds.lora.rank > 0)
     if ds.param_dtype == "fp32" and ds.grad_accum_dtype in ("bf16", "fp16"):
         yield (
             f"--grad_accum_dtype {ds.grad_accum_dtype} with fp32 parameters: add --bf16 or leave "
             "it out."
+        )
+    if ds.deepcompile and ds.zero_stage == 0:
+        yield (
+            "--deepcompile with --zero_stage 0: DeepSpeed compiles ZeRO 1 to 3. "
+            "Type --zero_stage 2."
         )
 
 
@@ -109,4 +114,13 @@ def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:
         yield (
             "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
             "Type --zero_stage 2."
+        )
+
+
+def universal_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterator[str]:
+    """DeepSpeed's universal checkpoints hold the states of Adam."""
+    if ds.use_universal_ckpt and any(optim.optim == "muon" for optim in optims):
+        yield (
+            "--use_ds_universal_ckpt with --optim muon: DeepSpeed converts the states of Adam "
+            "only. Leave --use_ds_universal_ckpt out, and start as many ranks as before."
         )

@@ -162,7 +162,8 @@ class DeepSpeedConfig(LoadConfig):
     )
     lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = switch(
-        "Load a DeepSpeed universal checkpoint.", "use_ds_universal_ckpt"
+        "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
+        "use_ds_universal_ckpt",
     )
     config: str | None = option(
         None,

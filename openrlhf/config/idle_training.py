@@ -73,6 +73,16 @@ IDLE_ANYWHERE = (
         "without --save_steps",
     ),
     Idle(
+        ("ds.zpg",),
+        lambda config: config.ds.zero_stage != 3,
+        "without --zero_stage 3",
+    ),
+    Idle(
+        ("ds.use_universal_ckpt",),
+        lambda config: not config.ckpt.load_enable,
+        "without --load_checkpoint",
+    ),
+    Idle(
         ("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
         lambda config: config.logger.wandb.key is None,
         "without --use_wandb",

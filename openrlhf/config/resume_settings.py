@@ -22,6 +22,7 @@ Settings = Mapping[str, Any]  # dotted path -> value, as JSON has it
 # They change no weights, or are compared elsewhere: seed, shards.
 IGNORED = (
     "ckpt.",
+    "ds.use_universal_ckpt",
     "ds.zero_stage",
     "eval.",
     "local_rank",

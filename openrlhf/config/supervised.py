@@ -18,6 +18,7 @@ from openrlhf.config.checks import (
     precision_problems,
     router_loss_problems,
     schedule_problems,
+    universal_problems,
 )
 from openrlhf.config.common import (
     CheckpointConfig,
@@ -234,6 +235,7 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     def check_weights_can_be_trained(self) -> Iterator[str]:
         """In this number of bits, split like this, summed like this."""
         yield from precision_problems(self.ds)
+        yield from universal_problems(self.ds, self)
 
     def check_router_loss_has_a_gradient(self) -> Iterator[str]:
         """The reentrant variant runs layers without a graph."""

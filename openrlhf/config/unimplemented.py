@@ -24,10 +24,7 @@ class Unimplemented(NamedTuple):
 UNIMPLEMENTED: tuple[Unimplemented, ...] = (
     Unimplemented("actor.freeze_visual_encoder", "vision-language models"),
     Unimplemented("data.max_images_per_prompt", "vision-language models"),
-    Unimplemented("ds.deepcompile", "DeepCompile"),
     Unimplemented("ds.tensor_parallel_size", "tensor parallel training"),
-    Unimplemented("ds.use_universal_ckpt", "universal checkpoints"),
-    Unimplemented("ds.zpg", "ZeRO++"),
     Unimplemented("use_ms", "ModelScope"),
 )
 

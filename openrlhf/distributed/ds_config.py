@@ -72,8 +72,6 @@ def training_config(
         config["compile"] = {"deepcompile": True}
     if ds.tensor_parallel_size > 1:
         config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
-    if ds.use_universal_ckpt:
-        config["checkpoint"] = {"load_universal": True}
     if ds.config:
         config["zero_optimization"]["stage"] = ds.zero_stage
         config = merge_user_config(config, ds.config)
@@ -110,7 +108,7 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
     fp32 and check them.
     """
-    needs_zero = ds.adam_offload or ds.enable_sleep or ds.config is not None
+    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
     if facts.dtype != torch.float32:
         return max(2, ds.zero_stage)
     is_alone = facts.world_size == 1 and ds.zero_stage < 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from openrlhf.distributed import collectives
+from openrlhf.distributed import collectives, universal
 from openrlhf.distributed.collectives import noting
 from openrlhf.distributed.manifest import write_json
 from openrlhf.errors import CheckpointError
@@ -48,6 +48,7 @@ def save(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> Non
             "zero_stage": engine.zero_optimization_stage(),
             "world_size": collectives.world_size(),
             "trained": trained_names(engine),
+            "optimizer": universal.facts_of(engine),
             **facts,
         }
         with noting(problems):
@@ -55,20 +56,35 @@ def save(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> Non
     _raise_together(problems)
 
 
-def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
-    """Restore weights and optimizer from `folder`; answers the facts saved with them.
+def load(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool = False) -> dict[str, Any]:
+    """Restore weights and optimizer from `folder`; return the facts saved with them.
 
     All ranks call; if one finds a reason to refuse, all raise CheckpointError and nothing is
-    loaded.
+    loaded. `is_universal` allows that another number of ranks or ZeRO stage wrote it: the states
+    are then converted to stand by parameter.
     """
     problems: list[str] = []
     facts: dict[str, Any] = {}
     with noting(problems):
-        facts = _read_facts(engine, folder)
+        facts = _read_facts(engine, folder, is_universal=is_universal)
         if collectives.is_main():
-            for path in sorted(folder.rglob("*.pt")):
-                refuse_code(path)
+            refuse_code_in(folder)
     _raise_together(problems)
+    if fits(engine, facts):
+        _load_shards(engine, folder, problems)
+    else:
+        with noting(problems):
+            if collectives.is_main():
+                convert(folder)
+        _raise_together(problems)
+        with noting(problems):
+            universal.load(engine, folder, facts)
+    _raise_together(problems)
+    return facts
+
+
+def _load_shards(engine: DeepSpeedEngine, folder: Path, problems: list[str]) -> None:
+    """Restore what an engine of the same stage and number of ranks wrote."""
     with _replaced(engine, problems):
         # Their names were compared above where not all weights are in the files.
         is_strict = not has_frozen(engine)
@@ -77,8 +93,20 @@ def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
         )
     if loaded is None:
         problems.append(f"{folder} holds no weights for this engine.")
-    _raise_together(problems)
-    return facts
+
+
+def fits(engine: DeepSpeedEngine, facts: Mapping[str, Any]) -> bool:
+    """Return True if the shards of a checkpoint are cut as this engine's are."""
+    stage, num_ranks = facts["zero_stage"], facts["world_size"]
+    is_same_cut = stage == 0 or num_ranks == collectives.world_size()
+    return is_same_cut and stage == engine.zero_optimization_stage()
+
+
+def convert(folder: Path, *, num_workers: int = 1) -> None:
+    """Have the states that `save` wrote stand by parameter beside them; one process calls."""
+    if _facts_in(folder)["zero_stage"] > 0:  # ZeRO 0 cuts nothing up
+        refuse_code_in(folder)
+        universal.convert(folder, num_workers=num_workers)
 
 
 def has_frozen(engine: DeepSpeedEngine) -> bool:
@@ -91,6 +119,12 @@ def trained_names(engine: DeepSpeedEngine) -> list[str]:
     if not has_frozen(engine):
         return []
     return sorted(name for name, p in engine.module.named_parameters() if p.requires_grad)
+
+
+def refuse_code_in(folder: Path) -> None:
+    """Raise CheckpointError if a file of DeepSpeed's in the folder would run code."""
+    for path in sorted(folder.rglob("*.pt")):
+        refuse_code(path)
 
 
 def refuse_code(path: Path) -> None:
@@ -151,19 +185,17 @@ def _raise_together(problems: list[str]) -> None:
         raise CheckpointError(" ".join(everyones))
 
 
-def _read_facts(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
-    """The facts of a checkpoint whose shards fit this engine."""
-    try:
-        facts = json.loads((folder / ENGINE).read_text())
-        stage, world_size = facts["zero_stage"], facts["world_size"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder / ENGINE} cannot be read ({error!r}).") from None
-    own_stage, own_size = engine.zero_optimization_stage(), collectives.world_size()
-    if stage != own_stage or (stage > 0 and world_size != own_size):
+def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> dict[str, Any]:
+    """The facts of a checkpoint that this engine can go on from."""
+    facts = _facts_in(folder)
+    stage, world_size = facts["zero_stage"], facts["world_size"]
+    if not fits(engine, facts) and not (is_universal and "optimizer" in facts):
+        more = "Add --use_ds_universal_ckpt, or start" if "optimizer" in facts else "Start"
         raise CheckpointError(
             f"{folder} was written by {world_size} ranks with ZeRO-{stage}, this run has "
-            f"{own_size} with ZeRO-{int(own_stage)}. Start {world_size} ranks with "
-            f"--zero_stage {stage}, or leave --load_checkpoint out and start from an export."
+            f"{collectives.world_size()} with ZeRO-{int(engine.zero_optimization_stage())}. {more} "
+            f"{world_size} ranks with --zero_stage {stage}, or leave --load_checkpoint out and "
+            "start from an export."
         )
     differing = set(facts.get("trained", own := trained_names(engine))) ^ set(own)
     if differing:
@@ -172,3 +204,11 @@ def _read_facts(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
             "trained in one of the two only. Train the same layers, or leave --load_checkpoint out."
         )
     return facts
+
+
+def _facts_in(folder: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / ENGINE).read_text())
+        return {"zero_stage": facts["zero_stage"], "world_size": facts["world_size"], **facts}
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / ENGINE} cannot be read ({error!r}).") from None

@@ -114,8 +114,17 @@ def write_json(path: Path, content: object) -> None:
 
 
 def _files_in(path: Path) -> list[str]:
-    """Names of the files below a folder, relative; a link could point anywhere and is refused."""
-    entries = [entry for entry in sorted(path.rglob("*")) if entry != path / MANIFEST]
+    """Names of the files below a folder, relative; a link could point anywhere and is refused.
+
+    Folders in it with a manifest of their own, and what becomes such a folder, are left out.
+    """
+    apart = [found.parent for found in path.rglob(MANIFEST) if found.parent != path]
+    apart += path.glob(f"{TEMPORARY}*")
+    entries = [
+        entry
+        for entry in sorted(path.rglob("*"))
+        if entry != path / MANIFEST and not any(entry.is_relative_to(folder) for folder in apart)
+    ]
     for entry in entries:
         if entry.is_symlink():
             raise CheckpointError(f"{entry} is a link: checkpoints hold plain files.")

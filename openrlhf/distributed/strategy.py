@@ -65,9 +65,18 @@ class DeepSpeedStrategy:
         self.topology = Topology.from_env(
             cp_size=ds.ring_attn_size, tp_size=ds.tensor_parallel_size, local_rank=local_rank
         )
+        self._check_zpg()
         self.device = torch.device("cpu")
         self.dp_group: dist.ProcessGroup | None = None  # None: the whole world
         self.context: ContextGroup | None = None  # None: no row is shared
+
+    def _check_zpg(self) -> None:
+        size = min(self.ds.zpg, self.topology.world_size)
+        if self.ds.zero_stage == 3 and self.topology.world_size % size:
+            raise ConfigError(
+                f"--zpg {size}: {self.topology.world_size} ranks cannot be divided by it. Type the "
+                "number of ranks of a machine."
+            )
 
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
@@ -118,7 +127,13 @@ class DeepSpeedStrategy:
         if self.ds.deepcompile:
             engine.compile()
         schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)
-        return TrainEngine(engine, schedule, max_norm=max_norm, device=self.device)
+        return TrainEngine(
+            engine,
+            schedule,
+            max_norm=max_norm,
+            device=self.device,
+            use_universal_ckpt=self.ds.use_universal_ckpt,
+        )
 
     def prepare_eval(self, model: nn.Module, *, offload: bool = False) -> EvalEngine:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
@@ -189,7 +204,16 @@ def split(
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # DeepSpeed takes split ones as they are
-    import_deepspeed().zero.Init(module=model, config_dict_or_path=config, dtype=dtype)
+    deepspeed = import_deepspeed()
+    # The ranks of --zpg: DeepSpeed makes their group for the first model of a process only.
+    has_zpg = config["zero_optimization"]["zero_hpz_partition_size"] > 1
+    get_group = deepspeed.utils.groups._get_zero_param_intra_parallel_group
+    deepspeed.zero.Init(
+        module=model,
+        config_dict_or_path=config,
+        dtype=dtype,
+        zero_param_parallel_group=get_group() if has_zpg else None,
+    )
     for module in model.modules():  # every rank holds all buffers, and nothing else moves them
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

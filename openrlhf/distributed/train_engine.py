@@ -41,10 +41,12 @@ class TrainEngine:
         *,
         max_norm: float,
         device: torch.device,
+        use_universal_ckpt: bool = False,
     ) -> None:
         self.engine = engine
         self.schedule = schedule
         self.device = device
+        self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
         self._max_norm = max_norm
         self._loss = 0.0  # this rank's part of the step's loss, for schedules that watch it
@@ -148,7 +150,7 @@ class TrainEngine:
 
     def load_states(self, folder: Path) -> None:
         """Take up weights, optimizer and schedule from `folder`; as `save_states`."""
-        facts = engine_state.load(self.engine, folder)
+        facts = engine_state.load(self.engine, folder, is_universal=self.use_universal_ckpt)
         self.schedule.load_state_dict(facts["schedule"])
         self.num_skipped_steps = facts["num_skipped_steps"]
 

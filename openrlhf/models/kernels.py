@@ -62,6 +62,8 @@ def _missing(ds: LoadConfig, *, is_cuda: bool) -> Iterator[str]:
     checks.append(lambda: check_experts(ds.experts_implementation))
     if is_trained and ds.use_liger_kernel:
         checks.append(lambda: check_liger(is_cuda=is_cuda))
+    if is_trained and ds.deepcompile:
+        checks.append(lambda: check_deepcompile(is_cuda=is_cuda))
     if ds.load_in_4bit:
         checks.append(check_4bit)
     for check in checks:
@@ -107,6 +109,15 @@ def check_liger(*, is_cuda: bool) -> None:
     require_cuda_package(
         "--use_liger_kernel", "liger_kernel", pip_name="liger-kernel", is_cuda=is_cuda
     )
+
+
+def check_deepcompile(*, is_cuda: bool) -> None:
+    """`--deepcompile`: DeepSpeed 0.19.8 compiles collectives for CUDA only."""
+    if not is_cuda:
+        raise ConfigError(
+            "--deepcompile: DeepSpeed compiles for CUDA GPUs only, and torch sees no CUDA device. "
+            "Run on a GPU, or leave --deepcompile out."
+        )
 
 
 def check_4bit() -> None:

@@ -178,12 +178,12 @@ def test_a_metric_that_no_evaluation_logs_is_refused(root: Path, tmp_path: Path,
     assert "no pass rate of the evaluation. Type one of eval/eval_even_pass4" in said
 
 
-def launch(root: Path, run_dir: Path, flags: str, *more: str) -> None:
-    """One start on two ranks without Ray."""
+def launch(root: Path, run_dir: Path, flags: str, *more: str, num_ranks: int = 2) -> None:
+    """One start on several ranks without Ray."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
     launcher += ["--master_port", str(port), "-m", "openrlhf.cli.train_ppo"]
     result = subprocess.run(
         [*launcher, *words(root, run_dir, flags, *more)],
@@ -212,6 +212,43 @@ def test_two_ranks_go_on_exactly(root: Path, tmp_path: Path, zero_stage: str) ->
     found = digests(folders[0])
     assert found == digests(folders[1]) and "critic_rank1.json" in found
     assert saved_run(folders[0]) == saved_run(folders[1])
+
+
+PROMPT_LOG = """
+from pathlib import Path
+
+def reward_func(queries, prompts, labels):
+    with Path(__file__).with_name("prompts.txt").open("a") as file:
+        file.writelines(f"{prompt}\n" for prompt in prompts)
+    return [len(set(query)) / 9 for query in queries]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_prompts(
+    root: Path, tmp_path: Path
+) -> None:
+    flags = f"{PPO} --init_kl_coef 0.05 --lr_scheduler constant --save_steps 1 --load_checkpoint"
+    starts = {"straight": [(2, 2, 3)], "resumed": [(2, 2, 1), (1, 3, 2), (2, 3, 3)]}
+    prompts = {}
+    for run, each in starts.items():
+        folder = tmp_path / run
+        folder.mkdir()
+        (folder / "reward.py").write_text(PROMPT_LOG)
+        for num_ranks, zero_stage, num_episodes in each:
+            settings = f"--zero_stage {zero_stage} --num_episodes {num_episodes}"
+            settings += f" --use_ds_universal_ckpt --remote_rm_url {folder}/reward.py"
+            launch(root, folder, flags, *settings.split(), num_ranks=num_ranks)
+        lines = (folder / "prompts.txt").read_text().splitlines()
+        prompts[run] = [sorted(lines[2 * k : 2 * k + 8]) for k in (0, 4, 11, 15, 22, 26)]
+    assert prompts["resumed"] == prompts["straight"]
+    steps = [record["step"] for record in steps_of(tmp_path / "resumed")]
+    assert steps == list(range(1, 10))
+    last = [tmp_path / run / "ckpt" / "global_step9" for run in starts]
+    assert saved_run(last[0])["sampler"] == saved_run(last[1])["sampler"]
+    facts = [json.loads((path / "actor" / "engine.json").read_text()) for path in last]
+    assert facts[0]["schedule"]["num_done"] == facts[1]["schedule"]["num_done"] == 9
 
 
 def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
