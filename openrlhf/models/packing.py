@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +183,11 @@ class ScoreOptions:
     sliding_window: int | None = None  # tokens seen: a token itself and those just before it
     softcap: float | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are the scaled products and nothing else."""
+        return self.dropout == 0.0 and self.softcap is None
+
 
 def causal_attention(
     q_BhQD: Tensor, k_BkSD: Tensor, v_BkSD: Tensor, options: ScoreOptions
@@ -203,6 +209,9 @@ def causal_attention(
             scale=options.scale,
             enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
+    if q_BhQD.device.type == "cpu" and options.is_plain and window >= length:
+        keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
+        return _TailAttention.apply(q_BhQD, keys, values, options.scale)
     block_size = max(QUERY_BLOCK, window) if window < length else QUERY_BLOCK
     attend = band_attention
     if num_earlier and torch.is_grad_enabled():  # masks of long keys are not kept, but made anew
@@ -215,6 +224,52 @@ def causal_attention(
         k, v = (x[:, :, keys.start : keys.stop] for x in (k_BkSD, v_BkSD))
         outputs.append(attend(q_BhQD[:, :, start:end], k, v, queries, keys, options))
     return torch.cat(outputs, dim=2)
+
+
+class _TailAttention(torch.autograd.Function):
+    """Causal attention of the last Q of S tokens on a CPU, without a mask.
+
+    All see the keys before them in one call, and one another in a causal one; log-sum-exps merge
+    the two. With the merged results the kernel's own backward gives the gradient of each part
+    (arXiv 2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BhQD: Tensor, k_BhSD: Tensor, v_BhSD: Tensor, scale: float | None
+    ) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        num_earlier = k_BhSD.size(2) - q_BhQD.size(2)
+        (out, lse), (own_out, own_lse) = (
+            attend(q_BhQD, k, v, 0.0, is_causal, scale=scale)
+            for k, v, is_causal in _two_parts(k_BhSD, v_BhSD, num_earlier)
+        )
+        total_BhQ = torch.logaddexp(lse, own_lse)  # fp32 at least, whatever the queries are
+        weight, own_weight = ((x - total_BhQ).exp()[..., None] for x in (lse, own_lse))
+        merged = (out * weight + own_out * own_weight).to(q_BhQD.dtype)
+        ctx.save_for_backward(q_BhQD, k_BhSD, v_BhSD, merged, total_BhQ)
+        ctx.scale = scale
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        q, k, v, merged, total = ctx.saved_tensors
+        parts = [
+            backward(grad, q, k_part, v_part, merged, total, 0.0, is_causal, scale=ctx.scale)
+            for k_part, v_part, is_causal in _two_parts(k, v, k.size(2) - q.size(2))
+        ]
+        (dq, *earlier), (own_dq, *own) = parts
+        dk, dv = (torch.cat(pair, dim=2) for pair in zip(earlier, own, strict=True))
+        return dq + own_dq, dk, dv, None
+
+
+def _two_parts(k: Tensor, v: Tensor, num_earlier: int) -> list[tuple[Tensor, Tensor, bool]]:
+    """Keys and values that all queries see, and those of the queries themselves, causal."""
+    return [
+        (k[:, :, :num_earlier], v[:, :, :num_earlier], False),
+        (k[:, :, num_earlier:], v[:, :, num_earlier:], True),
+    ]
 
 
 def band_attention(

@@ -25,12 +25,22 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
     return [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward" in r]
 
 
+ON_TWO_RANKS = "--ring_attn_size 2 " + " ".join(
+    f"--{role}_num_gpus_per_node 2" for role in ("actor", "critic", "ref", "reward")
+)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", pytest.param(ON_TWO_RANKS, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+    ids=["one rank", "shared rows"],
+)
 def test_ppo_in_hybrid_mode(
-    tiny_model_dir: Path, reward_model_dir: Path, prompt_file: Path, tmp_path: Path
+    tiny_model_dir: Path, reward_model_dir: Path, prompt_file: Path, tmp_path: Path, extra: str
 ) -> None:
     train_ppo_ray.main(
         argv(
-            PPO_HYBRID,
+            f"{PPO_HYBRID} {extra}",
             pretrain=tiny_model_dir,
             reward_pretrain=reward_model_dir,
             prompt_data=prompt_file,
@@ -148,13 +158,19 @@ def test_every_estimator_with_a_reward_function(
         ("tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2"),
         pytest.param(
             "tiny_model_dir",
+            "rloo",
+            "--vllm_num_engines 1 --ring_attn_size 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "tiny_model_dir",
             "reinforce_baseline",
             "--vllm_num_engines 1 --vllm_tensor_parallel_size 2",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_two_ranks_and_two_engines_or_an_engine_of_two_parts_stay_in_sync(
+def test_two_ranks_stay_in_sync_with_their_engines(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     model: str,

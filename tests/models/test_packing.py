@@ -9,6 +9,7 @@ from openrlhf.models import packing
 from openrlhf.models.packing import (
     PackedRow,
     ScoreOptions,
+    causal_attention,
     grouped_attention,
     packed_attention_forward,
     padded_layout,
@@ -117,6 +118,15 @@ def test_a_row_that_begins_inside_a_sequence_sees_the_keys_before_it(options, mo
     torch.testing.assert_close(
         torch.autograd.grad((output * weights).sum(), (q, k, v)), expected_grads
     )
+
+
+def test_sixteen_bits_are_merged_in_thirty_two():
+    q, k, v = (x.detach().transpose(0, 1)[None].bfloat16() for x in random_qkv(200))
+    whole = causal_attention(q, k, v, ScoreOptions())[:, :, 150:]
+    tail = causal_attention(q[:, :, 150:], k, v, ScoreOptions())
+    torch.testing.assert_close(tail, whole, rtol=1e-2, atol=1e-2)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert attend(q, q, q, 0.0, True)[1].dtype == torch.float32
 
 
 def test_the_flash_kernel_is_told_where_keys_begin():
