@@ -76,6 +76,7 @@ def main() -> None:
             hidden_size=128,
             num_heads=4,
             num_kv_heads=4,
+            intermediate_size=2048,  # of 128 bytes 1 is of a key head, in an 8B model of 224
             max_position_embeddings=args.num_tokens,
         )
         first: Step | None = None

@@ -120,9 +120,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_S: Tensor, own: RowSlice) -> Tensor:
         ctx.own = own
-        gathered_cS = list(x_S.new_empty(own.context.size, *x_S.shape))
-        dist.all_gather(gathered_cS, x_S.contiguous(), group=own.context.group)
-        return own.row_order(torch.stack(gathered_cS))
+        row_P = x_S.new_empty(own.padded_length, *x_S.shape[1:])
+        first, second = (list(half.chunk(own.context.size)) for half in row_P.chunk(2))
+        for places, chunk in zip((first, second[::-1]), x_S.contiguous().chunk(2), strict=True):
+            dist.all_gather(places, chunk, group=own.context.group)
+        return row_P
 
     @staticmethod
     def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None]:

@@ -32,7 +32,7 @@ ON_TWO_RANKS = "--ring_attn_size 2 " + " ".join(
 
 @pytest.mark.parametrize(
     "extra",
-    ["", pytest.param(ON_TWO_RANKS, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+    ["", pytest.param(ON_TWO_RANKS, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
     ids=["one rank", "shared rows"],
 )
 def test_ppo_in_hybrid_mode(
