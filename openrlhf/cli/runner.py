@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic
 
@@ -23,6 +23,7 @@ from openrlhf.config.run import CommandConfig
 from openrlhf.config.unimplemented import unimplemented_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
+from openrlhf.utils.snapshots import library_problems, with_snapshots
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
     for secret in parsed.environment.values():
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
         hide_from_process_list(secret)
-    return parsed
+    config = with_snapshots(parsed.config, is_shown=Topology.from_env().is_main)
+    return replace(parsed, config=config)
 
 
 def start_problems(config: CommandConfig) -> Iterator[str]:
     """What a config that does not contradict itself cannot run with, here and now."""
     yield from unimplemented_problems(config)
+    yield from library_problems(config)
     yield from path_problems(config)
 
 

@@ -46,7 +46,7 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
         if opens in ("output", "output_file"):
             yield from _output_problems(opens, value, f"{plain_flag(option)} {value}")
             continue
-        for name in _names(opens, value):
+        for name in names_in(opens, value):
             yield from _problems(opens, name, f"{plain_flag(option)} {name}")
 
 
@@ -63,7 +63,7 @@ def reads_from(config: CommandConfig, folder: Path) -> bool:
         opens, value = option.info.opens, value_at(config, option.path)
         if opens is None or opens in ("output", "output_file") or is_blank(value):
             continue
-        for path in filter(None, (_path_of(opens, name) for name in _names(opens, value))):
+        for path in filter(None, (_path_of(opens, name) for name in names_in(opens, value))):
             if root in (path.resolve(), *path.resolve().parents):
                 return True
     return False
@@ -79,7 +79,7 @@ def is_local_data(spec: str | None) -> bool:
     """Return True if all data sets of a comma list are on this machine."""
     if spec is None or is_blank(spec):
         return False
-    paths = [_path_of("data", name) for name in _names("data", spec)]
+    paths = [_path_of("data", name) for name in names_in("data", spec)]
     return all(path is not None and not _is_missing(path) for path in paths)
 
 
@@ -90,12 +90,18 @@ def looks_local(name: str) -> bool:
     return "\\" in name or name.partition("@")[0].count("/") > 1
 
 
+def is_hub_id(opens: Opens, name: str) -> bool:
+    """Return True for the name of a model or data set that is not on this machine."""
+    is_fetched = opens in ("model", "models", "data")
+    return is_fetched and "://" not in name and _path_of(opens, name) is None
+
+
 def is_template_text(template: str) -> bool:
     """Whether a chat template is given as Jinja text, rather than as the path of a file."""
     return len(template) >= 1024 or "\n" in template or "{" in template
 
 
-def _names(opens: Opens, value: str) -> list[str]:
+def names_in(opens: Opens, value: str) -> list[str]:
     """The parts of a comma list, unless the whole is a path that exists."""
     if opens not in LISTS or os.path.exists(_expanded(value)):
         return [value]

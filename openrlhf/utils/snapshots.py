@@ -1,0 +1,73 @@
+"""Models and data sets of ModelScope (--use_ms), fetched by its own library.
+
+Every id of a command line becomes the folder of its snapshot before anything reads it, so nothing
+else knows which hub it came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TypeVar
+
+from openrlhf.config.base import value_at, walk, with_value
+from openrlhf.config.checks import is_blank
+from openrlhf.config.flags import plain_flag
+from openrlhf.config.local_paths import is_hub_id, names_in
+from openrlhf.config.run import CommandConfig
+from openrlhf.errors import ConfigError, first_line
+
+ConfigT = TypeVar("ConfigT", bound=CommandConfig)
+
+
+def library_problems(config: CommandConfig) -> Iterator[str]:
+    """One line where ModelScope is asked for and its library is not there."""
+    if config.use_ms and find_spec("modelscope") is None:
+        yield (
+            "--use_ms is set, and the library of ModelScope is not installed. Type pip install "
+            "'.[modelscope]' in the checkout, or leave --use_ms out."
+        )
+
+
+def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
+    """The config with the folder of its snapshot in the place of every id, with a bar while files
+    come; raises ConfigError that lists the ids that cannot be had.
+    """
+    problems = []
+    for option in walk(type(config)) if config.use_ms else ():
+        opens, value = option.info.opens, value_at(config, option.path)
+        if opens is None or is_blank(value):
+            continue
+        names = names_in(opens, value)
+        for place, name in enumerate(names):
+            if is_hub_id(opens, name):
+                kind = "dataset" if opens == "data" else "model"
+                try:
+                    names[place] = _snapshot(name, kind, is_shown=is_shown)
+                except ConfigError as error:
+                    problems.append(f"{plain_flag(option)} {error}")
+        if names != names_in(opens, value):
+            config = with_value(config, option.path, ",".join(names))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _snapshot(name: str, kind: str, *, is_shown: bool) -> str:
+    """The local folder of an id, or of `id@subset`, of which all files are fetched."""
+    from modelscope import snapshot_download  # noqa: PLC0415 - for --use_ms alone
+    from modelscope_hub.errors import HubError  # noqa: PLC0415
+
+    from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
+
+    logging.getLogger("modelscope_hub").setLevel(logging.WARNING)  # it says each step
+    repository, at, subset = name.partition("@")
+    try:
+        with progress(f"fetching {repository}", is_shown=is_shown):
+            return snapshot_download(repo_id=repository, repo_type=kind) + at + subset
+    except (HubError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot be fetched from ModelScope: {first_line(error)}. Type the id of a "
+            f"{'data set' if kind == 'dataset' else kind} there, or a local path."
+        ) from error
