@@ -292,7 +292,7 @@ class TrainConfig(Base):
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
     rank_timeout_s: float = option(
         600.0,
-        "Seconds that a rank may take for a micro-batch, or on Ray to say that it lives; ranks "
+        "Seconds that a rank may take to say that it lives, and on Ray for a micro-batch; ranks "
         "wait for one another three times as long.",
         "rank_timeout_s",
         gt=0,

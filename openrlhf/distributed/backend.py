@@ -17,6 +17,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import EngineError, first_line
@@ -62,6 +63,9 @@ def init_process_group(
         torch.cuda.set_device(device)
     deepspeed = import_deepspeed()
     backend = "nccl" if device.type == "cuda" else "gloo"
+    # DeepSpeed makes groups of its own without a word about time: they get what torch gives then.
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
     os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
     if not dist.is_initialized():
         # A world of one meets in its own memory: no port to race for.

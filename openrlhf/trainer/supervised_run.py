@@ -29,6 +29,7 @@ from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed import collectives
 from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.export import check_room, export_hf
+from openrlhf.distributed.rank_watch import watching_ranks
 from openrlhf.distributed.run_checkpoints import DataFacts, Opened, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -198,7 +199,11 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
         say_start(recipe, run, trainer)
     try:
-        with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
+        with (
+            stopping.patiently(config.ckpt.grace_s),
+            naming_lost_ranks(),
+            watching_ranks(config.train.rank_timeout_s),
+        ):
             trainer.fit(after_step=checkpointer.after_step)
     except stopping.Interrupted:
         strategy.shut_down()

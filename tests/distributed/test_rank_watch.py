@@ -1,0 +1,66 @@
+"""How long ranks wait for one another, and what they hear meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from openrlhf.distributed import rank_watch
+from openrlhf.distributed.backend import import_deepspeed, init_process_group
+from openrlhf.distributed.rank_watch import BEAT, GOODBYE
+from openrlhf.distributed.topology import Topology
+
+
+def test_groups_that_deepspeed_makes_wait_as_long_as_the_world() -> None:
+    init_process_group(Topology.from_env(), rank_timeout_s=7)
+    group = import_deepspeed().comm.new_group([0])
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=21)
+
+
+def hearing(monkeypatch: pytest.MonkeyPatch, *said: bytes, deadline_s: float) -> list[int]:
+    """Watch a rank that says so much and then nothing; the exit codes of half a second."""
+    monkeypatch.setattr(rank_watch, "BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr(rank_watch, "SAY_AFTER_S", 0.1)
+    codes, is_over = list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), is_over.set()))
+    with (
+        socket.socket(type=socket.SOCK_DGRAM) as own,
+        socket.socket(type=socket.SOCK_DGRAM) as peer,
+    ):
+        for end in (own, peer):
+            end.settimeout(0)
+            end.bind(("127.0.0.1", 0))
+        for word in said:
+            peer.sendto(word, own.getsockname())
+        arguments = (own, peer.getsockname(), "rank 1 of 2", deadline_s, is_over)
+        thread = threading.Thread(target=rank_watch._watch, args=arguments)
+        thread.start()
+        time.sleep(0.5)
+        is_over.set()
+        thread.join()
+        assert peer.recv(10) == BEAT
+    return codes
+
+
+def test_a_rank_that_falls_silent_is_named_and_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert hearing(monkeypatch, BEAT, deadline_s=0.2) == [3]
+    said = capfd.readouterr().err
+    assert "warning: rank 1 of 2 has not answered for 0 s" in said
+    waits = "while the other ranks wait for it"
+    assert f"error: rank 1 of 2 has not answered for 0 s {waits} (--rank_timeout_s 0.2)" in said
+
+
+@pytest.mark.parametrize("said", [(), (BEAT, GOODBYE)])
+def test_a_rank_that_left_or_cannot_be_heard_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], said: tuple[bytes, ...]
+) -> None:
+    assert hearing(monkeypatch, *said, deadline_s=0.2) == []
+    assert capfd.readouterr().err == ""
