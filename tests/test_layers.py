@@ -52,7 +52,7 @@ HOMES = {
     "openrlhf.trainer.ppo_utils": {"torch"},
     "openrlhf.trainer.ppo_utils.kept_groups": {"torch", "safetensors"},
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
-    "openrlhf.trainer.ray": {"torch", "ray"},
+    "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),
 }
 LIGHT = {"openrlhf", "typing_extensions"} | set(sys.stdlib_module_names)

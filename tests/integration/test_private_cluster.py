@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+import psutil
 import pytest
 import ray
 
@@ -61,3 +62,47 @@ def test_a_second_run_starts_a_cluster_of_its_own_on_loopback() -> None:
     assert set(ports) < listening.keys()
     own = [ipaddress.ip_address(ip.removeprefix("::ffff:")) for ip in listening.values()]
     assert all(ip.is_loopback for ip in own), listening
+
+
+LASTING = """
+import time
+
+import ray
+
+from openrlhf.trainer.ray.launcher import ray_session
+
+
+def rest():
+    time.sleep(600)
+
+
+with ray_session():
+    ray.get(ray.remote(lambda: None).remote())
+    running = ray.remote(rest).remote()
+    time.sleep(2)
+    print("ready", flush=True)
+    rest()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_all_processes_of_a_killed_driver_end_within_ten_seconds() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # nobody's `ray start`
+        driver = subprocess.Popen(
+            [sys.executable, "-c", LASTING],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"RAY_TMPDIR": folder},
+        )
+        with driver:
+            assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
+            family = psutil.Process(driver.pid).children(recursive=True)
+            names = [" ".join(process.cmdline()) for process in family]
+            driver.kill()
+        assert any("DashboardAgent" in name for name in names), names
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for process in alive:
+            process.kill()
+        assert not alive, alive

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants
@@ -22,6 +23,7 @@ from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils import stopping
+from openrlhf.utils.end_after import ending_after_this_process
 from openrlhf.utils.logging import warn
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -60,19 +62,15 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _connect(os.environ.get("RAY_ADDRESS"))
-    stopping.listen()  # Ray has put a handler of its own in place
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _connect(asked: str | None) -> None:
+    asked = os.environ.get("RAY_ADDRESS")
     address = None if asked == "local" else find_cluster(asked)
-    if address is None:
-        _start_here()
-        return
+    with _started_here() if address is None else _joined(address, asked):
+        stopping.listen()  # Ray has put a handler of its own in place
+        yield
+
+
+@contextmanager
+def _joined(address: str, asked: str | None) -> Iterator[None]:
     if asked in UNNAMED:  # as Ray does for the user's own head; elsewhere a token is to be meant
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -82,13 +80,19 @@ def _connect(asked: str | None) -> None:
             f"the Ray cluster at {address} cannot be joined: {first_line(error)}. "
             "Start it with this environment's ray, or set RAY_ADDRESS=local."
         ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-def _start_here() -> None:
-    """Start a cluster for this run alone, which listens on loopback only."""
+@contextmanager
+def _started_here() -> Iterator[None]:
+    """A cluster for this run alone, which listens on loopback only."""
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    before = _descendants()
     # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
     # other clusters are joined.
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
@@ -96,6 +100,18 @@ def _start_here() -> None:
         ray.init(address="local", include_dashboard=False, **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
+    # Ray's own agents would live a minute longer than a process here that was killed.
+    watcher = ending_after_this_process(_descendants() - before)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        watcher.kill()
+        watcher.wait()
+
+
+def _descendants() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def find_cluster(asked: str | None) -> str | None:
