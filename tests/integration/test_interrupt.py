@@ -5,14 +5,16 @@ leaves no process behind.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,7 +53,7 @@ def started(words: list[str], **more: object) -> Iterator[subprocess.Popen[str]]
 
 
 def wait_for_a_step(
-    run_dir: Path, process: subprocess.Popen[str], *, metric: str = "reward"
+    run_dir: Path, process: subprocess.Popen[Any], *, metric: str = "reward"
 ) -> None:
     deadline = time.monotonic() + DEADLINE_S
     metrics = run_dir / "metrics.jsonl"
@@ -61,10 +63,12 @@ def wait_for_a_step(
         time.sleep(0.5)
 
 
-def interrupt(process: subprocess.Popen[str], number: int) -> str:
+def interrupt(
+    process: subprocess.Popen[str], number: int, send: Callable[[int, int], None] = os.kill
+) -> str:
     """Send a signal; what the command said until it ended, with all its processes."""
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    send(process.pid, number)
     _, error = process.communicate(timeout=90)
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, alive
@@ -140,9 +144,11 @@ def test_supervised_training_saves_when_it_is_told_to_end(
     run, root = tmp_path / "run", tmp_path / "ckpt"
     named = f"--pretrain {tiny_model_dir} --dataset {tmp_path}/rows.jsonl --ckpt_path {root}"
     words = [*launched("sft", launcher), *f"{named} --save_path {run} {SFT_FLAGS}".split()]
-    with started(words, env=environment()) as process:
+    with started(words, env=environment(), start_new_session=True) as process:
         wait_for_a_step(run, process, metric="gpt_loss")
-        error = interrupt(process, signal.SIGTERM)
+        # deepspeed does not pass SIGTERM on
+        send = os.killpg if "deepspeed" in launcher else os.kill
+        error = interrupt(process, signal.SIGTERM, send)
     step = saved_step(error, root)
     if "python" in launcher:
         assert process.returncode == 130

@@ -12,6 +12,7 @@ import pytest
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import argv
 from tests.integration.heads import ray_command, running_head
+from tests.integration.test_interrupt import saved_step, wait_for_a_step
 
 GRPO_JOB = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
@@ -79,3 +80,38 @@ def test_a_job_that_fails_says_so_to_the_one_who_submitted_it(
         )
     assert result.returncode != 0
     assert "missing.jsonl" in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_saves_first(
+    job_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "120")  # 3 s unless the head is told
+    run, root = tmp_path / "run", tmp_path / "ckpt"
+    words = argv(
+        f"{GRPO_JOB} --num_episodes 2000",
+        pretrain="model",
+        prompt_data="prompts.jsonl",
+        remote_rm_url="reward_func.py",
+        train_batch_size="16",
+        save_path=run,
+        ckpt_path=root,
+    )
+    with running_head("--num-cpus", "2", has_dashboard=True) as head:
+
+        def job(command: str, *words: str) -> str:
+            done = subprocess.run(
+                [ray_command(), "job", command, "--address", head.dashboard, *words],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                env=head.environment(),
+            )
+            return done.stdout
+
+        entrypoint = ["--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *words]
+        job("submit", "--no-wait", "--submission-id=it", f"--working-dir={job_folder}", *entrypoint)
+        wait_for_a_step(run, head.process)
+        assert "was stopped" in job("stop", "it")
+        saved_step(job("logs", "it"), root)
