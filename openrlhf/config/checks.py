@@ -124,3 +124,21 @@ def universal_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterato
             "--use_ds_universal_ckpt with --optim muon: DeepSpeed converts the states of Adam "
             "only. Leave --use_ds_universal_ckpt out, and start as many ranks as before."
         )
+
+
+def split_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterator[str]:
+    """What does not go together with layers that are split over ranks."""
+    size = ds.tensor_parallel_size
+    others = {
+        "--zero_stage 3": (ds.zero_stage == 3, "it splits weights too. Type --zero_stage 2."),
+        "--lora_rank": (ds.lora.rank > 0, "adapters are not split. Leave one of the two out."),
+        "--load_in_4bit": (ds.load_in_4bit, "packed weights stay whole. Leave one of the two out."),
+        "--optim muon": (
+            any(optim.optim == "muon" for optim in optims),
+            "its steps need whole matrices. Type --optim adam.",
+        ),
+        "--deepcompile": (ds.deepcompile, "not supported. Leave one of the two out."),
+    }
+    for flag, (is_there, why) in others.items():
+        if size > 1 and is_there:
+            yield f"--ds_tensor_parallel_size {size} with {flag}: {why}"

@@ -19,6 +19,7 @@ from openrlhf.config.checks import (
     precision_problems,
     router_loss_problems,
     schedule_problems,
+    split_problems,
     universal_problems,
 )
 from openrlhf.config.common import DeepSpeedConfig
@@ -261,6 +262,7 @@ class PPOConfig(RunConfig):
         yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
         yield from precision_problems(self.ds)
         yield from universal_problems(self.ds, self.actor, self.critic)
+        yield from split_problems(self.ds, self.actor, self.critic)
         micro, num_samples = self.rollout.micro_batch_size, self.num_rollout_samples
         if micro > num_samples:
             yield (

@@ -18,6 +18,7 @@ from openrlhf.config.checks import (
     precision_problems,
     router_loss_problems,
     schedule_problems,
+    split_problems,
     universal_problems,
 )
 from openrlhf.config.common import (
@@ -236,6 +237,7 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         """In this number of bits, split like this, summed like this."""
         yield from precision_problems(self.ds)
         yield from universal_problems(self.ds, self)
+        yield from split_problems(self.ds, self)
 
     def check_router_loss_has_a_gradient(self) -> Iterator[str]:
         """The reentrant variant runs layers without a graph."""

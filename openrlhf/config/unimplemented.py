@@ -24,7 +24,6 @@ class Unimplemented(NamedTuple):
 UNIMPLEMENTED: tuple[Unimplemented, ...] = (
     Unimplemented("actor.freeze_visual_encoder", "vision-language models"),
     Unimplemented("data.max_images_per_prompt", "vision-language models"),
-    Unimplemented("ds.tensor_parallel_size", "tensor parallel training"),
 )
 
 

@@ -53,7 +53,7 @@ class ModelFacts:
     dtype: torch.dtype
     num_parameters: int
     hidden_size: int = 1024
-    world_size: int = 1
+    num_copies: int = 1  # ranks that hold the same weights before ZeRO splits anything
 
 
 def training_config(
@@ -70,12 +70,13 @@ def training_config(
     }
     if ds.deepcompile:
         config["compile"] = {"deepcompile": True}
-    if ds.tensor_parallel_size > 1:
-        config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
     if ds.config:
         config["zero_optimization"]["stage"] = ds.zero_stage
         config = merge_user_config(config, ds.config)
         config["zero_optimization"]["stage"] = stage
+    if ds.tensor_parallel_size > 1:  # the layers are split before DeepSpeed sees them
+        config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
+        config.pop("train_batch_size", None)  # it would count the ranks of a part each
     return _for_muon(config) if optim.optim == "muon" else config
 
 
@@ -111,7 +112,7 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
     if facts.dtype != torch.float32:
         return max(2, ds.zero_stage)
-    is_alone = facts.world_size == 1 and ds.zero_stage < 3
+    is_alone = facts.num_copies == 1 and ds.zero_stage < 3
     return 0 if is_alone and not needs_zero else ds.zero_stage
 
 
@@ -136,7 +137,7 @@ def _common(facts: ModelFacts) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "train_batch_size": facts.world_size,
+        "train_batch_size": facts.num_copies,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }

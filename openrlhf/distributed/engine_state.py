@@ -47,6 +47,7 @@ def save(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> Non
         content = {
             "zero_stage": engine.zero_optimization_stage(),
             "world_size": collectives.world_size(),
+            "tp_size": max(1, engine.autotp_size()),
             "trained": trained_names(engine),
             "optimizer": universal.facts_of(engine),
             **facts,
@@ -99,7 +100,8 @@ def fits(engine: DeepSpeedEngine, facts: Mapping[str, Any]) -> bool:
     """Return True if the shards of a checkpoint are cut as this engine's are."""
     stage, num_ranks = facts["zero_stage"], facts["world_size"]
     is_same_cut = stage == 0 or num_ranks == collectives.world_size()
-    return is_same_cut and stage == engine.zero_optimization_stage()
+    has_same_parts = facts.get("tp_size", 1) == max(1, engine.autotp_size())
+    return is_same_cut and has_same_parts and stage == engine.zero_optimization_stage()
 
 
 def convert(folder: Path, *, num_workers: int = 1) -> None:
@@ -189,8 +191,15 @@ def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) ->
     """The facts of a checkpoint that this engine can go on from."""
     facts = _facts_in(folder)
     stage, world_size = facts["zero_stage"], facts["world_size"]
-    if not fits(engine, facts) and not (is_universal and "optimizer" in facts):
-        more = "Add --use_ds_universal_ckpt, or start" if "optimizer" in facts else "Start"
+    tp_size, own_tp_size = facts.get("tp_size", 1), max(1, engine.autotp_size())
+    if tp_size != own_tp_size:
+        raise CheckpointError(
+            f"{folder} was written with --ds_tensor_parallel_size {tp_size}. Type that in place of "
+            f"{own_tp_size}, or leave --load_checkpoint out and start from an export."
+        )
+    can_convert = "optimizer" in facts and tp_size == 1
+    if not fits(engine, facts) and not (is_universal and can_convert):
+        more = "Add --use_ds_universal_ckpt, or start" if can_convert else "Start"
         raise CheckpointError(
             f"{folder} was written by {world_size} ranks with ZeRO-{stage}, this run has "
             f"{collectives.world_size()} with ZeRO-{int(engine.zero_optimization_stage())}. {more} "

@@ -34,6 +34,7 @@ from openrlhf.distributed.ds_config import (
 )
 from openrlhf.distributed.muon import make_muon, muon_groups
 from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
@@ -109,6 +110,7 @@ class DeepSpeedStrategy:
         if stage != self.ds.zero_stage:
             logger.info("ZeRO stage %d runs as stage %d here.", self.ds.zero_stage, stage)
         config = training_config(self.ds, optim, facts)
+        self._split_layers(model)
         groups = parameter_groups(model, optim.adam.weight_decay)
         optimizer, max_norm = None, optim.max_norm
         if optim.optim == "muon":
@@ -124,6 +126,8 @@ class DeepSpeedStrategy:
                 config=config,
                 dist_init_required=False,
             )
+        if self.topology.tp_size > 1:
+            engine.first_dataloader_check.remove()  # it compares tensors only, not packed batches
         if self.ds.deepcompile:
             engine.compile()
         schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)
@@ -132,6 +136,7 @@ class DeepSpeedStrategy:
             schedule,
             max_norm=max_norm,
             device=self.device,
+            dp_group=self.dp_group,
             use_universal_ckpt=self.ds.use_universal_ckpt,
         )
 
@@ -145,6 +150,7 @@ class DeepSpeedStrategy:
         facts = self.facts_of(model)
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
+        self._split_layers(model)
         if self.ds.zero_stage < 3 and not offload:
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
         config = inference_config(self.ds, facts, offload=offload)
@@ -154,6 +160,10 @@ class DeepSpeedStrategy:
         )
         engine.eval()
         return EvalEngine(engine, self.device)
+
+    def _split_layers(self, model: nn.Module) -> None:
+        if self.topology.tp_size > 1:
+            split_layers(model, hf_model_of(model), self.topology.tp_size)
 
     def facts_of(self, model: nn.Module) -> ModelFacts:
         """Size and parameter type of a model here; `auto`, and a model in 4 bits, keep the type it
@@ -168,7 +178,7 @@ class DeepSpeedStrategy:
             dtype=dtype,
             num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
             hidden_size=getattr(config, "hidden_size", None) or 1024,
-            world_size=self.topology.world_size,
+            num_copies=self.topology.world_size // self.topology.tp_size,
         )
 
     def _check_quantized(self, model: nn.Module, *, is_trained: bool) -> None:

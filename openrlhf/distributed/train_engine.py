@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from openrlhf.distributed import collectives, engine_state, offload
 from openrlhf.distributed.export_names import as_stored
 from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.tensor_parallel import is_split, total_norm
 from openrlhf.distributed.weights import base_model_of, full_parameters, hf_model_of
 from openrlhf.errors import NumericsError
 
@@ -41,11 +44,13 @@ class TrainEngine:
         *,
         max_norm: float,
         device: torch.device,
+        dp_group: dist.ProcessGroup | None = None,
         use_universal_ckpt: bool = False,
     ) -> None:
         self.engine = engine
         self.schedule = schedule
         self.device = device
+        self.dp_group = dp_group  # ranks with other samples; None: all
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
         self._max_norm = max_norm
@@ -125,9 +130,10 @@ class TrainEngine:
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what the optimizer updates in place: none under ZeRO, where
-        DeepSpeed keeps weights in buffers of its own. Their memory may be exchanged.
+        DeepSpeed keeps weights in buffers of its own, and where a rank has parts of layers. Their
+        memory may be exchanged.
         """
-        if self._is_plain:
+        if self._is_plain and not any(map(is_split, self.module.parameters())):
             yield from self.module.named_parameters()
 
     def offload_states(self) -> None:
@@ -158,7 +164,7 @@ class TrainEngine:
         if not self.schedule.needs_loss:
             return None
         loss, self._loss = self._loss, 0.0
-        return collectives.all_reduce_sum({"loss": loss})["loss"]
+        return collectives.all_reduce_sum({"loss": loss}, group=self.dp_group)["loss"]
 
     def _zero_step(self) -> float:
         self.engine.step()
@@ -168,7 +174,9 @@ class TrainEngine:
 
     def _plain_step(self) -> float:
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_norm).item()
+        norm = total_norm(parameters)
+        clip_grads_with_norm_(parameters, self._max_norm, norm)
+        grad_norm = norm.item()
         if math.isfinite(grad_norm):
             self.engine.step()
         else:

@@ -7,12 +7,13 @@ iterate: under ZeRO-3 each bucket is a collective.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from openrlhf.distributed.backend import import_deepspeed
+from openrlhf.distributed.tensor_parallel import whole_layers
 
 GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
 # Biases, and what Mamba layers have instead: experts and heads may stack them to any shape.
@@ -47,11 +48,15 @@ def ids_of_matrices(module: nn.Module) -> set[int]:
     return found
 
 
-def gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
+@contextmanager
+def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """A block in which these parameters are whole on every rank."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    return import_deepspeed().zero.GatheredParameters(list(parameters))
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        with import_deepspeed().zero.GatheredParameters(list(parameters)):
+            yield
+    else:
+        with whole_layers(parameters):
+            yield
 
 
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

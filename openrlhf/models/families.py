@@ -12,6 +12,18 @@ from openrlhf.errors import ConfigError
 from openrlhf.models.rotary import own_length
 from openrlhf.utils.packable import why_padded
 
+# Of the plans in which transformers says how layers are split: those that AutoTP follows.
+SPLIT_STYLES = frozenset(
+    {
+        "colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "embedding_rowwise",
+        "replicated_with_grad_allreduce",
+        "rowwise",
+    }
+)
+
 
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a family's language models; None for code that comes with the weights."""
@@ -58,6 +70,25 @@ def refuse_shared_rows(config: PretrainedConfig, path: str, ds: DeepSpeedConfig)
             f"--ring_attn_size {size}. Type --cp_mode ring."
         )
     raise ConfigError(f"--ring_attn_size {size}: {path} cannot be shared, {why}. Leave it out.")
+
+
+def refuse_split_layers(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) -> None:
+    """Raise ConfigError for a model whose layers `--ds_tensor_parallel_size` cannot split."""
+    size, text = ds.tensor_parallel_size, config.get_text_config()
+    if size == 1:
+        return
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if not plan or set(plan.values()) - SPLIT_STYLES:
+        raise ConfigError(
+            f"--ds_tensor_parallel_size {size}: {path} is of the family {config.model_type}, which "
+            "DeepSpeed's AutoTP cannot split. Leave it out, and type --zero_stage 3 instead."
+        )
+    heads = {text.num_attention_heads, getattr(text, "num_key_value_heads", None) or size}
+    if any(count % size for count in heads):
+        raise ConfigError(
+            f"--ds_tensor_parallel_size {size}: {path} has {min(heads)} heads, not a multiple of "
+            "it. Type a divisor."
+        )
 
 
 def refuse_own_code(model: PreTrainedModel, path: str) -> None:

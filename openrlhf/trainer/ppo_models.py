@@ -12,7 +12,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
 from openrlhf.engines.vllm_installed import check_head_size
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import refuse_shared_rows, refuse_token_budget
+from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
 from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.rotary import own_length
 from openrlhf.models.router_loss import check_has_experts
@@ -41,6 +41,7 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         if config.train.dynamic_batch_enable:
             gathered.attempt(partial(refuse_token_budget, facts, name))
         gathered.attempt(partial(refuse_shared_rows, facts, name, config.ds))
+        gathered.attempt(partial(refuse_split_layers, facts, name, config.ds))
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name))
         if name in readers:

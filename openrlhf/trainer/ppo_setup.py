@@ -205,11 +205,9 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
             f"--agent_func_path without Ray on {num_ranks} processes: agents have one controller. "
             "Use train_ppo_ray, or a single process."
         )
-    if config.ds.ring_attn_size > 1:  # several controllers would each sample for one share
-        raise ConfigError(
-            f"--ring_attn_size {config.ds.ring_attn_size} without Ray: use train_ppo_ray, or leave "
-            "it out."
-        )
+    if config.ds.ranks_per_share > 1:  # several controllers would each sample for one share
+        flag = "ring_attn_size" if config.ds.ring_attn_size > 1 else "ds_tensor_parallel_size"
+        raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
 
 
 def needs_critic(config: PPOConfig) -> bool:

@@ -38,7 +38,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
-from openrlhf.models.families import refuse_shared_rows, refuse_token_budget
+from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
 from openrlhf.models.router_loss import check_has_experts
@@ -293,6 +293,7 @@ def _configs(
         if config.train.dynamic_batch_enable:
             gathered.attempt(partial(refuse_token_budget, facts, path))
         gathered.attempt(partial(refuse_shared_rows, facts, path, config.ds))
+        gathered.attempt(partial(refuse_split_layers, facts, path, config.ds))
         if config.model.aux_loss_coef > 0 and path == model_path:
             gathered.attempt(partial(check_has_experts, facts, path))
     return found

@@ -15,6 +15,7 @@ import pytest
 from openrlhf.cli import main as console
 from openrlhf.cli import runner
 from openrlhf.cli.runner import Command, hide_from_process_list, run_command
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.utils import progress
@@ -32,9 +33,9 @@ def run(*argv, env=None):
     )
 
 
-def leave(run_function, argv=NEEDS):
+def leave(run_function, argv=NEEDS, config_class=SFTConfig):
     with pytest.raises(SystemExit) as caught:
-        run_command(Command("openrlhf test", SFTConfig, run_function), argv)
+        run_command(Command("openrlhf test", config_class, run_function), argv)
     return caught.value.code
 
 
@@ -163,8 +164,9 @@ def test_errors_end_in_their_exit_code(capsys):
 
 
 def test_what_is_not_built_is_refused_before_anything_runs(capsys):
-    assert leave(fail_with(AssertionError("ran")), [*NEEDS, "--use_ms"]) == 2
-    assert "not yet implemented: --use_ms" in capsys.readouterr().err
+    line = "--pretrain m --prompt_data d --remote_rm_url r.py --max_images_per_prompt 2"
+    assert leave(fail_with(AssertionError("ran")), line.split(), PPOConfig) == 2
+    assert "not yet implemented: --max_images_per_prompt 2" in capsys.readouterr().err
 
 
 def test_a_key_moves_to_the_environment_and_out_of_the_arguments(monkeypatch, capsys):

@@ -17,9 +17,9 @@ from openrlhf.distributed.ds_config import (
 )
 from openrlhf.errors import ConfigError
 
-FP32 = ModelFacts(torch.float32, num_parameters=1000, hidden_size=8, world_size=2)
-BF16 = ModelFacts(torch.bfloat16, num_parameters=1000, hidden_size=8, world_size=2)
-ALONE = ModelFacts(torch.float32, num_parameters=1000, world_size=1)
+FP32 = ModelFacts(torch.float32, num_parameters=1000, hidden_size=8, num_copies=2)
+BF16 = ModelFacts(torch.bfloat16, num_parameters=1000, hidden_size=8, num_copies=2)
+ALONE = ModelFacts(torch.float32, num_parameters=1000, num_copies=1)
 
 
 def write(path: Path, tree: dict) -> DeepSpeedConfig:

@@ -11,8 +11,11 @@ from torch import Tensor
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
 from tests.distributed.spawn import run_ranks
-from tests.models.helpers import tiny_model
+from tests.models.helpers import full_batch, random_sequences
+from tests.tiny import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -24,27 +27,24 @@ CASES = {
 }
 
 
-def train(options: dict, model_dir: Path) -> tuple[list[Tensor], bool]:
-    """Weights after three steps beside a frozen model that is split too, and whether the engine has
-    them whole within a part of the ranks.
+def train(options: dict, model_dir: Path) -> tuple[list[Tensor], int]:
+    """Weights after three steps beside a frozen model that is split too, and the number of ranks
+    that have the weights whole between them.
     """
-    from openrlhf.models.loading import load_causal_lm
-
     strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=3, **options), seed=1)
     strategy.setup()
-    reference = strategy.prepare_eval(load_causal_lm(model_dir))
-    engine = strategy.prepare_train(load_causal_lm(model_dir), OPTIM, num_updates=3)
+    reference = strategy.prepare_eval(Actor(load_causal_lm(model_dir)))
+    engine = strategy.prepare_train(Actor(load_causal_lm(model_dir)), OPTIM, num_updates=3)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        rows = torch.randint(0, 200, (4, 9), generator=generator)
-        for index, part in enumerate(rows[strategy.topology.rank :: 4].split(1)):
-            del index
-            change = engine(part).logits - reference(part).logits
-            loss = (engine(part).logits.float().logsumexp(-1).mean() + change.float().mean()) / 4
-            engine.backward(loss, is_last_micro_batch=True)
+        own = strategy.topology.shard(random_sequences((9, 4, 13, 7), seed=step))
+        micro_batches = [full_batch([row]) for row in own]
+        for index, batch in enumerate(micro_batches):
+            change = engine(batch).logprobs - reference(batch).logprobs
+            loss = (change + 1).square().sum() / 30
+            engine.backward(loss, is_last_micro_batch=index == len(micro_batches) - 1)
         engine.step()
-    group = next(engine.module.parameters()).ds_secondary_tensor_group_size
-    return [t.float().clone() for _, t in engine.gather_full_parameters()], group
+    num_ranks = next(engine.module.parameters()).ds_secondary_tensor_group_size
+    return [t.float().clone() for _, t in engine.gather_full_parameters()], num_ranks
 
 
 def train_with_and_without(folder: Path) -> dict:
@@ -59,7 +59,7 @@ def train_with_and_without(folder: Path) -> dict:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_weights_are_those_of_zero_3(tmp_path: Path, size: int) -> None:
-    tiny_model(tmp_path / "model", "qwen2")
+    make_model(tmp_path / "model", initializer_range=0.2)
     for results in run_ranks(train_with_and_without, size, tmp_path):
         for name, ((without, _), (weights, group)) in results.items():
             assert group == 2, name

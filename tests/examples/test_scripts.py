@@ -73,8 +73,7 @@ SLURM = {"train_llama_slurm.sh", "train_ppo_llama_ray_slurm.sh"}
 TRAINING_SCRIPTS = sorted(
     {path.name for path in SCRIPTS.glob("train_*.sh") if not path.is_symlink()} - {*LOOPS, *SLURM}
 )
-# What users' documents call examples/scripts; that of tensor parallel training
-# (train_sft_llama_tensor_parallelism.sh) comes with it.
+# What users' documents call examples/scripts.
 NAMES_IN_DOCUMENTS = [
     "nvidia_docker_install.sh",
     "reward_func.py",
@@ -100,6 +99,7 @@ NAMES_IN_DOCUMENTS = [
     "train_reinforce_llama_ray.sh",
     "train_reinforce_llama_ray_hybrid_engine.sh",
     "train_rejection_sampling_llama.sh",
+    "train_sft_llama_tensor_parallelism.sh",
     "train_sft_mixtral_lora.sh",
     "../test_scripts/train_sft_mixtral_lora.sh",
 ]

@@ -33,6 +33,7 @@ OWN_ROWS = {
 }
 SUPERVISED = {
     "train_sft.sh",
+    "train_sft_llama_tensor_parallelism.sh",
     "train_sft_ring_llama.sh",
     "train_knowledge_distillation.sh",
     "train_sft_mixtral_lora.sh",
@@ -67,6 +68,7 @@ def tiny_variables(tmp_path_factory) -> dict[str, str]:
     steps = [{"question": f"{n}+1=#{n + 1}#", "label": ["+", "-"]} for n in range(8)]
     pairs = [{"chosen": chat(n, n + 1), "rejected": chat(n, n)} for n in range(8)]
     make_model(folder / "mixture", "mixtral")
+    make_model(folder / "two_heads", "llama", num_kv_heads=2)
     (folder / "reward.py").write_text(SPREAD_REWARD)
     write_jsonl(folder / "pairs.jsonl", pairs)
     write_jsonl(folder / "labelled.jsonl", labelled)
@@ -94,6 +96,8 @@ def own_variables(name: str, folder: Path) -> dict[str, str]:
         variables |= {"DATA": str(folder / OWN_ROWS[name]), "LABEL_KEY": "label"}
     if "_ring_" in name:
         variables |= {"GPUS": "2", "RING": "2"}
+    if "tensor_parallelism" in name:
+        variables |= {"GPUS": "2", "TENSOR_PARALLEL": "2", "MODEL": str(folder / "two_heads")}
     if name == "train_sft_mixtral_lora.sh":
         variables["MODEL"] = str(folder / "mixture")
     if name == "train_dapo_hybrid.sh":  # of an untrained model, no answer is right

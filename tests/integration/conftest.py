@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import as_openrlhf_saves, make_reward_model, write_jsonl
+from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
 REWARD_CODE = '''
 """Rewards short answers and those that hold the label."""
@@ -49,3 +49,9 @@ def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("code") / "reward_func.py"
     path.write_text(REWARD_CODE)
     return path
+
+
+@pytest.fixture(scope="session")
+def two_key_heads_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose layers two ranks can split."""
+    return make_model(tmp_path_factory.mktemp("tiny") / "two_key_heads", num_kv_heads=2)

@@ -214,7 +214,7 @@ def test_two_ranks_go_on_exactly(root: Path, tmp_path: Path, zero_stage: str) ->
     assert saved_run(folders[0]) == saved_run(folders[1])
 
 
-PROMPT_LOG = """
+PROMPT_LOG = r"""
 from pathlib import Path
 
 def reward_func(queries, prompts, labels):

@@ -163,6 +163,12 @@ def test_every_estimator_with_a_reward_function(
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "two_key_heads_dir",
+            "group_norm",
+            "--vllm_num_engines 1 --ds_tensor_parallel_size 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "tiny_model_dir",
             "reinforce_baseline",
             "--vllm_num_engines 1 --vllm_tensor_parallel_size 2",

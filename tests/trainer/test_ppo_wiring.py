@@ -17,6 +17,7 @@ from torch import Tensor
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
+from openrlhf.distributed.topology import Topology
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.ppo_run import _experience_maker
 from openrlhf.trainer.ppo_setup import _data, make_schedule
@@ -351,9 +352,11 @@ def test_prompts_are_drawn_with_their_probabilities(tmp_path: Path) -> None:
     assert of_evaluation == {"b": 40}
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_that_generates_draws_from_a_stream_of_its_own(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rank", "tp_size", "stream"), [(0, 1, 0), (3, 1, 3), (2, 2, 1), (3, 2, 1)]
+)
+def test_ranks_that_generate_draw_from_a_stream_of_their_share(
+    rank: int, tp_size: int, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Engine:
         """Answers which stream it was given."""
@@ -369,5 +372,6 @@ def test_a_rank_that_generates_draws_from_a_stream_of_its_own(
     monkeypatch.setattr(ppo_actor, "HFEngine", Engine)
     monkeypatch.setattr(PolicyModelActor, "_model_to_generate_with", lambda self: None)
     worker: Any = PolicyModelActor(config_of(""), IDENTITY)
-    worker.strategy = SimpleNamespace(topology=SimpleNamespace(rank=rank))
-    assert worker.generate([]) == rank
+    topology = Topology(world_size=4, rank=rank, tp_size=tp_size)
+    worker.strategy = SimpleNamespace(topology=topology)
+    assert worker.generate([]) == stream

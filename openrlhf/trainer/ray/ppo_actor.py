@@ -280,7 +280,7 @@ class PolicyModelActor(TrainedWorker):
             self.generator = HFEngine(
                 self._model_to_generate_with(),
                 weight_version=-1,
-                stream=self.strategy.topology.rank,
+                stream=self.strategy.topology.dp_rank,
             )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)

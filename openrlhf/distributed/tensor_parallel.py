@@ -1,0 +1,97 @@
+"""Linear layers split over the ranks of a group by DeepSpeed's AutoTP
+(`--ds_tensor_parallel_size`).
+
+A family's own plan in transformers says which layers are split and how. Embeddings, norms and heads
+stay whole on every rank: each computes the same log-probs of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+if TYPE_CHECKING:
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+
+def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
+    """Replace linear layers of the Hugging Face model inside `model` by this rank's parts of them;
+    all ranks call. Whether the family can be split was asked before its weights were read.
+    """
+    # They decide on an accelerator while they are imported.
+    from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO  # noqa: PLC0415
+    from deepspeed.module_inject.auto_tp import AutoTP  # noqa: PLC0415
+    from deepspeed.module_inject.autotp_config import AutoTPConfig  # noqa: PLC0415
+    from deepspeed.module_inject.layers import (  # noqa: PLC0415
+        collect_autotp_universal_checkpoint_info,
+        set_autotp_mode,
+    )
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter  # noqa: PLC0415
+    from deepspeed.utils import groups  # noqa: PLC0415
+
+    set_autotp_mode(training=True)
+    groups._init_tp_mesh_device(tensor_model_parallel_size=tp_size)
+    plan = hf_model.config.get_text_config().base_model_tp_plan
+    auto_tp = AutoTP(
+        module=hf_model,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=AutoTPConfig(tp_size=tp_size, layer_specs=TPPlanConverter.convert(plan)),
+        model_config=hf_model.config,
+        training_mode=True,
+    )
+    auto_tp.set_tensor_parallel_config(tp_size, groups.get_tensor_model_parallel_group())
+    auto_tp.update_linear_policies()
+    auto_tp._replace_module(hf_model)
+    if any(p.requires_grad for p in hf_model.parameters()):
+        auto_tp.register_replicated_grad_hooks(hf_model)
+    setattr(model, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(model))
+    model.ds_autotp_parsed = True  # DeepSpeed splits nothing when it wraps the model
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Return True if this rank holds a part of a parameter that AutoTP split."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+@contextmanager
+def whole_layers(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A block in which the layers of these parameters are whole on every rank.
+
+    The parts keep their place in memory, which ZeRO's buffers share.
+    """
+    layers: dict[int, TensorParallel_Layer] = {}
+    for parameter in parameters:
+        if is_split(parameter):
+            layer = parameter.gather_params.__self__
+            layers[id(layer)] = layer
+    parts = [(p, p.data) for layer in layers.values() for p in layer.parameters(recurse=False)]
+    try:
+        for layer in layers.values():
+            layer.gather_params([layer.weight, layer.bias])
+        yield
+    finally:
+        for parameter, part in parts:
+            parameter.data = part
+
+
+def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Norm of the gradients of a model, (), whose layers may be split."""
+    parts = [p.grad for p in parameters if is_split(p)]
+    if not parts:
+        return get_total_norm([p.grad for p in parameters])
+    from deepspeed.utils import groups  # noqa: PLC0415 - after DS_ACCELERATOR is set
+
+    square = get_total_norm(parts).square()
+    dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
+    return (
+        square + get_total_norm([p.grad for p in parameters if not is_split(p)]).square()
+    ).sqrt()

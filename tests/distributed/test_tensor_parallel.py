@@ -1,0 +1,294 @@
+"""Layers split over ranks (`--ds_tensor_parallel_size`) train to the weights of one rank:
+log-probs, values, gradient norms, exports, checkpoints; beside data and context parallel ranks too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.export import export_hf
+from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.families import SPLIT_STYLES, refuse_split_layers
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.value_head import CriticModel
+from openrlhf.trainer.checkpointing import Checkpointer
+from tests.config.test_unimplemented import SFT_NEEDS
+from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.models.helpers import full_batch, random_sequences
+from tests.tiny import make_model, make_reward_model, write_jsonl
+
+FAMILIES = {
+    "qwen2": {"num_heads": 4, "num_kv_heads": 2},  # biases
+    "qwen3": {"num_heads": 4, "num_kv_heads": 2},  # a norm of each head
+    "llama": {"num_heads": 2, "num_kv_heads": 2, "is_tied": True},
+    "mistral": {"num_heads": 4, "num_kv_heads": 2, "sliding_window": 5},
+    "gemma2": {"num_heads": 4, "num_kv_heads": 4, "sliding_window": 6},  # tied, soft caps
+}
+# An epsilon above what rounding makes of a gradient of zero: Adam would take it for a direction.
+OPTIM = OptimizerConfig(
+    adam=AdamConfig(lr=1e-3, weight_decay=0.1, eps=1e-5), max_norm=0.5, lr_scheduler="constant"
+)
+STAGES = {"qwen2": (0, 1, 2), "critic": (2,)}
+SEQUENCES = random_sequences((7, 30, 2, 11, 5, 9, 13, 4))
+
+
+def load(folder: Path, name: str) -> nn.Module:
+    if name == "critic":
+        return CriticModel(load_sequence_model(folder / "reward"))
+    return Actor(load_causal_lm(folder / name))
+
+
+def loss_of(engine: object, name: str, part: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The part of these sequences in the loss of all, and the numbers it is made of."""
+    batch = full_batch(part)
+    values = engine(batch) if name == "critic" else engine(batch, temperature=0.7).logprobs
+    return values.float().square().sum() / 80, values.detach()
+
+
+def train(folder: Path, name: str, options: dict) -> dict:
+    """Three steps of a model, and what it says after them."""
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(**options), seed=1)
+    strategy.setup()
+    frozen = strategy.prepare_eval(load(folder, name))
+    model = load(folder, name)
+    engine = strategy.prepare_train(model, OPTIM, num_updates=4)
+    norms = []
+    for _ in range(3):
+        own = strategy.topology.shard(SEQUENCES)
+        engine.backward(loss_of(engine, name, own)[0], is_last_micro_batch=True)
+        norms.append(engine.step())
+    with torch.no_grad():
+        said = loss_of(engine, name, SEQUENCES)[1]
+    where = "-".join(map(str, (strategy.topology.world_size, name, *options.values())))
+    export_hf(engine, model.model, None, folder / where)
+    return {
+        "norms": norms,
+        "said": said,
+        "frozen": loss_of(frozen, name, SEQUENCES)[1],
+        "weights": {n: t.clone() for n, t in engine.gather_full_parameters()},
+        "numel": sum(p.numel() for p in engine.module.parameters()),
+        "export": folder / where,
+        "stage": engine.zero_stage,
+    }
+
+
+def train_alone(folder: Path) -> dict:
+    names = (*FAMILIES, "critic")
+    found = {name: train(folder, name, {"zero_stage": 0}) for name in names}
+    shut_down()
+    return found
+
+
+def train_split(folder: Path) -> dict:
+    found = {}
+    for name in (*FAMILIES, "critic"):
+        for stage in STAGES.get(name, (0,)):
+            found[name, stage] = train(
+                folder, name, {"zero_stage": stage, "tensor_parallel_size": 2}
+            )
+    shut_down()
+    return found
+
+
+def train_on_four(folder: Path) -> dict:
+    """Two data-parallel ranks of two parts each, and a row that two ranks of two parts share."""
+    found = {
+        ("qwen2", stage, cp): train(
+            folder,
+            "qwen2",
+            {"zero_stage": stage, "tensor_parallel_size": 2, "ring_attn_size": cp},
+        )
+        for stage in (0, 2)
+        for cp in (1, 2)
+    }
+    shut_down()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("split")
+    for family, options in FAMILIES.items():
+        make_model(folder / family, family, initializer_range=0.1, **options)  # type: ignore[arg-type]
+    make_reward_model(folder / "reward", initializer_range=0.1, num_heads=4, num_kv_heads=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict:
+    return run_ranks(train_alone, 1, folder)[0]  # type: ignore[return-value]
+
+
+def assert_same(found: dict, expected: dict, case: object) -> None:
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5), case
+    for name in ("said", "frozen"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, tensor in expected["weights"].items():
+        error = (found["weights"][name] - tensor).abs().max()
+        assert error < 1e-5, f"{case}: {name} {error:.1e}"
+    exports = [load_file(each["export"] / "model.safetensors") for each in (found, expected)]
+    assert exports[0].keys() == exports[1].keys()
+    for name in exports[0]:
+        torch.testing.assert_close(exports[0][name], exports[1][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_parts_of_the_layers_are_the_whole_layers(folder: Path, alone: dict) -> None:
+    for found in run_ranks(train_split, 2, folder):
+        for (name, stage), each in found.items():
+            assert_same(each, alone[name], (name, stage))
+            assert each["numel"] < alone[name]["numel"]
+        assert [found["qwen2", stage]["stage"] for stage in (0, 2)] == [0, 0]  # no copies to split
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_beside_data_and_context_parallel_ranks(folder: Path, alone: dict) -> None:
+    for found in run_ranks(train_on_four, 4, folder):
+        for case, each in found.items():
+            assert_same(each, alone["qwen2"], case)
+        assert found["qwen2", 2, 1]["stage"] == 2
+
+
+class Stop(BaseException):
+    """Ends a command behind a checkpoint, as a kill would."""
+
+
+@contextmanager
+def stopping_behind(step: int) -> Iterator[None]:
+    """A block in which a command ends once `step` was saved."""
+    save = Checkpointer.save_if_due
+
+    def save_and_stop(self: Checkpointer) -> None:
+        save(self)
+        if self.trainer.global_step == step:
+            raise Stop
+
+    Checkpointer.save_if_due = save_and_stop  # type: ignore[method-assign]
+    try:
+        with suppress(Stop):
+            yield
+    finally:
+        Checkpointer.save_if_due = save  # type: ignore[method-assign]
+        shut_down()
+
+
+COMMON = (
+    "--max_epochs 2 --train_batch_size 4 --micro_train_batch_size 1 --learning_rate 1e-3 "
+    "--adam.eps 1e-5 --logging_steps 1 --lr_warmup_ratio 0 --l2 0.1 --max_norm 0.5 "
+    "--eval_split train"
+)
+METHODS = {"sft": "--input_key input --output_key output", "dpo": "--prompt_key input"}
+
+
+def start(root: Path, method: str, run: str, *more: str) -> None:
+    meet_elsewhere()
+    rows, run_dir = str(root / "rows.jsonl"), root / method / run
+    importlib.import_module(f"openrlhf.cli.train_{method}").main(
+        [
+            *("--pretrain", str(root / "qwen2"), "--dataset", rows, "--eval_dataset", rows),
+            *(*COMMON.split(), *METHODS[method].split(), *more),
+            *("--save_path", str(run_dir), "--ckpt_path", str(run_dir / "ckpt")),
+        ]
+    )
+
+
+def commands_alone(root: Path) -> None:
+    for method in METHODS:
+        start(root, method, "alone")
+
+
+def commands_on_four(root: Path) -> list[str]:
+    split = ("--ds_tensor_parallel_size", "2", "--zero_stage", "2")
+    saving = ("--save_steps", "3", "--load_checkpoint")
+    for method in METHODS:
+        start(root, method, "split", *split)
+        with stopping_behind(3):
+            start(root, method, "resumed", *split, *saving)
+        start(root, method, "resumed", *split, *saving)
+        start(root, method, "shared", *split, "--ring_attn_size", "2")
+    refusals = []
+    with stopping_behind(3):
+        start(root, "sft", "refused", *split, *saving)
+    try:
+        start(root, "sft", "refused", "--zero_stage", "2", "--use_ds_universal_ckpt", *saving)
+    except (CheckpointError, SystemExit) as error:
+        refusals.append(str(error))
+    shut_down()
+    return refusals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path) -> None:
+    rows = [
+        {
+            "input": f"{i}+{i}=",
+            "output": str(2 * i),
+            "chosen": str(2 * i),
+            "rejected": "?" * (1 + i % 3),
+        }
+        for i in range(11)
+    ]
+    write_jsonl(folder / "rows.jsonl", rows)
+    run_ranks(commands_alone, 1, folder)
+    assert run_ranks(commands_on_four, 4, folder)[0]
+    for method in METHODS:
+        expected = load_file(folder / method / "alone" / "model.safetensors")
+        lines = (folder / method / "alone" / "metrics.jsonl").read_text().splitlines()
+        for run in ("split", "resumed", "shared"):
+            run_dir = folder / method / run
+            found = load_file(run_dir / "model.safetensors")
+            for name, tensor in expected.items():
+                assert (found[name] - tensor).abs().max() < 1e-5, (method, run, name)
+            own = (run_dir / "metrics.jsonl").read_text().splitlines()
+            for line, other in zip(own, lines, strict=True):
+                ours, theirs = json.loads(line), json.loads(other)
+                for name in theirs.keys() - {"time", "timing/step_total", "tokens_per_s"}:
+                    assert ours[name] == pytest.approx(theirs[name], abs=2e-5), (run, name)
+        resumed, split = (
+            load_file(folder / method / run / "model.safetensors") for run in ("resumed", "split")
+        )
+        assert all(torch.equal(resumed[name], split[name]) for name in split)
+
+
+def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+
+    assert SPLIT_STYLES <= SUPPORTED_STYLES
+    ds = DeepSpeedConfig(tensor_parallel_size=2)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    refuse_split_layers(transformers.LlamaConfig(**heads), "m", ds)
+    for config in (transformers.BloomConfig(), transformers.MixtralConfig()):
+        with pytest.raises(ConfigError, match=f"family {config.model_type}, which DeepSpeed's"):
+            refuse_split_layers(config, "m", ds)
+    one_key_head = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match="has 1 heads, not a multiple"):
+        refuse_split_layers(one_key_head, "m", ds)
+    refuse_split_layers(one_key_head, "m", DeepSpeedConfig())
+
+
+@pytest.mark.parametrize("flags", ["--zero_stage 3", "--lora_rank 4", "--optim muon"])
+def test_what_does_not_go_together_is_refused_in_one_line(flags: str) -> None:
+    from openrlhf.config.cli import parse_config
+
+    line = f"{SFT_NEEDS} --ds_tensor_parallel_size 2 {flags}"
+    with pytest.raises(ConfigError, match="--ds_tensor_parallel_size 2 with --") as caught:
+        parse_config(SFTConfig, line.split())
+    assert len(caught.value.problems) == 1
