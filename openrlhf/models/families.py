@@ -63,11 +63,11 @@ def refuse_shared_rows(config: PretrainedConfig, path: str, ds: DeepSpeedConfig)
         why = f"its rotary positions change beyond {limit} tokens"
     else:
         heads = {text.num_attention_heads, getattr(text, "num_key_value_heads", None) or size}
-        if ds.cp_mode == "ring" or not any(count % size for count in heads):
+        if ds.cp_mode == "ring" or not any(count % ds.ranks_per_share for count in heads):
             return
         raise ConfigError(
-            f"--cp_mode ulysses shares heads, and {path} has {min(heads)}, not a multiple of "
-            f"--ring_attn_size {size}. Type --cp_mode ring."
+            f"--cp_mode ulysses shares heads, and {path} has {min(heads)}, not a multiple of the "
+            f"{ds.ranks_per_share} ranks that work on the same samples. Type --cp_mode ring."
         )
     raise ConfigError(f"--ring_attn_size {size}: {path} cannot be shared, {why}. Leave it out.")
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers import BloomConfig, LlamaConfig
 
+from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.errors import ConfigError
 from openrlhf.models.context_attention import chunk_of_row
+from openrlhf.models.families import refuse_shared_rows
 from openrlhf.utils.context_parallel import RowSlice
 
 CPU = torch.device("cpu")
@@ -49,3 +53,36 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
     assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (6,), 0)
     seen, row = chunk_of_row((4, 6), range(8, 10), CPU)
     assert (seen, row.seq_lengths, row.num_earlier) == (slice(4, 10), (2,), 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "why"),
+    [
+        (BloomConfig(), {}, "its rows are padded, not packed"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+            {},
+            "its rotary positions change beyond 2048 tokens",
+        ),
+        (
+            LlamaConfig(num_attention_heads=8, num_key_value_heads=2),
+            {"cp_mode": "ulysses"},
+            "has 2, not a multiple of the 4 ranks",
+        ),
+        (
+            LlamaConfig(num_attention_heads=8, num_key_value_heads=4),
+            {"cp_mode": "ulysses", "tensor_parallel_size": 2},
+            "has 4, not a multiple of the 8 ranks",
+        ),
+    ],
+    ids=["padded", "dynamic rotary", "heads", "heads of a part"],
+)
+def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
+    with pytest.raises(ConfigError, match=why):
+        refuse_shared_rows(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
+    refuse_shared_rows(config, "m", DeepSpeedConfig())
+
+
+def test_any_number_of_heads_can_be_gathered():
+    config = LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    refuse_shared_rows(config, "m", DeepSpeedConfig(ring_attn_size=4))
