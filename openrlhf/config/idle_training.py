@@ -73,6 +73,11 @@ IDLE_ANYWHERE = (
         "without --save_steps",
     ),
     Idle(
+        ("ref.offload", "reward.offload", "teacher.offload"),
+        lambda config: config.ds.tensor_parallel_size > 1,
+        "with --ds_tensor_parallel_size: parts of layers stay on the device",
+    ),
+    Idle(
         ("ds.zpg",),
         lambda config: config.ds.zero_stage != 3,
         "without --zero_stage 3",

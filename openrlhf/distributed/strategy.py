@@ -142,7 +142,7 @@ class DeepSpeedStrategy:
 
     def prepare_eval(self, model: nn.Module, *, offload: bool = False) -> EvalEngine:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
-        memory.
+        memory. Parts of layers stay on the device.
         """
         self._check_quantized(model, is_trained=False)
         model.context = self.context
@@ -151,7 +151,7 @@ class DeepSpeedStrategy:
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
-        if self.ds.zero_stage < 3 and not offload:
+        if self.topology.tp_size > 1 or (self.ds.zero_stage < 3 and not offload):
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
         config = inference_config(self.ds, facts, offload=offload)
         split(model, config, dtype=facts.dtype, device=self.device)

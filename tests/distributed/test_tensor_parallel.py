@@ -194,7 +194,16 @@ COMMON = (
     "--adam.eps 1e-5 --logging_steps 1 --lr_warmup_ratio 0 --l2 0.1 --max_norm 0.5 "
     "--eval_split train"
 )
-METHODS = {"sft": "--input_key input --output_key output", "dpo": "--prompt_key input"}
+ANSWERS, PAIRS = "--input_key input --output_key output", "--prompt_key input"
+METHODS = {
+    "sft": ANSWERS,
+    "dpo": f"{PAIRS} --ref_offload",
+    "rm": PAIRS,
+    "kto": f"{ANSWERS} --label_key label",
+    "prm": "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -",
+    "kd": f"{ANSWERS} --teacher_model {{root}}/teacher --kd_on_policy --kd_max_new_tokens 4",
+}
+ON_ALL_WAYS = ("sft", "dpo")  # resumed, and beside ranks that share rows, too
 
 
 def start(root: Path, method: str, run: str, *more: str) -> None:
@@ -203,7 +212,7 @@ def start(root: Path, method: str, run: str, *more: str) -> None:
     importlib.import_module(f"openrlhf.cli.train_{method}").main(
         [
             *("--pretrain", str(root / "qwen2"), "--dataset", rows, "--eval_dataset", rows),
-            *(*COMMON.split(), *METHODS[method].split(), *more),
+            *(*COMMON.split(), *METHODS[method].format(root=root).split(), *more),
             *("--save_path", str(run_dir), "--ckpt_path", str(run_dir / "ckpt")),
         ]
     )
@@ -219,6 +228,8 @@ def commands_on_four(root: Path) -> list[str]:
     saving = ("--save_steps", "3", "--load_checkpoint")
     for method in METHODS:
         start(root, method, "split", *split)
+        if method not in ON_ALL_WAYS:
+            continue
         with stopping_behind(3):
             start(root, method, "resumed", *split, *saving)
         start(root, method, "resumed", *split, *saving)
@@ -243,16 +254,21 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
             "output": str(2 * i),
             "chosen": str(2 * i),
             "rejected": "?" * (1 + i % 3),
+            "label": i % 3 != 0,
+            "steps": f"{i}#{2 * i}#",
+            "labels": ["+", "-+"[i % 2]],
         }
         for i in range(11)
     ]
     write_jsonl(folder / "rows.jsonl", rows)
+    make_model(folder / "teacher", seed=3, **FAMILIES["qwen2"])  # type: ignore[arg-type]
     run_ranks(commands_alone, 1, folder)
     assert run_ranks(commands_on_four, 4, folder)[0]
     for method in METHODS:
         expected = load_file(folder / method / "alone" / "model.safetensors")
         lines = (folder / method / "alone" / "metrics.jsonl").read_text().splitlines()
-        for run in ("split", "resumed", "shared"):
+        is_all_ways = method in ON_ALL_WAYS
+        for run in ("split", "resumed", "shared") if is_all_ways else ("split",):
             run_dir = folder / method / run
             found = load_file(run_dir / "model.safetensors")
             for name, tensor in expected.items():
@@ -260,8 +276,15 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
             own = (run_dir / "metrics.jsonl").read_text().splitlines()
             for line, other in zip(own, lines, strict=True):
                 ours, theirs = json.loads(line), json.loads(other)
-                for name in theirs.keys() - {"time", "timing/step_total", "tokens_per_s"}:
-                    assert ours[name] == pytest.approx(theirs[name], abs=2e-5), (run, name)
+                for name in theirs:
+                    if name.startswith(("time", "timing", "tokens_per_s")):
+                        continue
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-5), (
+                        run,
+                        name,
+                    )
+        if not is_all_ways:
+            continue
         resumed, split = (
             load_file(folder / method / run / "model.safetensors") for run in ("resumed", "split")
         )

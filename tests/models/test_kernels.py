@@ -116,6 +116,15 @@ def bare(monkeypatch):
     monkeypatch.setattr(kernels, "is_installed", lambda package: False)
 
 
+def test_deepspeed_compiles_for_gpus_only():
+    [line] = missing(deepcompile=True)
+    assert line.startswith("--deepcompile: DeepSpeed compiles for CUDA GPUs only")
+    check_here(DeepSpeedConfig(deepcompile=True), is_cuda=True)
+    line = "--pretrain m --dataset d --deepcompile --zero_stage 0"
+    with pytest.raises(ConfigError, match="Type --zero_stage 2"):
+        parse_config(SFTConfig, line.split())
+
+
 def missing(**settings: object) -> list[str]:
     """What a machine without a GPU lacks for these settings."""
     try:
