@@ -65,9 +65,10 @@ class StudentAnswers:
             for row, request, [completion] in zip(own_rows, requests, answers, strict=True)
         }
         self._answered = {}
-        for part in all_gather_object(own, group=strategy.dp_group):
+        for part in all_gather_object(own):
             for row, token_ids in part.items():
-                self._answered[row] = self._example(row, token_ids)
+                if row not in self._answered:  # ranks that share rows take those of the first
+                    self._answered[row] = self._example(row, token_ids)
 
     def _request(self, row: int, step: int) -> GenerationRequest:
         prompt = self._prompt(row)
