@@ -36,6 +36,7 @@ from openrlhf.rewards.base import RewardBatch
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
 from openrlhf.trainer.ray import reward_nodes
 from openrlhf.trainer.ray.cluster import RayCluster
+from openrlhf.trainer.ray.watch import Watch
 
 path = Path(sys.argv[1])
 node = {"num_cpus": 2, "object_store_memory": 80_000_000}
@@ -48,7 +49,7 @@ assert group.wait(30)
 run = object.__new__(RayCluster)
 run.slots = {"actor": [SimpleNamespace(group=group)]}
 run.groups, run.engines, run.reward_actors, run.reward_pools = [], [], [], None
-run.relay = None
+run.relay, run.watch = None, Watch()
 settings = PoolSettings(batch_size=2, num_workers=2, log_dir=path.parent / "logs")
 pool = FunctionPool(path, settings)
 told = {}
@@ -80,7 +81,7 @@ told["after_loss"] = sorted(parents(source, 24).values())
 told["loss_s"] = time.monotonic() - start
 told["logs"] = sorted(p.parent.name[:4] for p in path.parent.glob("logs/*/reward-0.log"))
 run.slots = {}
-run.__exit__()
+run.__exit__(None, None, None)
 pool.close()
 time.sleep(2)
 told["left"] = [
