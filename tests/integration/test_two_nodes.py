@@ -24,7 +24,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray import model_actor
+from openrlhf.trainer.ray import utils
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
@@ -33,7 +33,7 @@ from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
 class Rank(ModelWorker):
     def __init__(self, config, identity):
         if config == "GPUs as torch would use them":
-            model_actor.check_torch_uses = lambda *_: None
+            utils.check_torch_uses = lambda *_: None
         super().__init__(config, identity)
 
     def setup(self):
