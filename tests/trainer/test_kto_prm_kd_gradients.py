@@ -4,6 +4,7 @@ stage, and it is that of the formula on one unpacked sample at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,6 +41,8 @@ MAX_LEN = 34  # of the longest mismatched pairs a part is cut
 BETA, DESIRABLE, UNDESIRABLE = 0.1, 1.0, 1.5
 REWARD_TOKENS = (10, 20)
 COEF = 0.4
+FOUR = pytest.param("four_ranks", marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+RANKS = ["one_rank", "two_ranks", FOUR]
 
 
 def answers() -> list[SFTExample]:
@@ -127,7 +130,9 @@ def loop(samples: Sequence) -> LoopParts:
 def run_everything(folder: Path) -> dict:
     results: dict = {}
     for stage in ZERO_STAGES:
-        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage))
+        ring_attn_size = 2 if os.environ["WORLD_SIZE"] == "4" else 1
+        ds = DeepSpeedConfig(zero_stage=stage, ring_attn_size=ring_attn_size)
+        strategy = DeepSpeedStrategy(ds)
         strategy.setup()
         for name, make in MAKERS.items():
             optim = OptimizerConfig(adam=AdamConfig(lr=0.0))
@@ -165,6 +170,12 @@ def one_rank(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> list[dict]:
     return run_ranks(run_everything, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder: Path) -> list[dict]:
+    """Two of them share each row."""
+    return run_ranks(run_everything, 4, folder)
 
 
 def load_plain(path: Path) -> transformers.PreTrainedModel:
@@ -251,7 +262,7 @@ def expected(folder: Path) -> dict[str, tuple[Tensor, dict]]:
 
 @pytest.mark.parametrize("stage", ZERO_STAGES)
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_gradient_and_metrics_are_those_of_the_formula(
     request: pytest.FixtureRequest, expected: dict, ranks: str, name: str, stage: int
 ) -> None:
@@ -264,7 +275,7 @@ def test_gradient_and_metrics_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_an_evaluation_has_the_metrics_of_the_formula(
     request: pytest.FixtureRequest, expected: dict, ranks: str, name: str
 ) -> None:
