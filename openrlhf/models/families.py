@@ -78,7 +78,9 @@ def refuse_split_layers(config: PretrainedConfig, path: str, ds: DeepSpeedConfig
     if size == 1:
         return
     plan = getattr(text, "base_model_tp_plan", None) or {}
-    if not plan or set(plan.values()) - SPLIT_STYLES:
+    has_norms = getattr(text, "use_qk_norm", False) or getattr(text, "qk_layernorm", False)
+    knows_norms = any("norm" in name for name in plan)
+    if not plan or set(plan.values()) - SPLIT_STYLES or (has_norms and not knows_norms):
         raise ConfigError(
             f"--ds_tensor_parallel_size {size}: {path} is of the family {config.model_type}, which "
             "DeepSpeed's AutoTP cannot split. Leave it out, and type --zero_stage 3 instead."

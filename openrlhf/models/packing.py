@@ -209,7 +209,8 @@ def causal_attention(
             scale=options.scale,
             enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
-    if q_BhQD.device.type == "cpu" and options.is_plain and window >= length:
+    is_square = q_BhQD.size(-1) == v_BkSD.size(-1)  # unlike multi-head latent attention
+    if q_BhQD.device.type == "cpu" and options.is_plain and is_square and window >= length:
         keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
         return _TailAttention.apply(q_BhQD, keys, values, options.scale)
     block_size = max(QUERY_BLOCK, window) if window < length else QUERY_BLOCK

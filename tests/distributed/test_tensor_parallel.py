@@ -298,7 +298,12 @@ def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:
     ds = DeepSpeedConfig(tensor_parallel_size=2)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     refuse_split_layers(transformers.LlamaConfig(**heads), "m", ds)
-    for config in (transformers.BloomConfig(), transformers.MixtralConfig()):
+    refuse_split_layers(transformers.Qwen3Config(**heads), "m", ds)
+    with_norms = (
+        transformers.CohereConfig(use_qk_norm=True),
+        transformers.PhiConfig(qk_layernorm=True),
+    )
+    for config in (transformers.BloomConfig(), transformers.MixtralConfig(), *with_norms):
         with pytest.raises(ConfigError, match=f"family {config.model_type}, which DeepSpeed's"):
             refuse_split_layers(config, "m", ds)
     one_key_head = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=1)

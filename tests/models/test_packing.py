@@ -120,6 +120,15 @@ def test_a_row_that_begins_inside_a_sequence_sees_the_keys_before_it(options, mo
     )
 
 
+def test_values_may_be_narrower_than_keys_that_stand_before_a_row():
+    q, k, v = random_qkv(21)
+    v = v[..., :5]
+    whole = causal_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), ScoreOptions())
+    part = PackedRow.of_lengths((15,), torch.device("cpu"), num_earlier=6)
+    output = row_attention(q[6:], k, v, part, ScoreOptions())
+    torch.testing.assert_close(output, whole[0].transpose(0, 1)[6:])
+
+
 def test_sixteen_bits_are_merged_in_thirty_two():
     q, k, v = (x.detach().transpose(0, 1)[None].bfloat16() for x in random_qkv(200))
     whole = causal_attention(q, k, v, ScoreOptions())[:, :, 150:]
