@@ -54,7 +54,7 @@ def load_tokenizer(
     name_or_path = _folder_with_tokenizer(name_or_path)
     _refuse_missing_folder(name_or_path)
     try:
-        with looking_up("tokenizer", name_or_path):
+        with looking_up("model", name_or_path):  # whose config may be missing as well: one line
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
             )
