@@ -105,7 +105,7 @@ def start_problems(config: CommandConfig) -> Iterator[str]:
 
 
 def data_problems(config: CommandConfig) -> list[str]:
-    """What is wrong with the files and columns of the data sets that are on this machine."""
+    """Return the problems of files and columns of the data sets that are on this machine."""
     if not names_local_data(config):
         return []
     with loading_libraries():

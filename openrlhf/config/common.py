@@ -174,12 +174,12 @@ class DeepSpeedConfig(LoadConfig):
 
     @property
     def ranks_per_share(self) -> int:
-        """Ranks that work on the same samples."""
+        """Return the number of ranks that work on the same samples."""
         return self.ring_attn_size * self.tensor_parallel_size
 
     @property
     def attention(self) -> str:
-        """The attention that models are loaded with: shared rows need the project's own."""
+        """Return the attention that models are loaded with: shared rows need the project's own."""
         return "sdpa" if self.ring_attn_size > 1 else self.attn_implementation
 
 

@@ -127,17 +127,17 @@ class ReadStates:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank holds none of the places."""
+        """Return True if this rank holds none of the places."""
         return self.here_n is not None and not len(self.here_n)
 
     def select(self, x_N: Tensor) -> Tensor:
-        """What of (N, ...) goes with the states here."""
+        """Return the part of (N, ...) that belongs to the states on this rank."""
         if self.here_n is None:
             return x_N
         return x_N.new_zeros(1, *x_N.shape[1:]) if self.is_empty else x_N[self.here_n]
 
     def spread(self, x_n: Tensor) -> Tensor:
-        """Results of all places, (N, ...), on every rank; each has the gradient of its own."""
+        """Return the results of all places, (N, ...), on every rank; each keeps its gradient."""
         if self.own is None or self.here_n is None:
             return x_n
         return self.own.spread(x_n[: len(self.here_n)], self.here_n, self.num_places)

@@ -185,7 +185,7 @@ class ScoreOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are the scaled products and nothing else."""
+        """Return True if scores are the scaled products and nothing else."""
         return self.dropout == 0.0 and self.softcap is None
 
 
@@ -401,7 +401,7 @@ def row_attention(
 def sdpa_row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """The same by SDPA; a sequence that began earlier is a call of its own."""
+    """Compute `row_attention` by SDPA; a sequence that began earlier is a call of its own."""
     if not row.num_earlier:
         return grouped_attention(q_ThD, k_TkD, v_TkD, row.layout, options)
     first, key_end = row.seq_lengths[0], row.seq_lengths[0] + row.num_earlier
