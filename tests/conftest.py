@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import rich.console
 
 TEST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "2",
@@ -118,10 +120,14 @@ def refuse(
 
 
 @pytest.fixture
-def show_bars_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
-    """Chooses where this process' progress bars go, for one test; every move is drawn."""
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Everything that progress bars draw in one test, however short their work is."""
     from openrlhf.utils import progress
 
-    monkeypatch.setattr(progress, "_chosen", [])
-    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
-    return progress.show_bars_on
+    drawn = io.StringIO()
+    console = rich.console.Console(file=drawn, force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    monkeypatch.setattr(progress, "make_console", lambda: console)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setattr(progress, "_shared", [])
+    return drawn

@@ -25,7 +25,7 @@ from openrlhf.trainer.batch_task import BatchTask
 from openrlhf.trainer.post_processors import best_answers, preference_pairs, rewards_in_prompts
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
-from openrlhf.utils.progress import show_bars_on
+from openrlhf.utils.progress import hide_bars
 
 Row = Any
 TASKS: dict[str, type[BatchTask]] = {
@@ -52,7 +52,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     gathered.attempt(lambda: check_vllm(config))
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
-        show_bars_on(None)  # one rank draws for all
+        hide_bars()  # one rank draws for all
     make, goes_first = TASKS[config.eval_task], topology.local_rank == 0
     task = gathered.attempt(lambda: make(config, goes_first=goes_first))
     gathered.raise_if_any()

@@ -95,7 +95,7 @@ from openrlhf.utils.logging import (
     say_notices,
     warn,
 )
-from openrlhf.utils.progress import progress, show_bars_on
+from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
 
 MISMATCH_KL_FP32 = 1e-3
@@ -136,7 +136,7 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     if topology.is_main:
         say_notices([*notices, *idle_settings(config, [PLACED])])
     else:
-        show_bars_on(None)  # one controller draws for all
+        hide_bars()  # one controller draws for all
     has_engines = bool(config.vllm.num_engines)
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)

@@ -55,7 +55,7 @@ from openrlhf.utils.logging import (
     say_notices,
     warn,
 )
-from openrlhf.utils.progress import counter, show_bars_on
+from openrlhf.utils.progress import counter, hide_bars
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
 
@@ -161,7 +161,7 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
-        show_bars_on(None)  # one rank draws for all
+        hide_bars()  # one rank draws for all
     inputs = prepare_inputs(recipe, config, goes_first=topology.local_rank == 0)
     config = as_recognised(config, inputs.samples, inputs.eval_samples)
     strategy = DeepSpeedStrategy(

@@ -49,7 +49,7 @@ assert group.wait(30)
 run = object.__new__(RayCluster)
 run.slots = {"actor": [SimpleNamespace(group=group)]}
 run.groups, run.engines, run.reward_actors, run.reward_pools = [], [], [], None
-run.relay, run.watch = None, Watch()
+run.watch = Watch()
 settings = PoolSettings(batch_size=2, num_workers=2, log_dir=path.parent / "logs")
 pool = FunctionPool(path, settings)
 told = {}

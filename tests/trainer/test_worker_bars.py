@@ -1,73 +1,45 @@
-"""Workers say how far they are, over micro-batches: in their process or on another's screen."""
+"""Loops over micro-batches have a bar, in this process or from the health of a rank on Ray."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
-import pytest
-import ray
-from ray.util.placement_group import remove_placement_group
-
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
-from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.model_actor import ModelWorker
-from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
-from openrlhf.trainer.ray.scorers import ReferenceModelActor
-from openrlhf.utils.progress_relay import ProgressRelay
-from tests.bars import Recorder, until
+from openrlhf.trainer.ray.model_actor import Health
+from openrlhf.trainer.ray.watch import Watched
 from tests.trainer.small_run import make_trainer
 from tests.trainer.test_policy_updates import make_actor, ragged_experience
 
 
 def test_forwards_and_updates_count_their_micro_batches(
-    tiny_model_dir: Path, tmp_path: Path, show_bars_on
+    tiny_model_dir: Path, tmp_path: Path, terminal: io.StringIO
 ) -> None:
     train, rollout = {"micro_batch_size": 1}, {"micro_batch_size": 1}
     actor = make_actor(tiny_model_dir, tmp_path, train=train, rollout=rollout)
-    display = Recorder()
-    show_bars_on(display)
     experience = ragged_experience(32)
     actor.compute_logprobs(experience)
+    assert actor.health().done_of == (32, 32)
     [steps] = plan_updates(experience, 1, train_batch_size=16, max_epochs=1, seed=0)
     actor.fit(steps, 0.0)
-    for what in ("log-probs of the policy", "updating the policy"):
-        assert (what, 32, 32) in display.shown  # 16 of each of two optimizer steps
-    assert not display.open
+    assert actor.health().done_of == (32, 32)  # 16 of each of two optimizer steps
+    for text in ("log-probs of the policy", "updating the policy", "32/32"):
+        assert text in terminal.getvalue()
 
 
-def test_a_supervised_step_counts_its_micro_batches(tmp_path: Path, show_bars_on) -> None:
-    trainer = make_trainer({"zero_stage": 0}, tmp_path, None, 1)
-    display = Recorder()
-    show_bars_on(display)
-    compute_loss = trainer.compute_loss
-
-    def slow_loss(*args: object) -> object:
-        until(display.appeared.is_set)
-        return compute_loss(*args)
-
-    trainer.compute_loss = slow_loss  # type: ignore[method-assign]
-    trainer.train_step(range(8))
-    assert display.shown[-1] == ("step 1", 4, 4)
+def test_the_bar_of_a_rank_follows_its_health(terminal: io.StringIO) -> None:
+    rank = Watched(lambda: "actor rank 0", None, 600.0, "--rank_timeout_s", has_bar=True)
+    for health in (
+        Health("updating the policy", 70, 7, (6, 64)),
+        Health("log-probs of the policy", 130, 7, (2, 33)),
+        Health(None, 160, 7),
+    ):
+        rank.hear(health, 2.0)
+        rank.draw()
+    for text in ("updating the policy", "6/64", "log-probs of the policy", "2/33"):
+        assert text in terminal.getvalue()
 
 
-@pytest.mark.slow
-def test_the_first_rank_of_a_role_draws_on_the_controllers_terminal(
-    ray_cluster: None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tiny_model_dir)}})
-    slots = place([RoleDemand("ref", 2, "ref")], view_cluster())["ref"]
-    group = RayActorGroup(ReferenceModelActor, (config,), slots, role="ref", run_dir=str(tmp_path))
-    display = Recorder()
-    relay = ProgressRelay(display)
-    try:
-        group.join()
-        group.call(ModelWorker.show_bars_at, relay.address)
-        group.call(ReferenceModelActor.init_model)
-        until(lambda: f"loading {tiny_model_dir.name}" in display.descriptions)
-        until(lambda: not display.open)
-    finally:
-        relay.close()
-        for handle in group.handles:
-            ray.kill(handle)
-        remove_placement_group(slots[0].group)
+def test_a_supervised_step_counts_its_micro_batches(tmp_path: Path, terminal: io.StringIO) -> None:
+    make_trainer({"zero_stage": 0}, tmp_path, None, 1).train_step(range(8))
+    assert "step 1" in terminal.getvalue() and "4/4" in terminal.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,16 +21,13 @@ from openrlhf.rewards.process_pool import FunctionPool
 from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
-from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch
 from openrlhf.trainer.ray.weight_transport import check_one_machine, choose_transport
-from openrlhf.utils.logging import is_terminal, notice
-from openrlhf.utils.progress import SCREEN, progress
-from openrlhf.utils.progress_relay import ProgressRelay
+from openrlhf.utils.logging import notice
+from openrlhf.utils.progress import progress
 
 COLOCATED_POOL = "shared by all"
 TRAINED_ROLES = ("actor", "critic")
@@ -181,7 +177,6 @@ class RayCluster:
         self.reward_pools: NodePools | None = None
         self.reward_actors: list[Any] = []
         self.watch = Watch()
-        self.relay: ProgressRelay | None = None  # of the workers' bars, where somebody watches
         self.weight_transfer_backend = weight_transfer_backend(config, counts)
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
@@ -210,8 +205,6 @@ class RayCluster:
             e.handle for e in self.engines
         ]:
             ray.kill(handle)
-        if self.relay is not None:
-            self.relay.close()
         for group in {
             slot.group.id: slot.group for s in self.slots.values() for slot in s
         }.values():
@@ -283,18 +276,18 @@ class RayCluster:
         if self.engines and self.weight_transfer_backend == SHM_BACKEND:
             [actor] = [group for group in self.groups if group.role == "actor"]
             check_one_machine([actor.nodes[0], *(engine.node for engine in self.engines)])
-        if is_terminal():
-            with suppress(OSError):  # the node's address is another machine's: no bars of workers
-                self.relay = ProgressRelay(SCREEN, node_address())
-        if self.relay is not None:
-            for group in self.groups:
-                group.call(ModelWorker.show_bars_at, self.relay.address)
 
     def _watch_all(self) -> None:
         for group in self.groups:
             for rank, handle in enumerate(group.handles):
                 deadline_s = self.config.train.rank_timeout_s
-                self.watch.add(partial(group.who, rank), handle, deadline_s, "--rank_timeout_s")
+                self.watch.add(
+                    partial(group.who, rank),
+                    handle,
+                    deadline_s,
+                    "--rank_timeout_s",
+                    has_bar=rank == 0,
+                )
         for engine in self.engines:
             deadline_s = self.config.vllm.timeout_s
             name = f"engine {engine.who}"

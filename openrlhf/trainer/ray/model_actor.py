@@ -28,8 +28,7 @@ from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batch
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import Advance, progress, show_bars_on
-from openrlhf.utils.progress_relay import RelayAddress, RelayedDisplay
+from openrlhf.utils.progress import Advance, counter
 
 Worker = TypeVar("Worker")
 Args = ParamSpec("Args")
@@ -65,11 +64,12 @@ class RankIdentity:
 
 
 class Health(NamedTuple):
-    """What a process answers when it is asked how far it is."""
+    """How far a process is."""
 
     work: str | None  # what goes on step by step; None: nothing of that kind
-    num_steps: int  # micro-batches of a rank, tokens' steps of an engine; since the start
+    num_steps: int  # micro-batches of a rank, steps of an engine; since the start
     pid: int
+    done_of: tuple[int, int | None] = (0, None)  # micro-batches of this work: done, and in all
 
 
 class ModelWorker:
@@ -79,6 +79,7 @@ class ModelWorker:
     engine: TrainEngine | EvalEngine
     work: str | None = None  # the loop over micro-batches that runs now
     num_micro_batches = 0  # done since the start
+    done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
 
     def __init__(self, config: PPOConfig, identity: RankIdentity) -> None:
         self.config = config
@@ -110,27 +111,23 @@ class ModelWorker:
 
     def health(self) -> Health:
         """Return how far this rank is; may be called while it works."""
-        return Health(self.work, self.num_micro_batches, os.getpid())
+        return Health(self.work, self.num_micro_batches, os.getpid(), self.done_of)
 
     @contextmanager
     def working(self, what: str, total: int | None = None) -> Iterator[Advance]:
-        """A loop over micro-batches, with a bar; yields the function that moves it."""
-        with progress(what, total) as move_bar:
+        """Announce a loop over micro-batches, with a bar; yield the function that counts them."""
+        self.work, self.done_of = what, (0, total)
+        with counter(what, total) as show:
 
             def advance(num_done: int = 1, total: int | None = None) -> None:
                 self.num_micro_batches += num_done
-                move_bar(num_done, total)
+                self.done_of = (self.done_of[0] + num_done, total or self.done_of[1])
+                show(*self.done_of)
 
-            self.work = what
             try:
                 yield advance
             finally:
                 self.work = None
-
-    def show_bars_at(self, address: RelayAddress) -> None:
-        """Send this process' bars to the controller's terminal: the first rank for all."""
-        if self.identity.rank == 0:
-            show_bars_on(RelayedDisplay(address, self.identity.role))
 
     def setup(self) -> None:
         """Start the distributed runtime in a process that already knows its rank."""

@@ -1,7 +1,8 @@
-"""Whether engines and ranks get on: one thread of the controller asks each of them now and then.
+"""Health of engines and ranks: one thread of the controller asks each of them now and then.
 
-One that does not answer was stopped; one that answers and stays at the same step or micro-batch
-hangs. Either is said after a while and killed at its deadline, and the run ends as for a dead one.
+A process that does not respond was stopped; one that stays at the same step or micro-batch hangs.
+Either is reported after a while and killed at its deadline, and the run ends as for a dead one. The
+first rank of a role has its progress bar here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from openrlhf.errors import EngineError
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
 from openrlhf.trainer.ray.model_actor import Health, ModelWorker
 from openrlhf.utils.logging import warn
+from openrlhf.utils.progress import counter
 
 ASK_EVERY_S = 2.0
 CLOSE_S = 10.0
@@ -26,7 +29,7 @@ SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
 @dataclass
 class Watched:
-    """One process: who it is, what it last said, and for how long it has not got on."""
+    """One process, its last health and how long it has made no progress."""
 
     who: Callable[[], str]
     handle: Any
@@ -36,14 +39,28 @@ class Watched:
     quiet_s: float = 0.0
     is_answering: bool = True
     say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
-    asked: list[Any] = field(default_factory=list)  # the reference of a question without an answer
+    asked: list[Any] = field(default_factory=list)  # the reference of an open request
+    has_bar: bool = False
+    bar: ExitStack = field(default_factory=ExitStack)
+    show: Callable[[int, int | None], None] | None = None  # moves the bar of the present work
+    drawn: str | None = None  # the work it is for
 
     def hear(self, health: Health | None, seconds: float) -> None:
-        """Take in an answer, or that there was none for so long."""
+        """Record a response, or that there was none for `seconds`."""
         is_stuck = health is None or (health.work is not None and health == self.last)
         self.quiet_s = self.quiet_s + seconds if is_stuck else 0.0
         self.is_answering = health is not None
         self.last = health or self.last
+
+    def draw(self) -> None:
+        """Show the work that goes on as a bar."""
+        work = self.last.work if self.last is not None and self.has_bar else None
+        if work != self.drawn:
+            self.bar.close()
+            self.show = self.bar.enter_context(counter(work)) if work else None
+            self.drawn = work
+        if self.show is not None and self.last is not None:
+            self.show(*self.last.done_of)
 
     def describe(self) -> str:
         """Return who has not got on, for how long, and at what."""
@@ -63,9 +80,17 @@ class Watch:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def add(self, who: Callable[[], str], handle: Any, deadline_s: float, flag: str) -> None:
-        """Watch an actor that has a method `health`."""
-        self._watched.append(Watched(who, handle, deadline_s, flag))
+    def add(
+        self,
+        who: Callable[[], str],
+        handle: Any,
+        deadline_s: float,
+        flag: str,
+        *,
+        has_bar: bool = False,
+    ) -> None:
+        """Watch an actor that has a method `health`; draw its work as a bar if asked to."""
+        self._watched.append(Watched(who, handle, deadline_s, flag, has_bar=has_bar))
 
     def start(self) -> None:
         """Begin to ask; all processes are up."""
@@ -85,6 +110,10 @@ class Watch:
             self._ask_all(min(now - before, 2 * ASK_EVERY_S))
             before = now
             self._judge()
+            for watched in self._watched:
+                watched.draw()
+        for watched in self._watched:
+            watched.bar.close()
 
     def _ask_all(self, seconds: float) -> None:
         """Hear who has answered since the last round, and ask them again."""
