@@ -2,9 +2,8 @@
 
 The same turns are taken on the same vLLM engine three ways: asked of the engine directly; by an
 environment that does nothing (--agent_func_path); by the official OpenAI client over the loopback
-server. Every turn samples as many tokens, so what the second takes longer is the agents' part. Of
-the third way, whose client is the user's code, the server's thread is measured. Leave the machine
-idle meanwhile.
+server. Every turn samples as many tokens, so what the second takes longer is the agents' part; what
+the third takes longer is the server's and the client's. Leave the machine idle meanwhile.
 
     python -m benchmarks.agent_overhead [--episodes 64] [--turns 8]
 """
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 NUM_NEW_TOKENS = 16  # of a turn
 PROMPT = "Count the rows of the table and say how many there are."
@@ -87,8 +88,7 @@ class Cost:
     """What a round took, by turn."""
 
     wall_ms: float
-    cpu_ms: float  # of all threads of this process, the engine's too
-    server_ms: float = 0.0  # CPU of the server's thread
+    cpu_ms: float  # of this process, the engine's too, and of the workers
 
 
 class Bench:
@@ -112,16 +112,15 @@ class Bench:
         self.client = self._runner(folder / "client.py", CLIENT_AGENT)
 
     def _runner(self, path: Path, code: str) -> Any:
-        from openrlhf.trainer.ppo_utils.agent_file import AgentFile
-        from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
-        from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
+        from openrlhf.rollout.agents.episode import AgentLimits
+        from openrlhf.rollout.agents.worker import AgentSetup
+        from openrlhf.trainer.ray.agent_host import EpisodeRunner
 
         words = {"num_turns": self.num_turns, "num_new_tokens": NUM_NEW_TOKENS}
         path.write_text(code.format(feedback=FEEDBACK, **words))
         limits = AgentLimits(self.max_length, num_tasks=self.num_episodes)
-        return EpisodeRunner(
-            AgentFile(path), self.engine, self.tokenizer, limits, vocab_size=len(self.tokenizer)
-        )
+        setup = AgentSetup(str(path), self.tokenizer, limits, len(self.tokenizer))
+        return EpisodeRunner(setup, self.engine)
 
     def ask_engine(self) -> None:
         """The turns without agents: each prompt is the last one, its answer and the feedback."""
@@ -152,7 +151,7 @@ class Bench:
     def act(self, runner: Any) -> None:
         """The same turns by agents."""
         from openrlhf.engines.base import SamplingSettings
-        from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest
+        from openrlhf.rollout.agents.episode import EpisodeRequest
 
         ids = tuple(self.tokenizer.encode(PROMPT, add_special_tokens=False))
         requests = [
@@ -167,21 +166,20 @@ class Bench:
             assert result.failure is None, result.failure
             assert result.num_turns == self.num_turns
 
-    def cost_of(self, call: Callable[[], None], server: Any = None) -> Cost:
+    def cost_of(self, call: Callable[[], None]) -> Cost:
         """Time of a round, by turn."""
         num_turns = self.num_episodes * self.num_turns
-        server_s, cpu_s, wall_s = thread_s(server), time.process_time(), time.monotonic()
+        cpu_s, wall_s = all_cpu_s(), time.monotonic()
         call()
-        wall_s, cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
-        server_s = thread_s(server) - server_s
-        return Cost(*(1000 * s / num_turns for s in (wall_s, cpu_s, server_s)))
+        wall_s, cpu_s = time.monotonic() - wall_s, all_cpu_s() - cpu_s
+        return Cost(1000 * wall_s / num_turns, 1000 * cpu_s / num_turns)
 
     def round(self) -> tuple[Cost, Cost, Cost]:
         """The three ways, one after the other."""
         return (
             self.cost_of(self.ask_engine),
             self.cost_of(lambda: self.act(self.environment)),
-            self.cost_of(lambda: self.act(self.client), self.client),
+            self.cost_of(lambda: self.act(self.client)),
         )
 
     def close(self) -> None:
@@ -191,14 +189,11 @@ class Bench:
         self.engine.shutdown()
 
 
-def thread_s(runner: Any) -> float:
-    """CPU seconds that the thread of a runner's server has had."""
-    server = None if runner is None else runner._server
-    if server is None:
-        return 0.0
-    stat = Path(f"/proc/self/task/{server._thread._thread.native_id}/stat").read_text()
-    ticks = stat.rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+def all_cpu_s() -> float:
+    """CPU seconds of this process and of those it has started."""
+    process = psutil.Process()
+    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
 
 
 def main() -> None:
@@ -222,9 +217,6 @@ def main() -> None:
     )
     say("an environment's turn beside engine and user code, wall time", more_wall)
     say("an environment's turn beside engine and user code, CPU time", more_cpu)
-    say(
-        "a turn in the server's thread, CPU time", statistics.median(r[2].server_ms for r in rounds)
-    )
 
 
 def say(what: str, value_ms: float) -> None:

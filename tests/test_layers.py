@@ -21,8 +21,9 @@ LAYERS = {
     "distributed": 4,
     "datasets": 4,
     "rewards": 4,
-    "trainer": 5,
-    "cli": 6,
+    "rollout": 5,
+    "trainer": 6,
+    "cli": 7,
 }
 
 # Third-party libraries a module may import at its top; the longest matching name counts.
@@ -47,6 +48,9 @@ HOMES = {
     "openrlhf.distributed.schedule": {"torch", "transformers"},
     "openrlhf.distributed.weight_average": {"torch", "safetensors"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
+    "openrlhf.rollout": {"torch"},
+    "openrlhf.rollout.agents": {"pydantic_core"},
+    "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "uvicorn"},
     "openrlhf.trainer": {"torch"},
     "openrlhf.trainer.reward_server": {"torch", "fastapi", "starlette", "uvicorn", "h11"},
     "openrlhf.trainer.ppo_utils": {"torch"},

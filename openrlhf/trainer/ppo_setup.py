@@ -37,8 +37,8 @@ from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.worker_process import WorkerLimits
+from openrlhf.rollout.agents.agent_file import AgentFile
 from openrlhf.trainer.ppo_models import check_models, check_tokens
-from openrlhf.trainer.ppo_utils.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer

@@ -1,28 +1,26 @@
 """What an agent file is written against: the environment of an episode, and executors that run it.
 
-A file defines `AgentExecutor`; the constructor and the `execute` of both known shapes are served:
-one made once with engine, tokenizer and queue, and one that is given them with every episode.
-What is trained on are the tokens the engine sampled, whatever the code here does with text.
+A file defines `AgentExecutor`. Both known shapes of it run: one made once with engine, tokenizer
+and queue, and one that is given them with every episode. Training uses the tokens that the engine
+sampled, whatever the code here does with text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
-from openrlhf.utils.agent_calls import (
-    AgentError,
-    BadAnswerError,
-    ContextFullError,
-    RemoteInstance,
-    StepTimeoutError,
-)
-from openrlhf.utils.agent_turns import Turns
+from openrlhf.errors import RewardError
+from openrlhf.utils.numbers import as_float32
 
 __all__ = [
     "AgentError",
@@ -30,7 +28,6 @@ __all__ = [
     "AgentInstanceBase",
     "BadAnswerError",
     "ContextFullError",
-    "LLMEngine",
     "MultiTurnAgentExecutor",
     "OpenAIAgentExecutor",
     "OpenAISession",
@@ -39,6 +36,30 @@ __all__ = [
 ]
 
 MAX_STEPS = 10_000  # of an episode; the context ends most of them earlier
+
+
+class AgentError(RewardError):
+    """An episode ended without a usable answer; `kind` is the name of the failure."""
+
+    kind = "exception"
+
+
+class StepTimeoutError(AgentError):
+    """User code did not return in time."""
+
+    kind = "step_timeout"
+
+
+class BadAnswerError(AgentError):
+    """User code returned something that is no reward, text or flag."""
+
+    kind = "bad_answer"
+
+
+class ContextFullError(AgentError):
+    """There is no room left for the next turn."""
+
+    kind = "context_full"
 
 
 @dataclass
@@ -69,45 +90,31 @@ class SamplingParams:
         return copy.deepcopy(self)
 
 
-class LLMEngine(Protocol):
-    """What an executor gets as `llm_engine`."""
-
-    def generate(
-        self,
-        prompt: object,
-        sampling_params: object = None,
-        request_id: str | None = None,
-        **ignored: object,
-    ) -> Any:
-        """Sample one turn: await it, or iterate over it with `async for`.
-
-        `prompt` is text, token ids or {"prompt_token_ids": ids}. The answer has `.outputs[0]` with
-        `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
-        """
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a whole prompt; those of the data set where the text is its own."""
-
-    def encode_feedback(self, text: str) -> list[int]:
-        """Ids of text that follows other text; special tokens spelled in it keep their meaning."""
-
-    def open_session(
-        self, sampling_params: object = None, *, ignores_client_sampling: bool = False
-    ) -> OpenAISession:
-        """An address under which any OpenAI client talks to the policy in this episode.
-
-        A temperature, top_p or penalty that is not the run's is refused, or ignored if wished.
-        """
-
-
 @dataclass(frozen=True)
 class OpenAISession:
-    """Where and as whom an OpenAI client speaks for one episode; ends with it."""
+    """Address and key under which an OpenAI client speaks for one episode; ends with it."""
 
     base_url: str  # "http://127.0.0.1:<port>/v1"
     api_key: str
     model: str
     columns: Mapping[str, object]  # further columns of the prompt's row
+
+
+class RemoteInstance:
+    """An environment under the calls of a Ray actor: `await instance.step.remote(states)`."""
+
+    def __init__(self, instance_cls: type[Any], *args: Any, **kwargs: Any) -> None:
+        self._made = asyncio.ensure_future(make_instance(instance_cls, *args, **kwargs))
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            method = getattr(await self._made, name)
+            return await call_user(partial(method, *args, **kwargs), timeout_s=None)
+
+        def remote(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+            return asyncio.ensure_future(call(*args, **kwargs))
+
+        return SimpleNamespace(remote=remote)
 
 
 class AgentInstanceBase(ABC):
@@ -122,16 +129,19 @@ class AgentInstanceBase(ABC):
         return RemoteInstance(cls, *args, **kwargs)
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Start: `states` has observation (the prompt) and label; answers {"observation": text}."""
+        """Start an episode.
+
+        `states` has observation (the prompt) and label. Return {"observation": text}.
+        """
         return {"observation": states["observation"]}
 
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Judge a turn: `states` has observation_text, action_text, label, sampling_params and
-        is_truncated (the turn was cut at a length limit).
+        """Judge a turn.
 
-        Answers rewards, environment_feedback (text or token ids) and done; scores, extra_logs and
-        sampling_params if it likes.
+        `states` has observation_text, action_text, label, sampling_params and is_truncated (the
+        turn was cut at a length limit). Return rewards, environment_feedback (text or token ids)
+        and done; optionally scores, extra_logs and sampling_params.
         """
 
 
@@ -165,7 +175,7 @@ class AgentExecutorBase:
         self.semaphore = asyncio.Semaphore(sys.maxsize)
 
     async def generate(self, prompt_ids: Sequence[int], sampling_params: Any) -> Any:
-        """Sample one turn; what is returned is described at LLMEngine."""
+        """Sample one turn. The result has vLLM's form: `.outputs[0]` and `.prompt_token_ids`."""
         return await self.llm_engine.generate(prompt_ids, sampling_params)
 
     async def execute(
@@ -180,17 +190,57 @@ class AgentExecutorBase:
     ) -> dict[str, Any]:
         """Act and step until the environment is done, the context is full or steps run out.
 
-        Rewards add up; scores and extra_logs are the last step's; a turn that was cut, or an
+        Rewards add up; scores and extra_logs are the last step's. A turn that was cut, or an
         episode that ran out of room, sets `truncated`. Raises AgentError.
         """
-        turns = Turns(
-            engine=llm_engine or self.llm_engine,
-            instance_cls=self.agent_instance_cls,
-            max_steps=self.max_steps,
-            max_length=min(filter(None, (max_length, self.max_length)), default=None),
-            step_timeout_s=self.step_timeout_s,
-        )
-        return await turns.run(prompt, label, sampling_params)
+        engine = llm_engine or self.llm_engine
+        limit = min(filter(None, (max_length, self.max_length)), default=None)
+        instance = await self._call(make_instance, self.agent_instance_cls)
+        start = await self._call(instance.reset, {"observation": prompt, "label": label})
+        text = text_of(start, "observation")
+        token_ids = list(engine.encode_prompt(text))
+        action_ranges: list[tuple[int, int]] = []
+        reward, is_truncated = 0.0, False
+        answer: Mapping[str, Any] = {}
+        for _ in range(self.max_steps):
+            try:
+                output, fills_context = await sampled(engine, token_ids, sampling_params, limit)
+            except ContextFullError:
+                is_truncated = True
+                break
+            is_truncated |= fills_context
+            states = {
+                "observation_text": text,
+                "action_text": output.text,
+                "label": label,
+                "sampling_params": sampling_params,
+                "is_truncated": output.finish_reason == "length",
+            }
+            action_ranges.append((len(token_ids), len(token_ids) + len(output.token_ids)))
+            token_ids += output.token_ids
+            answer = dict_of(await self._call(instance.step, states))
+            reward += as_number(answer.get("rewards"), "rewards")
+            if flag_of(answer, "done"):
+                break
+            feedback_ids, feedback = encoded_feedback(engine, answer.get("environment_feedback"))
+            token_ids += feedback_ids
+            text += output.text + feedback
+            sampling_params = answer.get("sampling_params") or sampling_params
+        else:
+            is_truncated = True
+        return {
+            "prompt": prompt,
+            "label": label,
+            "reward": reward,
+            "scores": answer.get("scores"),
+            "extra_logs": answer.get("extra_logs") or {},
+            "truncated": is_truncated,
+            "observation_tokens": token_ids,
+            "action_ranges": action_ranges,
+        }
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await call_user(function, *args, timeout_s=self.step_timeout_s)
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
@@ -207,7 +257,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     ignores_client_sampling: bool = False
 
     async def run(self, session: OpenAISession, prompt: str, label: Any) -> dict[str, Any]:
-        """Solve one row; answers {"reward": …, "scores"?: …, "extra_logs"?: …}."""
+        """Solve one row and return {"reward": …, "scores"?: …, "extra_logs"?: …}."""
         raise NotImplementedError
 
     async def execute(
@@ -220,9 +270,113 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         llm_engine: Any = None,
         images: Any = None,
     ) -> dict[str, Any]:
-        """Open a session, run the agent, answer what it answers."""
+        """Open a session and return what `run` returns."""
         engine = llm_engine or self.llm_engine
         session = engine.open_session(
             sampling_params, ignores_client_sampling=self.ignores_client_sampling
         )
         return await self.run(session, prompt, label)
+
+
+async def make_instance(instance_cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return an object of the class; its `__init__` may be async."""
+    if instance_cls is None:
+        raise BadAnswerError("the executor has no environment. Give its class to __init__.")
+    instance = instance_cls.__new__(instance_cls)
+    made = instance.__init__(*args, **kwargs)
+    if inspect.isawaitable(made):
+        await made
+    return instance
+
+
+async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
+    """Return what user code returns; plain functions run in a thread.
+
+    Raises StepTimeoutError after `timeout_s` seconds; code that cannot be stopped is left behind.
+    """
+    is_async = inspect.iscoroutinefunction(function)
+    call = asyncio.ensure_future(
+        function(*args) if is_async else asyncio.to_thread(function, *args)
+    )
+    try:
+        done, _ = await asyncio.wait({call}, timeout=timeout_s)
+    finally:
+        if not call.done():
+            call.cancel()
+    if not done:
+        name = getattr(function, "__qualname__", repr(function))
+        raise StepTimeoutError(f"{name} did not return in {timeout_s:g} s")
+    return call.result()
+
+
+async def sampled(
+    engine: Any, token_ids: Sequence[int], sampling_params: Any, max_length: int | None
+) -> tuple[Any, bool]:
+    """Return one turn behind `token_ids`, and True where the context cut it.
+
+    Raises ContextFullError when there is no room for a token.
+    """
+    params, room = copy.copy(sampling_params), None
+    if max_length is not None:
+        room = max_length - len(token_ids)
+        if room < 1:
+            raise ContextFullError(f"{len(token_ids)} tokens fill the context of {max_length}")
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    result = await engine.generate(token_ids, params)
+    output = result.outputs[0]
+    # A turn that stops at a limit of its own is as long as the agent wanted it.
+    has_own_limit = params.max_tokens is not None and params.max_tokens != room
+    return output, output.finish_reason == "length" and not has_own_limit
+
+
+def dict_of(answer: Any) -> Mapping[str, Any]:
+    """Return what `step` returned; raises BadAnswerError where that is no dict."""
+    if not isinstance(answer, Mapping):
+        raise BadAnswerError(f"step answered a {type(answer).__name__}, not a dict")
+    return answer
+
+
+def encoded_feedback(engine: Any, feedback: Any) -> tuple[Sequence[int], str]:
+    """Return the token ids and the text of an environment's feedback; raises BadAnswerError."""
+    if isinstance(feedback, str):
+        return engine.encode_feedback(feedback), feedback
+    if isinstance(feedback, (list, tuple)) and all(isinstance(i, int) for i in feedback):
+        return feedback, ""
+    raise BadAnswerError(
+        f"environment_feedback is a {type(feedback).__name__}. Return text or token ids."
+    )
+
+
+def as_number(value: Any, name: str) -> float:
+    """Return the finite float of a number or a one-element tensor; raises BadAnswerError."""
+    value = _only_element(value)
+    if not isinstance(value, (bool, int, float)):
+        raise BadAnswerError(f"{name} is {value!r}, not a number. Return one finite number.")
+    number = as_float32(value)
+    if not math.isfinite(number):
+        shown = str(value) if isinstance(value, float) else "too large"
+        raise BadAnswerError(f"{name} is {shown}. Return one finite float32.")
+    return number
+
+
+def _only_element(value: Any) -> Any:
+    """Return what a tensor or array of one element holds, and anything else as it is."""
+    shape = getattr(value, "shape", None)
+    has_one = shape is not None and math.prod(shape) == 1
+    return value.reshape(-1)[0].item() if has_one else value
+
+
+def flag_of(answer: Mapping[str, Any], name: str) -> bool:
+    """Return a bool of an answer, also from a one-element tensor; raises BadAnswerError."""
+    value = _only_element(answer.get(name))
+    if not isinstance(value, (bool, int)):
+        raise BadAnswerError(f"{name} is {value!r}. Return True or False.")
+    return bool(value)
+
+
+def text_of(answer: Any, name: str) -> str:
+    """Return the text under a name of an answer, or the answer itself; raises BadAnswerError."""
+    text = answer.get(name) if isinstance(answer, Mapping) else answer
+    if not isinstance(text, str):
+        raise BadAnswerError(f"{name} is a {type(text).__name__}, not text")
+    return text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.agent_fakes import StreamingEngine, act_one, says
+from tests.rollout.agent_fakes import StreamingEngine, act_one, says
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "examples" / "python"

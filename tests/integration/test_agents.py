@@ -13,8 +13,8 @@ import pytest
 from openrlhf.cli import train_ppo, train_ppo_ray
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import argv
-from tests.trainer.agent_files import OPENAI_EXECUTOR
-from tests.trainer.test_agent_files import ENV, NEW, OWN_LOOP
+from tests.rollout.agent_files import OPENAI_EXECUTOR
+from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
 
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

@@ -20,7 +20,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
-from tests.trainer.agent_fakes import (
+from tests.rollout.agent_fakes import (
     TWO_TURNS,
     StreamingEngine,
     agents_over,

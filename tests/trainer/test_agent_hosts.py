@@ -14,12 +14,12 @@ from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.rollout.agents.episode import AgentLimits
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost, episode_hosts
-from tests.trainer.agent_fakes import (
+from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
     act_one,
@@ -30,7 +30,7 @@ from tests.trainer.agent_fakes import (
     settings,
     write_agent,
 )
-from tests.trainer.test_agent_openai import agent_of
+from tests.rollout.test_openai_server import agent_of
 
 AGENT = """
     from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

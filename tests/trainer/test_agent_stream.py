@@ -13,7 +13,7 @@ from openrlhf.errors import EngineError
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
-from tests.trainer.agent_fakes import (
+from tests.rollout.agent_fakes import (
     GrowingEngine,
     StreamingEngine,
     agents_over,

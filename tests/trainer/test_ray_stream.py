@@ -15,7 +15,7 @@ from openrlhf.trainer.ray.vllm_engine import EnginePool, create_vllm_engines
 from openrlhf.trainer.ray.weight_sync import send_weights
 from openrlhf.trainer.ray.weight_transport import SharedMemoryTransport
 from tests.engines.helpers import load, shake, weights
-from tests.trainer.agent_fakes import prompts
+from tests.rollout.agent_fakes import prompts
 from tests.trainer.stream_fakes import HeldSource, fetch, until
 from tests.trainer.test_agent_hosts import largest_gap
 

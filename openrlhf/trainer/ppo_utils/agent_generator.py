@@ -17,20 +17,20 @@ import torch
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.request_gatherer import AnswersRequests
-from openrlhf.trainer.ppo_utils.agent_groups import (
-    EpisodeGroup,
-    add_episode_metrics,
-    add_retry_metrics,
-    episode_requests,
-)
-from openrlhf.trainer.ppo_utils.agent_runner import raise_engine_failure
-from openrlhf.trainer.ppo_utils.agent_stream import AgentStream
-from openrlhf.trainer.ppo_utils.agent_trace import (
+from openrlhf.rollout.agents.episode import (
     AgentLimits,
     EpisodeRequest,
     EpisodeResult,
     Segment,
 )
+from openrlhf.trainer.ppo_utils.agent_groups import (
+    EpisodeGroup,
+    add_episode_metrics,
+    add_retry_metrics,
+    episode_requests,
+    raise_engine_failure,
+)
+from openrlhf.trainer.ppo_utils.agent_stream import AgentStream
 from openrlhf.trainer.ppo_utils.group_stream import GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores

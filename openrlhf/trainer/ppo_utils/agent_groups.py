@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest, EpisodeResult, Failure
+from openrlhf.errors import EngineError
+from openrlhf.rollout.agents.episode import EpisodeRequest, EpisodeResult, Failure
 from openrlhf.utils.metrics import Metrics
 
 EpisodeGroup = list[EpisodeRequest]
@@ -53,3 +54,9 @@ def add_retry_metrics(result: EpisodeResult, metrics: Metrics) -> None:
 
 def _count_failure(failure: Failure, metrics: Metrics) -> None:
     metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
+
+
+def raise_engine_failure(result: EpisodeResult) -> None:
+    """Raise EngineError where not the agent but the engine failed."""
+    if result.failure is not None and result.failure.kind == "engine":
+        raise EngineError(f"sample {result.sample_id}: {result.failure.message}")

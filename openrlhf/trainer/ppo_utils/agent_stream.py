@@ -13,14 +13,14 @@ from typing import Protocol
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
+from openrlhf.rollout.agents.episode import EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.agent_groups import (
     EpisodeGroup,
     add_episode_metrics,
     add_retry_metrics,
     episode_requests,
+    raise_engine_failure,
 )
-from openrlhf.trainer.ppo_utils.agent_runner import raise_engine_failure
-from openrlhf.trainer.ppo_utils.agent_trace import EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
 from openrlhf.trainer.ppo_utils.host_stream import HostStream
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores

@@ -5,37 +5,87 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import RolloutEngine
-from openrlhf.engines.request_gatherer import AnswersRequests
+from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
+from openrlhf.engines.request_desk import AbortsRequests
+from openrlhf.engines.request_gatherer import AnswersRequests, taking_requests
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
+from openrlhf.rollout.agents.runner import AgentWorker
+from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, EpisodeHost
-from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get
+from openrlhf.utils.mailboxes import Mailboxes
 from openrlhf.utils.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class AgentSetup:
-    """What a host is told before its first episode."""
+class EpisodeRunner:
+    """Episodes of one engine for callers in other threads."""
 
-    path: str  # of the agent file, there on every node
-    tokenizer: Tokenizer
-    limits: AgentLimits
-    vocab_size: int
+    def __init__(self, setup: AgentSetup, engine: Any) -> None:
+        """Start the worker; raises ConfigError for a file that cannot act."""
+        self.limits = setup.limits
+        self._engine = taking_requests(engine)
+        self._pending: set[Future[list[Completion]]] = set()
+        self._running: dict[str, set[Future[EpisodeResult]]] = {}  # by owner
+        self._settled: Mailboxes[EpisodeResult] = Mailboxes()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        self._worker = AgentWorker(setup, self._generate)
+        asyncio.run_coroutine_threadsafe(self._worker.process(), self._loop).result()
 
-    def make_runner(self, engine: Any) -> EpisodeRunner:
-        """A runner on an engine; raises ConfigError for a file that cannot act."""
-        return EpisodeRunner(
-            AgentFile(self.path), engine, self.tokenizer, self.limits, vocab_size=self.vocab_size
-        )
+    def submit_episodes(self, owner: str, requests: Sequence[EpisodeRequest]) -> None:
+        """See EpisodeHost."""
+        running = self._running.setdefault(owner, set())
+        for request in requests:
+            future = asyncio.run_coroutine_threadsafe(self._worker.run(request), self._loop)
+            running.add(future)
+            future.add_done_callback(partial(self._settle, owner))
+
+    def finished_episodes(self, owner: str, wait_s: float) -> list[EpisodeResult]:
+        """See EpisodeHost."""
+        return self._settled.fetch(owner, wait_s)
+
+    def abandon_episodes(self, owner: str) -> None:
+        """See EpisodeHost."""
+        for future in self._running.pop(owner, set()).copy():
+            future.cancel()
+        self._settled.close(owner)
+
+    def drain(self, wait_s: float) -> None:
+        """Wait for turns the engine still samples for episodes that were cut off."""
+        wait(list(self._pending), timeout=wait_s)
+
+    def close(self) -> None:
+        """End the worker."""
+        asyncio.run_coroutine_threadsafe(self._worker.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _settle(self, owner: str, future: Future[EpisodeResult]) -> None:
+        self._running.get(owner, set()).discard(future)
+        if not future.cancelled():
+            self._settled.put(owner, future.exception() or future.result())
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        (pending,) = self._engine.submit([request])
+        self._pending.add(pending)
+        pending.add_done_callback(self._pending.discard)
+        try:
+            (completion,) = await asyncio.shield(asyncio.wrap_future(pending))
+        except asyncio.CancelledError:
+            if isinstance(self._engine, AbortsRequests):
+                self._engine.abort([pending])
+            raise
+        return completion
 
 
 class AgentHost:
@@ -45,7 +95,7 @@ class AgentHost:
 
     def start_agents(self, setup: AgentSetup) -> None:
         """Load the agent file and make its executor."""
-        self._runner = setup.make_runner(self)
+        self._runner = EpisodeRunner(setup, self)
 
     def submit_episodes(self, owner: str, requests: Sequence[EpisodeRequest]) -> None:
         """See EpisodeHost."""
@@ -145,10 +195,10 @@ def episode_hosts(
 ) -> list[EpisodeHost]:
     """One host for each engine; without engines one in this process, on what generates there."""
     if not engines:
-        return [setup.make_runner(generator)]
+        return [EpisodeRunner(setup, generator)]
     return [
         engine.episode_host(setup)
         if isinstance(engine, HostsEpisodes)
-        else setup.make_runner(engine)
+        else EpisodeRunner(setup, engine)
         for engine in engines
     ]

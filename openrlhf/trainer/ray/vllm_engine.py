@@ -25,11 +25,12 @@ from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
 from openrlhf.engines.request_gatherer import taking_requests
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import EngineError
+from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.trainer.ppo_utils.engine_stream import RequestHost
 from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost
+from openrlhf.trainer.ray.agent_host import AgentHost, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
 from openrlhf.trainer.ray.object_store import FetchedBuckets

@@ -9,8 +9,8 @@ from textwrap import dedent
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_utils.agent_file import AgentFile
-from tests.trainer.agent_fakes import (
+from openrlhf.rollout.agents.agent_file import AgentFile
+from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
     act_one,
@@ -19,7 +19,7 @@ from tests.trainer.agent_fakes import (
     says,
     write_agent,
 )
-from tests.trainer.agent_files import OPENAI_EXECUTOR
+from tests.rollout.agent_files import OPENAI_EXECUTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = ROOT.parent / "shared" / "seeds"

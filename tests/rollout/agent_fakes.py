@@ -13,11 +13,11 @@ from textwrap import dedent
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.agent_file import AgentFile
+from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
+from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
-from openrlhf.trainer.ppo_utils.agent_runner import EpisodeRunner
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.trainer.ray.agent_host import EpisodeRunner
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -65,7 +65,7 @@ class StreamingEngine(FakeEngine):
 
 
 class GrowingEngine(FakeEngine):
-    """Samples token by token, shows them as they grow, and stops when it is told to."""
+    """Samples token by token, and stops when it is told to."""
 
     def __init__(self, say: Say, *, delay_s: float) -> None:
         super().__init__(say, delay_s=delay_s)
@@ -73,26 +73,22 @@ class GrowingEngine(FakeEngine):
         self.num_sampled = 0  # tokens
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        return [self.submit_watched(request, lambda ids, logprobs: None) for request in requests]
-
-    def submit_watched(self, request: GenerationRequest, on_tokens) -> Future[list[Completion]]:
-        future: Future[list[Completion]] = Future()
-        threading.Thread(target=self._grow, args=(request, on_tokens, future), daemon=True).start()
-        return future
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        for work in zip(requests, futures, strict=True):
+            threading.Thread(target=self._grow, args=work, daemon=True).start()
+        return futures
 
     def abort(self, futures) -> None:
         for future in futures:
             self.num_aborted += not future.cancelled() and future.cancel()
 
-    def _grow(self, request, on_tokens, future: Future[list[Completion]]) -> None:
+    def _grow(self, request, future: Future[list[Completion]]) -> None:
         whole = self.complete(request)
-        for stop in range(1, len(whole.token_ids) + 1):
+        for _ in whole.token_ids:
             time.sleep(self.delay_s)
             if future.cancelled():
                 return
             self.num_sampled += 1
-            if stop < len(whole.token_ids):
-                on_tokens(whole.token_ids[:stop], whole.logprobs[:stop])
         future.set_result([whole])
 
 
@@ -178,13 +174,8 @@ def write_agent(path: Path, code: str) -> Path:
 
 
 def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
-    return EpisodeRunner(
-        AgentFile(file),
-        engine,
-        tokenizer,
-        AgentLimits(**{"max_length": 256, "step_timeout_s": 20.0, **limits}),
-        vocab_size=len(tokenizer),
-    )
+    limits = AgentLimits(**{"max_length": 256, "step_timeout_s": 20.0, **limits})
+    return EpisodeRunner(AgentSetup(str(file), tokenizer, limits, len(tokenizer)), engine)
 
 
 def act(runner: EpisodeRunner, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from openrlhf.engines.base import GenerationRequest
-from tests.trainer.agent_fakes import (
+from tests.rollout.agent_fakes import (
+    GrowingEngine,
     StreamingEngine,
     act,
     act_one,
@@ -310,7 +311,7 @@ return {"reward": 1.0, "extra_logs": {str(k): s for k, s in enumerate(statuses)}
 """
     extra = r"""
     global DEEP, HALF, HALF_IN_BYTES, DEEP_CALL
-    DEEP = b'{"messages": [{"role": "user", "content": ""}], "x": ' + b"[" * 99 + b"]" * 99 + b"}"
+    DEEP = b'{"messages": [{"role": "user", "content": ""}], "x": ' + b"[" * 300 + b"]" * 300 + b"}"
     HALF = b'{"messages": [{"role": "user", "content": "a \ud800 b"}]}'
     HALF_IN_BYTES = HALF.replace(b"\\ud800", b"\xed\xa0\x80")
     CALL = {"function": {"name": "f", "arguments": '{"a":' * 5000}}
@@ -322,11 +323,39 @@ return {"reward": 1.0, "extra_logs": {str(k): s for k, s in enumerate(statuses)}
     assert statuses == [400, 400, 413, *[400] * 6, 400, 404, 200, 401]
 
 
-def test_streamed_usage_comes_when_it_is_asked_for(tmp_path, tiny_tokenizer):
+def test_a_client_that_leaves_is_not_sampled_for(tmp_path, tiny_tokenizer):
     body = """
+try:
+    await chat.create(model=session.model, messages=talk, timeout=0.3)
+except openai.APITimeoutError:
+    pass
+await asyncio.sleep(0.2)
+answer = await chat.create(model=session.model, messages=talk, max_tokens=2)
+return {"reward": 1.0}
+"""
+    engine = GrowingEngine(says(tiny_tokenizer, "one two three " * 20), delay_s=0.02)
+    file = write_agent(tmp_path, "")
+    file.write_text(agent_of(body))
+    result = act_one(file, engine, tiny_tokenizer)
+    assert result.failure is None, result.failure
+    assert (result.num_turns, engine.num_aborted) == (1, 1)  # the lost turn is not trained on
+
+
+def test_a_streamed_answer_has_logprobs_and_usage_where_they_are_asked_for(
+    tmp_path, tiny_tokenizer
+):
+    body = """
+try:
+    await chat.create(model=session.model, messages=talk, stream=True, temperature=0.2)
+    return {"reward": 0.0}
+except openai.BadRequestError as error:
+    assert "the run samples with 1.0" in error.body["message"]
 stream = await chat.create(
-    model=session.model, messages=talk, stream=True, stream_options={"include_usage": True})
+    model=session.model, messages=talk, stream=True, logprobs=True,
+    stream_options={"include_usage": True})
 chunks = [chunk async for chunk in stream]
+told = [token.token for token in chunks[0].choices[0].logprobs.content]
+assert chunks[0].choices[0].delta.role == "assistant" and "".join(told) == "yes<|end|>"
 assert chunks[-1].choices == [] and chunks[-2].choices[0].finish_reason == "stop"
 return {"reward": chunks[-1].usage.completion_tokens}
 """

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from openrlhf.engines.base import Completion
-from openrlhf.trainer.ppo_utils.agent_chat import Dialogue
-from openrlhf.trainer.ppo_utils.agent_engine import TextCodec
-from tests.tiny import CHAT_TEMPLATE, make_tokenizer
-from tests.trainer.agent_fakes import (
+from openrlhf.rollout.agents.chat import Dialogue
+from openrlhf.rollout.agents.engine import TextCodec
+from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
     act_one,
@@ -19,6 +18,7 @@ from tests.trainer.agent_fakes import (
     request,
     write_agent,
 )
+from tests.tiny import CHAT_TEMPLATE, make_tokenizer
 
 # An assistant's turn loses what stands before "</think>" once it is history.
 FORGETFUL = CHAT_TEMPLATE.replace(
@@ -69,10 +69,10 @@ def test_sampled_ids_are_kept_though_their_text_is_written_otherwise(tmp_path, m
 
 def say(dialogue, messages, sampled, *, tools=None, reason="stop", reads_tool_calls=False):
     """Prepare a turn, sample `sampled`; the prompt's ids and the message that was answered."""
-    prepared = dialogue.prepare(messages, tools)
+    turn = dialogue.prepare(messages, tools)
+    prompt = turn.token_ids
     completion = Completion(tuple(sampled), (-0.5,) * len(sampled), reason, 0)
-    reply = dialogue.note(prepared, completion, reads_tool_calls=reads_tool_calls)
-    return prepared.token_ids, reply.to_message()
+    return prompt, dialogue.note(turn, completion, reads_tool_calls=reads_tool_calls)
 
 
 USER = {"role": "user", "content": "q"}

@@ -1,65 +1,116 @@
-"""A trace keeps what was sampled, in segments that a policy went through without a break."""
+"""An episode records what was sampled, in segments; what an agent asks of a turn is checked."""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 
 from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.agent_engine import Episode, TextCodec, TurnTaker
-from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
-from openrlhf.trainer.ppo_utils.agent_sampling import first_params, prompt_ids_of, turn_settings
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits, EpisodeOverError, EpisodeTrace
+from openrlhf.rollout.agents.engine import (
+    TextCodec,
+    TurnTaker,
+    first_params,
+    prompt_ids_of,
+    turn_settings,
+)
+from openrlhf.rollout.agents.episode import (
+    AgentLimits,
+    Episode,
+    EpisodeOverError,
+    EpisodeRequest,
+)
 from openrlhf.utils.agent import BadAnswerError
 from openrlhf.utils.tokenizer import TextEncoder
-from tests.trainer.agent_fakes import StreamingEngine, request, says
 
 
 def completion(ids, *, version=0, starts=(), reason="stop"):
     return Completion(tuple(ids), tuple(-i / 10 for i in ids), reason, version, tuple(starts))
 
 
-def make_trace():
-    return EpisodeTrace("e", vocab_size=100)
+def make_episode():
+    sampling = SamplingSettings(stop_token_ids=(2,))
+    return Episode(EpisodeRequest("e", "p", (7,), sampling), vocab_size=100)
+
+
+def segments_of(episode, *turns):
+    """The segments of an episode after turns of (prompt, completion)."""
+    for prompt, sampled in turns:
+        episode.record(prompt, sampled)
+    return episode.segments
 
 
 def test_turns_that_go_on_from_each_other_are_one_segment():
-    trace = make_trace()
-    trace.record([7, 8], completion([9, 2]))
-    trace.record([7, 8, 9, 2, 5], completion([4], version=3))
-    (segment,) = trace.close()
+    (segment,) = segments_of(
+        make_episode(),
+        ([7, 8], completion([9, 2])),
+        ([7, 8, 9, 2, 5], completion([4], version=3)),
+    )
     assert segment.token_ids == [7, 8, 9, 2, 5, 4]
     assert segment.action_mask == [False, False, True, True, False, True]
     assert segment.logprobs == [-0.9, -0.2, -0.4]
     assert segment.weight_versions == [0, 0, 3]
     assert segment.num_prompt_tokens == 2
-    assert not trace.is_truncated
+    assert not segment.is_truncated
 
 
 def test_every_token_keeps_the_version_it_was_sampled_under():
-    trace = make_trace()
-    trace.record([1], completion([2, 3, 4], version=6, starts=[(0, 5), (2, 6)]))
-    (segment,) = trace.close()
+    turn = completion([2, 3, 4], version=6, starts=[(0, 5), (2, 6)])
+    (segment,) = segments_of(make_episode(), ([1], turn))
     assert segment.weight_versions == [5, 5, 6]
 
 
 def test_a_rewritten_history_begins_a_segment_of_its_own():
-    trace = make_trace()
-    trace.record([7, 8], completion([9, 2]))
-    trace.record([7, 8, 2, 5], completion([4]))  # the 9 was taken out
-    first, second = trace.close()
+    first, second = segments_of(
+        make_episode(),
+        ([7, 8], completion([9, 2])),
+        ([7, 8, 2, 5], completion([4])),  # the 9 was taken out
+    )
     assert (first.token_ids, first.action_mask) == ([7, 8, 9, 2], [False, False, True, True])
     assert (second.token_ids, second.action_mask) == ([7, 8, 2, 5, 4], [False] * 4 + [True])
 
 
-def test_what_was_there_in_an_earlier_turn_is_known():
-    trace = make_trace()
-    assert trace.known_ids([7, 8]) == []
-    trace.record([7, 8], completion([9, 2]))
-    assert trace.known_ids([7, 8, 9, 2, 5]) == [7, 8, 9, 2]
-    assert trace.known_ids([7, 8, 9]) == trace.known_ids([7, 1]) == []
+def test_branches_are_segments_and_each_goes_on_from_its_own():
+    segments = segments_of(
+        make_episode(),
+        ([7], completion([1])),
+        ([7], completion([2])),
+        ([7, 2, 5], completion([3])),
+        ([7, 1, 6], completion([4])),
+    )
+    assert [s.token_ids for s in segments] == [[7, 1, 6, 4], [7, 2, 5, 3]]
+
+
+def test_a_turn_that_was_cut_is_remembered():
+    episode = make_episode()
+    episode.record([7], completion([1], reason="length"), fills_context=False)
+    assert not episode.segments[0].is_truncated
+    episode.record([7, 1], completion([1], reason="length"))
+    episode.record([7, 1, 1], completion([2]))
+    assert episode.segments[0].is_truncated
+
+
+def test_an_impossible_turn_is_the_engines_fault():
+    with pytest.raises(EngineError, match="token 100 at 0"):
+        make_episode().record([7], completion([100]))
+    with pytest.raises(EngineError, match="1 tokens but 0 log-probs"):
+        make_episode().record([7], Completion((1,), (), "stop", 0))
+
+
+def take(episode, prompt, tokenizer, *, asked=None):
+    """Sample one turn; what the engine was asked goes to the list."""
+
+    def ask(request):
+        if asked is not None:
+            asked.append(request)
+        turn = Future()
+        turn.set_result(completion([9, 2]))
+        return turn
+
+    taker = TurnTaker(ask, AgentLimits(max_length=64), vocab_size=100)
+    return asyncio.run(taker.take(episode, prompt, None, TextCodec(tokenizer)))
 
 
 @pytest.mark.parametrize(
@@ -72,67 +123,20 @@ def test_what_was_there_in_an_earlier_turn_is_known():
         ([7, 100], r"ids outside 0\.\.99"),
     ],
 )
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_prompt_that_is_none_is_refused_in_any_turn(ids, message, is_first, tiny_tokenizer):
-    sampler = TurnSampler(StreamingEngine(says(tiny_tokenizer, "")))
-    taker = TurnTaker(sampler, AgentLimits(max_length=64), vocab_size=100)
-    episode = Episode(request(tiny_tokenizer), vocab_size=100)
-    codec = TextCodec(tiny_tokenizer)
-
-    async def talk():
-        told = []
-        if not is_first:
-            await taker.take(episode, [7, 8], None, codec)
-            (segment,) = episode.trace._segments
-            told = segment.token_ids.copy()
-        prompt = [*told, *ids] if ids else []
-        with pytest.raises(BadAnswerError, match=message):
-            await taker.take(episode, prompt, None, codec)
-
-    asyncio.run(talk())
+def test_a_prompt_that_is_none_is_refused(ids, message, tiny_tokenizer):
+    with pytest.raises(BadAnswerError, match=message):
+        take(make_episode(), ids, tiny_tokenizer)
 
 
-def test_branches_are_segments_and_each_goes_on_from_its_own():
-    trace = make_trace()
-    for answer in ([1], [2]):
-        trace.record([7], completion(answer))
-    trace.record([7, 2, 5], completion([3]))
-    trace.record([7, 1, 6], completion([4]))
-    assert [s.token_ids for s in trace.close()] == [[7, 1, 6, 4], [7, 2, 5, 3]]
-
-
-def test_a_turn_that_was_cut_is_remembered():
-    trace = make_trace()
-    trace.record([7], completion([1], reason="length"), fills_context=False)
-    assert not trace.is_truncated
-    trace.record([7, 1], completion([1], reason="length"))
-    trace.record([7, 1, 1], completion([2]))
-    assert trace.is_truncated
-
-
-def test_nothing_is_recorded_after_the_end():
-    trace = make_trace()
-    trace.close()
+def test_nothing_is_sampled_or_recorded_after_the_end(tiny_tokenizer):
+    episode, asked = make_episode(), []
+    take(episode, [7], tiny_tokenizer, asked=asked)
+    episode.close()
     with pytest.raises(EpisodeOverError, match="episode e has ended"):
-        trace.record([7], completion([1]))
-
-
-def test_nothing_is_sampled_for_an_episode_that_has_ended(tiny_tokenizer):
-    engine = StreamingEngine(says(tiny_tokenizer, "ok"))
-    vocab_size = len(tiny_tokenizer)
-    taker = TurnTaker(TurnSampler(engine), AgentLimits(max_length=9), vocab_size=vocab_size)
-    episode = Episode(request(tiny_tokenizer), vocab_size=vocab_size)
-    episode.trace.close()
+        episode.record([7], completion([1]))
     with pytest.raises(EpisodeOverError):
-        asyncio.run(taker.take(episode, [7], None, TextCodec(tiny_tokenizer)))
-    assert engine.requests == []
-
-
-def test_an_impossible_turn_is_the_engines_fault():
-    with pytest.raises(EngineError, match="token 100 at 0"):
-        make_trace().record([7], completion([100]))
-    with pytest.raises(EngineError, match="1 tokens but 0 log-probs"):
-        make_trace().record([7], Completion((1,), (), "stop", 0))
+        take(episode, [7], tiny_tokenizer, asked=asked)
+    assert [r.request_id for r in asked] == ["e/t1"]
 
 
 RUN = SamplingSettings(num_samples=4, temperature=0.7, max_new_tokens=9, stop_token_ids=(2,))

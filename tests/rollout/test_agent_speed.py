@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
+from concurrent.futures import Future
 
 import psutil
 
 from openrlhf.engines.base import Completion
-from openrlhf.trainer.ppo_utils.agent_engine import CURRENT, Episode, TextCodec, TurnTaker
-from openrlhf.trainer.ppo_utils.agent_sampler import TurnSampler
-from openrlhf.trainer.ppo_utils.agent_trace import AgentLimits
-from openrlhf.trainer.ppo_utils.openai_server import ChatSession
-from tests.trainer.agent_fakes import (
+from openrlhf.rollout.agents.engine import TextCodec, TurnTaker
+from openrlhf.rollout.agents.episode import AgentLimits, Episode
+from openrlhf.rollout.agents.openai_server import ChatSession
+from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
     make_runner,
@@ -60,6 +61,13 @@ ALL_AT_ONCE = f"""
 """
 
 
+def cpu_s() -> float:
+    """CPU seconds of this process and of the workers."""
+    process = psutil.Process()
+    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
 def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, WORDS))
     runner = make_runner(
@@ -67,9 +75,9 @@ def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tin
     )
     act(runner, [request(tiny_tokenizer, name="warm")])
     requests = [request(tiny_tokenizer, name=f"e{i}") for i in range(NUM_EPISODES)]
-    began_s = time.process_time()
+    began_s = cpu_s()
     results = act(runner, requests)
-    overhead_ms = 1000 * (time.process_time() - began_s) / (NUM_EPISODES * NUM_TURNS)
+    overhead_ms = 1000 * (cpu_s() - began_s) / (NUM_EPISODES * NUM_TURNS)
     assert sum(result.num_turns for result in results.values()) == NUM_EPISODES * NUM_TURNS
     print(f"{overhead_ms:.2f} ms a turn")
     assert overhead_ms < MAX_OVERHEAD_MS
@@ -77,27 +85,27 @@ def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tin
 
 
 def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokenizer):
-    """From the parsed body to the answer's bytes, without the client and the socket."""
-    import asyncio
-
+    """From the body to the answer's bytes, without the client and the socket."""
     ids = (*tiny_tokenizer.encode(WORDS), tiny_tokenizer.eos_token_id)
     told = Completion(ids, (-0.5,) * len(ids), "stop", 0)
-    engine = StreamingEngine(lambda asked: told.token_ids)
-    limits = AgentLimits(max_length=8192)
-    taker = TurnTaker(TurnSampler(engine), limits, vocab_size=len(tiny_tokenizer))
+
+    def ask(asked) -> Future[Completion]:
+        turn: Future[Completion] = Future()
+        turn.set_result(told)
+        return turn
+
+    taker = TurnTaker(ask, AgentLimits(max_length=8192), vocab_size=len(tiny_tokenizer))
     codec = TextCodec(tiny_tokenizer)
 
     async def talk(name: str) -> int:
         episode = Episode(request(tiny_tokenizer, name=name), vocab_size=len(tiny_tokenizer))
-        CURRENT.set(episode)
         session = ChatSession(episode, taker, codec, {})
         messages = [{"role": "user", "content": "How many?"}]
         for _ in range(NUM_TURNS):
-            answer = await session.chat(session.read({"messages": messages}))
-            body = json.loads(json.dumps(answer.as_whole(codec)))
-            messages.append(body["choices"][0]["message"])
+            _, body = await session.chat(json.dumps({"messages": messages}).encode())
+            messages.append(json.loads(json.dumps(body))["choices"][0]["message"])
             messages.append({"role": "user", "content": "Observation: 17 rows. Go on." * 4})
-        return len(episode.trace.close())
+        return len(episode.segments)
 
     async def all_of_them() -> list[int]:
         return await asyncio.gather(*(talk(f"e{i}") for i in range(64)))

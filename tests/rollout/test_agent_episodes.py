@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.trainer.ppo_utils.agent_file import AgentFile
-from tests.trainer.agent_fakes import (
+from openrlhf.rollout.agents.agent_file import AgentFile
+from tests.rollout.agent_fakes import (
     BatchEngine,
+    GrowingEngine,
     StreamingEngine,
     act,
     act_one,
@@ -30,6 +36,13 @@ def environment(body: str, header: str = "async def step(self, states)") -> str:
     lines = body.strip().splitlines()
     indented = "\n".join(f"        {line}" for line in lines)
     return f"{HEAD}\nclass AgentInstance(AgentInstanceBase):\n    {header}:\n{indented}\n"
+
+
+def wait_until(is_so, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)
 
 
 def outcome(tmp_path, tokenizer, code, say=None, **limits):
@@ -113,19 +126,67 @@ def test_a_step_that_blocks_the_loop_fails_alone(code, tmp_path, tiny_tokenizer)
     runner.close()
 
 
+def test_an_episode_that_ends_its_process_fails_alone(tmp_path, tiny_tokenizer):
+    body = "import os\nif states['label'] == 'bad':\n    os._exit(7)\nreturn DONE"
+    runner = make_runner(
+        write_agent(tmp_path, environment(body)),
+        StreamingEngine(says(tiny_tokenizer, "ok"), delay_s=0.01),
+        tiny_tokenizer,
+        num_tasks=1,
+    )
+    labels = {"e0": "good", "e1": "bad", "e2": "good"}
+    results = act(runner, [request(tiny_tokenizer, name=n, label=v) for n, v in labels.items()])
+    failures = {name: r.failure for name, r in results.items() if r.failure}
+    assert list(failures) == ["e1"] and failures["e1"].kind == "exception"
+    assert "agent_func.py: its process ended with exit code 7" in failures["e1"].message
+    runner.close()
+
+
+DRIVER = """
+import sys, time
+from transformers import AutoTokenizer
+from tests.rollout.agent_fakes import StreamingEngine, make_runner, request, says
+
+if __name__ == "__main__":
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+    runner = make_runner(sys.argv[1], StreamingEngine(says(tokenizer, "ok")), tokenizer)
+    runner.submit_episodes("test", [request(tokenizer)])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.faults
+def test_agents_of_a_killed_driver_end_within_ten_seconds(tmp_path, tiny_model_dir):
+    started = tmp_path / "pid"
+    body = f"import os\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    file = write_agent(tmp_path, environment(body, "def step(self, states)"))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    root = str(Path(__file__).resolve().parents[2])
+    words = [sys.executable, str(tmp_path / "driver.py"), str(file), str(tiny_model_dir)]
+    driver = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": root})
+    try:
+        wait_until(lambda: started.exists() and started.read_text(), seconds=60)
+        worker = psutil.Process(int(started.read_text()))
+        assert worker.is_running()
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_until(lambda: not worker.is_running(), seconds=10)
+
+
 def test_an_executor_that_cannot_be_made_again_ends_the_run(tmp_path, tiny_tokenizer):
     code = environment("time.sleep(3)") + (
-        "MADE = []\n"
+        "from pathlib import Path\n"
         "class AgentExecutor(MultiTurnAgentExecutor):\n"
         "    def __init__(self):\n"
-        "        MADE.append(1)\n"
-        "        assert len(MADE) == 1, 'only once'\n"
+        "        made = Path(__file__).with_name('made')\n"
+        "        assert not made.exists(), 'only once'\n"
+        "        made.touch()\n"
         "        super().__init__(AgentInstance)\n"
     )
     engine = StreamingEngine(says(tiny_tokenizer, "ok"))
     runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, step_timeout_s=0.3)
-    with pytest.raises(ConfigError, match="AssertionError: only once"):
-        act(runner, [request(tiny_tokenizer)])
+    assert act(runner, [request(tiny_tokenizer)])["e0"].failure.kind == "blocked"
     with pytest.raises(ConfigError, match="AssertionError: only once"):
         act(runner, [request(tiny_tokenizer, name="e1")])
     runner.close()
@@ -263,3 +324,82 @@ def test_owners_get_their_own_results(tmp_path, tiny_tokenizer):
 def test_the_file_is_read_once(tmp_path):
     file = write_agent(tmp_path, environment("return DONE"))
     assert AgentFile(file).instance_class.__name__ == "AgentInstance"
+
+
+WORDS = "one two three four five six seven"
+DELAY_S = 0.02
+
+TURN_EXECUTOR = """
+import asyncio
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, llm_engine):
+        turn = llm_engine.generate(prompt, sampling_params)
+        {body}
+
+async def wait(turn):
+    return await turn
+"""
+
+
+def grown(tmp_path, tokenizer, code, words=WORDS, **limits):
+    """The result of one episode, and the engine when nothing is sampled any more."""
+    engine = GrowingEngine(says(tokenizer, words), delay_s=DELAY_S)
+    file = write_agent(tmp_path, "")
+    file.write_text(code)
+    result = act_one(file, engine, tokenizer, **limits)
+    time.sleep(3 * DELAY_S)
+    return result, engine
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        ("await turn", "episode_timeout"),
+        ("await asyncio.wait_for(wait(turn), 0.1)", "exception"),
+        (
+            "beside = asyncio.ensure_future(wait(turn)); await asyncio.sleep(0.1); 1 / 0",
+            "exception",
+        ),
+    ],
+    ids=["the episode runs out of time", "the agent waits no longer", "the agent fails beside it"],
+)
+def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
+    code = TURN_EXECUTOR.format(body=body)
+    result, engine = grown(tmp_path, tiny_tokenizer, code, words=WORDS * 9, episode_timeout_s=0.5)
+    assert result.failure.kind == failure, result.failure
+    sampled = engine.num_sampled
+    time.sleep(5 * DELAY_S)
+    assert engine.num_sampled == sampled < len(WORDS * 9) / 2  # it has stopped
+    assert engine.num_aborted == 1
+
+
+BLOCKING = """
+import asyncio, time
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, llm_engine):
+        if prompt == "stuck":
+            await asyncio.sleep(0.1)
+            time.sleep(1.5)
+        await llm_engine.generate(prompt, sampling_params)
+        return {"reward": 1.0}
+"""
+
+
+def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenizer):
+    words = WORDS * 3  # not all sampled when the loop is left
+    engine = GrowingEngine(says(tiny_tokenizer, words), delay_s=DELAY_S)
+    runner = make_runner(
+        write_agent(tmp_path, BLOCKING), engine, tiny_tokenizer, step_timeout_s=0.2
+    )
+    try:
+        found = act(runner, [request(tiny_tokenizer, text, text) for text in ("slow", "stuck")])
+    finally:
+        runner.close()
+    assert found["slow"].reward == 1.0 and found["stuck"].failure.kind == "blocked"
+    assert (len(engine.requests), engine.num_aborted) == (2, 1)  # the first was begun again
+    num_tokens = len(tiny_tokenizer.encode(words)) + 1
+    assert num_tokens < engine.num_sampled < 2 * num_tokens

@@ -1,0 +1,246 @@
+"""One episode: what is asked for, what was sampled in it token by token, and its result.
+
+A literal example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one
+segment, tokens [7, 8, 9, 2, 5, 4] with mask [F, F, T, T, F, T]. A prompt that does not begin with
+a segment's tokens (a template that rewrites history, a branch) begins a segment of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from openrlhf.engines.base import Completion, SamplingSettings
+from openrlhf.errors import EngineError
+from openrlhf.utils.agent import AgentError, BadAnswerError, as_number, flag_of
+from openrlhf.utils.rollout import check_completion
+from openrlhf.utils.user_code import in_words, user_line
+
+
+class EpisodeOverError(AgentError):
+    """A turn was asked for after the episode had ended."""
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """How long and how many; every wait of an episode has its deadline here."""
+
+    max_length: int  # tokens of an episode: prompt, turns and feedback
+    num_tasks: int = 128  # episodes that a worker runs at once
+    max_steps: int = 10_000  # turns of an episode
+    step_timeout_s: float = 300.0  # of one call of the environment
+    episode_timeout_s: float = 3600.0  # of all turns together, generation included
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """One sample of one prompt, to be acted out."""
+
+    sample_id: str
+    prompt_text: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSettings
+    label: object = ""
+    columns: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class Segment:
+    """A run of tokens the policy went through without a break; T tokens, A of them sampled."""
+
+    token_ids: list[int]  # T
+    action_mask: list[bool]  # T
+    num_prompt_tokens: int  # before the first sampled one
+    logprobs: list[float] = field(default_factory=list)  # A
+    weight_versions: list[int] = field(default_factory=list)  # A
+    num_turns: int = 0
+    is_truncated: bool = False
+    owner: str = ""  # sample id of the episode whose tasks seem to have sampled it
+
+    def extend(self, prompt_token_ids: Sequence[int], completion: Completion) -> None:
+        """Append what stands between the last turn and this one, and this turn."""
+        between = prompt_token_ids[len(self.token_ids) :]
+        self.token_ids += [*between, *completion.token_ids]
+        self.action_mask += [False] * len(between) + [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.weight_versions += completion.token_versions
+        self.num_turns += 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an episode has no reward: a name that is counted, and a line for a person."""
+
+    kind: str  # exception, step_timeout, episode_timeout, blocked, bad_answer, no_tokens, engine, …
+    message: str
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """How an episode ended: with a reward, or with a failure."""
+
+    sample_id: str
+    segments: tuple[Segment, ...] = ()
+    reward: float | None = None
+    score: float | None = None
+    extra_logs: dict[str, float] = field(default_factory=dict)
+    is_truncated: bool = False
+    num_turns: int = 0
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+def failed(request: EpisodeRequest, kind: str, message: str) -> EpisodeResult:
+    """Return the result of an episode without a reward."""
+    return EpisodeResult(request.sample_id, failure=Failure(kind, message))
+
+
+class Episode:
+    """Records every turn of a running episode; turns may come from several threads."""
+
+    def __init__(self, request: EpisodeRequest, *, vocab_size: int) -> None:
+        self.request = request
+        self.vocab_size = vocab_size
+        self.segments: list[Segment] = []
+        self.answers: list[object] = []  # put into the result queue
+        self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
+        self.turns: set[Future[Completion]] = set()  # that the engine samples now
+        self.sessions: list[object] = []  # of clients; they live as long as the episode
+        self.num_requests = 0
+        self.is_closed = False
+        self._lock = threading.Lock()
+
+    def record(
+        self,
+        prompt_token_ids: Sequence[int],
+        completion: Completion,
+        *,
+        fills_context: bool = True,
+        owner: str = "",
+    ) -> None:
+        """Note a turn; EngineError for an impossible one, EpisodeOverError after the end.
+
+        `fills_context`: the turn had all the room there was, so that cutting it cut the episode.
+        """
+        ids, logprobs = completion.token_ids, completion.logprobs
+        check_completion(self.request.sample_id, ids, logprobs, vocab_size=self.vocab_size)
+        prompt = list(prompt_token_ids)
+        with self._lock:
+            self.check_open()
+            begun = [s for s in self.segments if prompt[: len(s.token_ids)] == s.token_ids]
+            if not begun:
+                begun = [Segment(prompt.copy(), [False] * len(prompt), len(prompt))]
+                self.segments += begun
+            segment = max(begun, key=lambda segment: len(segment.token_ids))
+            segment.extend(prompt, completion)
+            segment.owner = owner
+            segment.is_truncated |= fills_context and completion.finish_reason == "length"
+
+    def check_open(self) -> None:
+        """Raise EpisodeOverError when the episode has ended."""
+        if self.is_closed:
+            raise EpisodeOverError(f"episode {self.request.sample_id} has ended")
+
+    def close(self) -> None:
+        """End the episode: refuse later turns, and stop those that are being sampled."""
+        with self._lock:
+            self.is_closed = True
+        for turn in self.turns.copy():
+            turn.cancel()
+
+
+def result_of(episode: Episode, answer: object, outside: Episode, path: str) -> EpisodeResult:
+    """Return the result of a closed episode whose `execute` returned `answer` or raised it.
+
+    `outside` recorded the turns that belong to no episode by their task.
+    """
+    request = episode.request
+    if answer is None and episode.answers:
+        answer = episode.answers[-1]
+    segments = take_segments(episode, answer, outside)
+    engine_error = episode.engine_error or outside.engine_error
+    if engine_error is not None:
+        result = failed(request, "engine", str(engine_error))
+    elif isinstance(answer, BaseException):
+        where = user_line(path, answer) or path
+        is_ours = isinstance(answer, AgentError)
+        kind = answer.kind if isinstance(answer, AgentError) else "exception"
+        result = failed(request, kind, f"{where}: {answer if is_ours else in_words(answer)}")
+    elif not segments:
+        result = failed(request, "no_tokens", f"{path}: the episode ended without a sampled token")
+    else:
+        try:
+            result = scored(request, answer)
+        except BadAnswerError as error:
+            result = failed(request, error.kind, f"{path}: {error}")
+    return replace(
+        result,
+        segments=segments if result.failure is None else (),
+        num_turns=sum(segment.num_turns for segment in segments),
+        is_truncated=result.is_truncated or any(segment.is_truncated for segment in segments),
+    )
+
+
+def take_segments(episode: Episode, answer: object, outside: Episode) -> tuple[Segment, ...]:
+    """Return what an episode has sampled.
+
+    Tasks of a server that one episode started sample for all of them: an answer that names tokens
+    gets exactly those, any other all that its own tasks seem to have sampled.
+    """
+    named = named_tokens(answer)
+    own, shared = episode.segments, outside.segments
+    if named is not None and (not own or shared):
+        for segment in [*own, *shared]:
+            if (segment.token_ids, segment.action_mask) == named:
+                outside.segments = [s for s in shared if s is not segment]
+                return (segment,)
+    sample_id = episode.request.sample_id
+    outside.segments = [s for s in shared if s.owner != sample_id]
+    return (*own, *(s for s in shared if s.owner == sample_id))
+
+
+def named_tokens(answer: object) -> tuple[list[int], list[bool]] | None:
+    """Return tokens and mask of an answer's observation_tokens and action_ranges, if any."""
+    ids = answer.get("observation_tokens") if isinstance(answer, Mapping) else None
+    if not isinstance(ids, (list, tuple)):
+        return None
+    try:
+        ranges = list(answer["action_ranges"])  # type: ignore[index]
+        mask = [False] * ranges[-1][1]
+        for start, stop in ranges:
+            mask[start:stop] = [True] * (stop - start)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+    return list(ids[: len(mask)]), mask
+
+
+def scored(request: EpisodeRequest, answer: object) -> EpisodeResult:
+    """Return the numbers of an answer; raises BadAnswerError when it has none."""
+    if not isinstance(answer, Mapping):
+        raise BadAnswerError(
+            f"execute answered a {type(answer).__name__}. Return a dict with reward."
+        )
+    reward, score = one_of(answer, "reward"), one_of(answer, "score")
+    logs = {} if answer.get("extra_logs") is None else answer["extra_logs"]
+    is_cut = answer.get("truncated") is not None and flag_of(answer, "truncated")
+    if not isinstance(logs, Mapping):
+        raise BadAnswerError(f"extra_logs is a {type(logs).__name__}, not a dict")
+    return EpisodeResult(
+        request.sample_id,
+        reward=as_number(reward, "reward"),
+        score=None if score is None else as_number(score, "scores"),
+        extra_logs={
+            str(name): as_number(value, f"extra_logs[{name!r}]") for name, value in logs.items()
+        },
+        is_truncated=is_cut,
+    )
+
+
+def one_of(answer: Mapping[str, object], name: str) -> object:
+    """Return the value under a name or its plural; raises BadAnswerError when both are given."""
+    given = [answer[key] for key in (name, f"{name}s") if answer.get(key) is not None]
+    if len(given) > 1:
+        raise BadAnswerError(f"the answer has both {name} and {name}s. Return one of them.")
+    return given[0] if given else None

@@ -1,0 +1,197 @@
+"""Runs episodes in a worker process, as awaitables on the controller's event loop.
+
+User code that blocks or ends its process costs its own episode: the process is replaced, and the
+other episodes begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.errors import ConfigError, OpenRLHFError
+from openrlhf.rollout.agents.episode import EpisodeRequest, EpisodeResult, failed
+from openrlhf.rollout.agents.worker import (
+    NUM_HEADER_BYTES,
+    AgentSetup,
+    framed,
+    pickled_error,
+    serve,
+)
+
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+Outcome = EpisodeResult | OpenRLHFError | None  # None: the process ended first
+
+MAX_RESTARTS = 3  # of an episode whose process ended
+START_TIMEOUT_S = 600.0  # of a user's executor
+LAST_WORDS_S = 1.0  # from the end of a process to the end of what it sent
+GRACE_S = 60.0  # over the deadline of an episode, until its process is killed
+
+CONTEXT = multiprocessing.get_context("forkserver")  # engines have threads, which a fork loses
+CONTEXT.set_forkserver_preload(["openrlhf.rollout.agents.worker", "transformers"])
+
+
+class AgentProcess:
+    """One worker process, from its start to its end."""
+
+    def __init__(self, setup: AgentSetup, generate: Generate) -> None:
+        self.setup = setup
+        self.is_over = False
+        self.last_words = ""  # why it ended
+        self._generate = generate
+        self.culprit = ""  # sample id of the episode that blocked it
+        self._acting: dict[str, asyncio.Future[Outcome]] = {}  # by sample id
+        self._turns: dict[int, asyncio.Future[Completion]] = {}
+
+    async def start(self) -> None:
+        """Load the agent file and make its executor; raises ConfigError."""
+        ours, theirs = socket.socketpair()
+        self._process = CONTEXT.Process(target=serve, args=(theirs, self.setup), name="agents")
+        await asyncio.to_thread(self._process.start)
+        atexit.register(self.kill)
+        theirs.close()
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._ready: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.listening = asyncio.ensure_future(self._listen())
+        try:
+            error = await asyncio.wait_for(self._ready, START_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self.kill()
+            error = ConfigError(
+                f"{self.setup.path}: AgentExecutor was not made in {START_TIMEOUT_S:g} s. "
+                "Do less in its __init__."
+            )
+        if isinstance(error, OpenRLHFError):
+            self.kill()
+            raise error
+
+    async def act(self, request: EpisodeRequest) -> EpisodeResult | None:
+        """Return the result of an episode; None when the process ended under it."""
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._acting[request.sample_id] = outcome
+        self._send("episode", request)
+        limit_s = self.setup.limits.episode_timeout_s + GRACE_S
+        try:
+            result = await asyncio.wait_for(asyncio.shield(outcome), limit_s)
+        except asyncio.TimeoutError:  # it could not even end the episode itself
+            self.kill()
+            return failed(request, "episode_timeout", f"{self.setup.path}: its process hangs")
+        finally:
+            del self._acting[request.sample_id]
+            if not outcome.done():
+                self._send("cancel", request.sample_id)
+        if isinstance(result, OpenRLHFError):
+            raise result
+        if result is None and request.sample_id == self.culprit:
+            return failed(request, "blocked", self.last_words)
+        return result
+
+    def kill(self) -> None:
+        """End the process; episodes that it runs return None."""
+        atexit.unregister(self.kill)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _send(self, *message: object) -> None:
+        if not self.is_over:
+            self._writer.write(framed(*message))
+
+    async def _listen(self) -> None:
+        """Take what the process sends; return when it has ended."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        taking = asyncio.ensure_future(self._take_all())
+        taking.add_done_callback(lambda done: self.kill())
+        await ended.wait()
+        loop.remove_reader(self._process.sentinel)
+        # Its last words may be on their way; a child of it may hold the connection open.
+        await asyncio.wait({taking}, timeout=LAST_WORDS_S)
+        taking.cancel()
+        self.is_over = True
+        self._writer.close()
+        self._process.join()
+        if not self.last_words:
+            code = self._process.exitcode
+            self.last_words = f"{self.setup.path}: its process ended with exit code {code}"
+        if not self._ready.done():
+            self._ready.set_result(ConfigError(self.last_words))
+        for turn in self._turns.copy().values():
+            turn.cancel()
+        for outcome in self._acting.values():
+            if not outcome.done():
+                outcome.set_result(None)
+
+    async def _take_all(self) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                header = await self._reader.readexactly(NUM_HEADER_BYTES)
+                size = int.from_bytes(header, "big")
+                self._take(*pickle.loads(await self._reader.readexactly(size)))
+
+    def _take(self, name: str, *values: Any) -> None:
+        if name == "turn":
+            number, request = values
+            turn = asyncio.ensure_future(self._generate(request))
+            self._turns[number] = turn
+            turn.add_done_callback(partial(self._answer, number))
+        elif name == "abort" and values[0] in self._turns:
+            self._turns[values[0]].cancel()
+        elif name == "result" and values[0] in self._acting:
+            self._acting[values[0]].set_result(values[1])
+        elif name == "blocked":
+            self.culprit, self.last_words = values
+        elif name == "ready":
+            self._ready.set_result(values[0])
+
+    def _answer(self, number: int, turn: asyncio.Future[Completion]) -> None:
+        del self._turns[number]
+        if not turn.cancelled():
+            error = turn.exception()
+            self._send("turn", number, pickled_error(error) if error else turn.result())
+
+
+class AgentWorker:
+    """Runs episodes in one process at a time."""
+
+    def __init__(self, setup: AgentSetup, generate: Generate) -> None:
+        self.setup = setup
+        self._generate = generate
+        self._room = asyncio.Semaphore(setup.limits.num_tasks)
+        self._starting = asyncio.Lock()
+        self._process: AgentProcess | None = None
+
+    async def process(self) -> AgentProcess:
+        """Return the process, a new one where the last has ended; raises ConfigError."""
+        async with self._starting:
+            if self._process is None or self._process.is_over:
+                self._process = AgentProcess(self.setup, self._generate)
+                await self._process.start()
+            return self._process
+
+    async def run(self, request: EpisodeRequest) -> EpisodeResult:
+        """Run an episode and return its result; what fails in it is a value.
+
+        Raises ConfigError where the executor cannot be made again.
+        """
+        async with self._room:
+            for _ in range(1 + MAX_RESTARTS):
+                process = await self.process()
+                result = await process.act(request)
+                if result is not None:
+                    return result
+        kind = "blocked" if process.culprit else "exception"
+        return failed(request, kind, process.last_words)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            await self._process.listening
