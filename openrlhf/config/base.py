@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,6 +45,10 @@ class OptionInfo:
     secret_env: str | None = None  # environment variable that a secret is moved to
     opens: Opens | None = None  # which kind of file, folder or hub id the value names
     known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
+    # The setting without which nothing reads this one: a path, `path=value`, `path>number`, or
+    # `!path`, which must not be set.
+    only_with: str | None = None
+    unused: str | None = None  # why nothing ever reads it; follows "has no effect"
 
 
 @dataclass(frozen=True)
@@ -86,21 +90,20 @@ def option(
 ) -> Any:
     """Declare a field: default (or its factory), help text, other names.
 
-    `details` are those of `OptionInfo` (bare, env, secret_env, opens, known_as) and ranges
-    (`gt=0` and the like).
+    `details` are those of `OptionInfo` and ranges (`gt=0` and the like).
     """
     aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
-    known_details = ("bare", "env", "secret_env", "opens", "known_as")
-    about = {name: details.pop(name) for name in known_details if name in details}
+    known_details = {part.name for part in fields(OptionInfo)} & set(details)
+    about = {name: details.pop(name) for name in known_details}
     start = {"default_factory" if callable(default) else "default": default}
     extra = {"option": OptionInfo(aliases, **about)}  # type: ignore[arg-type]
     known = {**start, **details, "description": description, "json_schema_extra": extra}
     return Field(**known)  # type: ignore[call-overload]
 
 
-def switch(description: str, *names: str | Alias, default: bool = False) -> Any:
+def switch(description: str, *names: str | Alias, default: bool = False, **details: object) -> Any:
     """Declare a field that is true when its flag stands alone."""
-    return option(default, description, *names)
+    return option(default, description, *names, **details)
 
 
 def walk(config_class: type[BaseModel], prefix: str = "") -> Iterator[Option]:

@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Option, value_at, walk, with_value
+from openrlhf.config.effect import settings_without_effect
 from openrlhf.config.flags import leaf_types, names_of
 from openrlhf.config.notices import Caution
 from openrlhf.config.run import CommandConfig
@@ -60,7 +61,7 @@ def parse_config(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     config, environment = take_secrets(config)
-    notices = [*reading.notices, *config.notices()]
+    notices = [*reading.notices, *config.notices(), *settings_without_effect(config)]
     notices += [
         Caution(
             f"The secret typed on the command line was moved to {name}; other users of this "

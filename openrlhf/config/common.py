@@ -54,9 +54,12 @@ class MuonConfig(Base):
 
     lr: float = option(0.02, "Learning rate of the Muon group.", ge=0)
     momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz steps.", gt=0)
+    ns_steps: int = option(5, "Newton-Schulz steps.", gt=0, unused="here: DeepSpeed's Muon sets it")
     nesterov: bool = switch(
-        "Nesterov momentum.", Alias(".no_nesterov", {"true": False, "false": True}), default=True
+        "Nesterov momentum.",
+        Alias(".no_nesterov", {"true": False, "false": True}),
+        default=True,
+        unused="here: DeepSpeed's Muon sets it",
     )
 
 
@@ -82,11 +85,17 @@ class LoraConfig(Base):
     """`ds.lora.*`: low-rank adapters."""
 
     rank: int = option(0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0)
-    alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0)
+    alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0, only_with="ds.lora.rank")
     target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules that get an adapter.", "target_modules", min_length=1
+        ("all-linear",),
+        "Modules that get an adapter.",
+        "target_modules",
+        min_length=1,
+        only_with="ds.lora.rank",
     )
-    dropout: float = option(0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1)
+    dropout: float = option(
+        0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1, only_with="ds.lora.rank"
+    )
 
 
 class PrecisionConfig(Base):
@@ -119,7 +128,9 @@ class DeepSpeedConfig(LoadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
-    zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
+    zpg: int = option(
+        1, "ZeRO++ secondary partition size.", "zpg", ge=1, only_with="ds.zero_stage=3"
+    )
     adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
     overlap_comm: bool = switch(
         "Overlap gradient reduction with the backward pass.", "overlap_comm"
@@ -144,11 +155,13 @@ class DeepSpeedConfig(LoadConfig):
         "Key heads that are gathered at a time: more are faster, fewer take less memory.",
         "ring_head_stride",
         ge=1,
+        only_with="ds.ring_attn_size>1",
     )
     cp_mode: Literal["ring", "ulysses"] = option(
         "ring",
         "How ranks share a row: ring gathers keys and values, ulysses exchanges tokens for heads.",
         "cp_mode",
+        only_with="ds.ring_attn_size>1",
     )
     enable_sleep: bool = switch(
         "Offload training states to CPU memory between phases.",
@@ -164,6 +177,7 @@ class DeepSpeedConfig(LoadConfig):
     use_universal_ckpt: bool = switch(
         "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
         "use_ds_universal_ckpt",
+        only_with="ckpt.load_enable",
     )
     config: str | None = option(
         None,
@@ -199,11 +213,24 @@ class CheckpointConfig(Base):
     _home = field_validator("output_dir", "path")(expand_home)
 
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
-    save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
-    disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
-    max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
+    save_hf: bool = switch(
+        "Export a model with each checkpoint.", "save_hf_ckpt", only_with="ckpt.save_steps>0"
+    )
+    disable_ds: bool = switch(
+        "Leave out the resumable part of checkpoints.",
+        "disable_ds_ckpt",
+        only_with="ckpt.save_steps>0",
+    )
+    max_num: int = option(
+        3, "How many checkpoints to keep.", "max_ckpt_num", ge=1, only_with="ckpt.save_steps>0"
+    )
     max_mem: float = option(
-        float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0, allow_inf_nan=True
+        float("inf"),
+        "Size cap of all checkpoints in GB.",
+        "max_ckpt_mem",
+        gt=0,
+        allow_inf_nan=True,
+        only_with="ckpt.save_steps>0",
     )
     grace_s: float = option(
         120.0,
@@ -235,8 +262,8 @@ class WandbConfig(Base):
         bare="true",
         secret_env="WANDB_API_KEY",
     )
-    org: str | None = option(None, "W&B entity.", "wandb_org")
-    group: str | None = option(None, "W&B group.", "wandb_group")
+    org: str | None = option(None, "W&B entity.", "wandb_org", only_with="logger.wandb.key")
+    group: str | None = option(None, "W&B group.", "wandb_group", only_with="logger.wandb.key")
     project: str = option("openrlhf", "W&B project.", "wandb_project")
     run_name: str = option(lambda: timed_name("run"), "Name of the run.", "wandb_run_name")
 
@@ -264,9 +291,14 @@ class EvalConfig(Base):
     """`eval.*`: held-out data."""
 
     dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
-    split: str = option("train", "Split of the evaluation data.", "eval_split")
+    split: str = option(
+        "train", "Split of the evaluation data.", "eval_split", only_with="eval.dataset"
+    )
     steps: int = option(
-        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps"
+        -1,
+        "Evaluate every N global steps; -1: at the end of each epoch.",
+        "eval_steps",
+        only_with="eval.dataset",
     )
 
 
@@ -287,7 +319,11 @@ class TrainConfig(Base):
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )
     max_tokens_per_gpu: int = option(
-        16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
+        16192,
+        "Token budget of a training micro-batch.",
+        "train_max_tokens_per_gpu",
+        gt=0,
+        only_with="train.dynamic_batch_enable",
     )
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
     rank_timeout_s: float = option(

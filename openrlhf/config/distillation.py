@@ -12,11 +12,8 @@ from typing import Literal
 from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import CheckpointConfig
-from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
-    IDLE_IN_PRETRAIN_MODE,
-    PACKED_WEIGHTS,
     AnsweredDataConfig,
     EvalOnTestConfig,
     SFTLoggerConfig,
@@ -63,9 +60,14 @@ class KDLossConfig(Base):
         "Most tokens in an answer of the student; unset: at most half of --max_len.",
         "kd_max_new_tokens",
         gt=0,
+        only_with="kd.on_policy_enable",
     )
     temperature: float = option(
-        1.0, "Temperature at which the student answers.", "temperature", gt=0
+        1.0,
+        "Temperature at which the student answers.",
+        "temperature",
+        gt=0,
+        only_with="kd.on_policy_enable",
     )
 
 
@@ -129,15 +131,8 @@ class KDConfig(SupervisedConfig):
                 f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
             )
 
-    def note_settings_of_on_policy_distillation(self) -> Iterator[str]:
-        """Without it nothing is sampled; with it the answers are not the data's."""
-        sampling = Idle(
-            ("kd.max_new_tokens", "kd.temperature"),
-            lambda config: not config.kd.on_policy_enable,
-            "without --kd_on_policy",
-        )
-        packed = Idle(("teacher.offload",), lambda config: config.ds.load_in_4bit, PACKED_WEIGHTS)
-        yield from idle_settings(self, [IDLE_IN_PRETRAIN_MODE, sampling, packed])
+    def note_answers_of_the_student(self) -> Iterator[str]:
+        """The rest of the loss would learn them as if they were data."""
         if self.kd.on_policy_enable and self.kd.coef < 1:
             yield Caution(
                 f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-from openrlhf.config.base import is_given
+from openrlhf.config.base import is_changed, is_given
 from openrlhf.config.checks import (
     batch_problems,
     decay_problems,
@@ -23,9 +23,7 @@ from openrlhf.config.checks import (
     universal_problems,
 )
 from openrlhf.config.common import DeepSpeedConfig
-from openrlhf.config.idle import idle_settings
 from openrlhf.config.notices import Caution
-from openrlhf.config.ppo_idle import IDLE
 from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
 from openrlhf.config.ppo_parts import (
     DEFAULT_GROUP_SIZE,
@@ -417,9 +415,14 @@ class PPOConfig(RunConfig):
                 f"could not all be trained on within --async_queue_size {num_behind} update(s)."
             )
 
-    def note_settings_that_nothing_reads(self) -> Iterator[str]:
-        """What refines something that this run does not have."""
-        yield from idle_settings(self, IDLE)
+    def note_correction_is_not_on(self) -> Iterator[str]:
+        """The gate that was chosen is not there."""
+        if self.algo.advantage.is_corrected:
+            return
+        for name in ("type", "mode", "gating", "clamp_survivors"):
+            path = f"algo.advantage.is_correction_{name}"
+            if is_given(self, path) and is_changed(self, path):
+                yield f"--is_correction_{name} has no effect without --enable_vllm_is_correction."
 
     def note_last_batch_is_smaller(self) -> Iterator[str]:
         """Samples that do not fill the last optimizer step are trained on all the same."""

@@ -85,7 +85,9 @@ class ActorConfig(OptimizerConfig):
             raise ValueError("both must be above 0. Type 1.0 1.05")
         return value
 
-    eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)
+    eps_clip: float = option(
+        0.2, "Clip range of the ratio.", "eps_clip", gt=0, only_with="!actor.eps_clip_low_high"
+    )
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice.", "eps_clip_low_high"
     )
@@ -102,7 +104,11 @@ class ActorConfig(OptimizerConfig):
         0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
     )
     ptx_coef: float = option(
-        0.05, "Weight of the language-modelling loss on --pretrain_data.", "ptx_coef", ge=0
+        0.05,
+        "Weight of the language-modelling loss on --pretrain_data.",
+        "ptx_coef",
+        ge=0,
+        only_with="data.pretrain_dataset",
     )
     freeze_visual_encoder: bool = switch("Train language parameters only.", "freeze_visual_encoder")
 
@@ -131,11 +137,24 @@ class CriticConfig(OptimizerConfig):
         "The reentrant variant of it; unset: as the actor.",
         "gradient_checkpointing_use_reentrant",
     )
-    value_clip: float = option(0.5, "Clip range of value changes.", "value_clip", gt=0)
-    freezing_steps: int = option(
-        -1, "The first N steps train the critic alone.", "freezing_actor_steps"
+    value_clip: float = option(
+        0.5,
+        "Clip range of value changes.",
+        "value_clip",
+        gt=0,
+        only_with="algo.advantage.estimator=gae",
     )
-    save_value_network: bool = switch("Export the critic at the end.", "save_value_network")
+    freezing_steps: int = option(
+        -1,
+        "The first N steps train the critic alone.",
+        "freezing_actor_steps",
+        only_with="algo.advantage.estimator=gae",
+    )
+    save_value_network: bool = switch(
+        "Export the critic at the end.",
+        "save_value_network",
+        only_with="algo.advantage.estimator=gae",
+    )
 
 
 class RefConfig(Base):
@@ -174,6 +193,7 @@ class RewardConfig(Base):
         "reward_max_dropped",
         ge=0,
         lt=1,
+        only_with="reward.failure=drop_group",
     )
     timeout_s: float = option(
         300.0,
@@ -198,7 +218,9 @@ class RewardConfig(Base):
     )
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
     normalize_enable: bool = switch(
-        "(reward - mean) / std, both from the model's config.", "normalize_reward"
+        "(reward - mean) / std, both from the model's config.",
+        "normalize_reward",
+        only_with="reward.model_name_or_path",
     )
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
@@ -207,7 +229,11 @@ class RewardConfig(Base):
         None, "Tokens before the limit in which a penalty grows (DAPO).", "overlong_buffer_len"
     )
     overlong_penalty_factor: float = option(
-        1.0, "The penalty at the limit.", "overlong_penalty_factor", ge=0
+        1.0,
+        "The penalty at the limit.",
+        "overlong_penalty_factor",
+        ge=0,
+        only_with="reward.overlong_buffer_len",
     )
     stop_properly_penalty_coef: float | None = option(
         None,

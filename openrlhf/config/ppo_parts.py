@@ -72,6 +72,7 @@ class RolloutConfig(Base):
         "Token budget of a forward pass; unset: --train_max_tokens_per_gpu.",
         "rollout_max_tokens_per_gpu",
         gt=0,
+        only_with="train.dynamic_batch_enable",
     )
     num_kept_files: int = option(
         1000, "Files of samples that stay in the run folder, one a step; the oldest go.", ge=1
@@ -102,7 +103,9 @@ class VLLMConfig(Base):
     )
     enforce_eager: bool = switch("No CUDA graphs.", "enforce_eager")
     enable_sleep: bool = switch(
-        "Engines give memory back while training runs.", "vllm_enable_sleep"
+        "Engines give memory back while training runs.",
+        "vllm_enable_sleep",
+        only_with="train.colocate_all",
     )
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
@@ -125,7 +128,9 @@ class AdvantageConfig(Base):
         known_as=KNOWN_AS,
     )
     gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
-    lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
+    lambd: float = option(
+        1.0, "Lambda of GAE.", "lambd", ge=0, le=1, only_with="algo.advantage.estimator=gae"
+    )
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
         "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
@@ -209,14 +214,23 @@ class KLConfig(Base):
         0.01, "KL coefficient; 0 or below: no reference model is started.", "init_kl_coef", "beta"
     )
     target: float | None = option(
-        None, "KL that the coefficient adapts to; unset: fixed.", "kl_target", gt=0
+        None,
+        "KL that the coefficient adapts to; unset: fixed.",
+        "kl_target",
+        gt=0,
+        only_with="algo.kl.init_coef>0",
     )
-    horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
+    horizon: int = option(
+        10_000, "Samples over which it adapts.", "kl_horizon", gt=0, only_with="algo.kl.target"
+    )
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
-    use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
+    use_loss: bool = switch(
+        "KL in the loss, not in the reward.", "use_kl_loss", only_with="algo.kl.init_coef>0"
+    )
     unbiased_gradient: bool = switch(
         "With --use_kl_loss: the gradient is that of the KL itself, for every estimator.",
         "kl_unbiased_gradient",
+        only_with="algo.kl.use_loss",
     )
 
     @field_validator("init_coef")
@@ -241,10 +255,17 @@ class AlgoConfig(Base):
         "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
+        (0.0, 1.0),
+        "Mean score of a group that is kept.",
+        "dynamic_filtering_reward_range",
+        only_with="algo.dynamic_filtering_enable",
     )
     dynamic_filtering_max_empty: int = option(
-        10, "Batches without a kept group before stopping.", "dynamic_filtering_max_empty", gt=0
+        10,
+        "Batches without a kept group before stopping.",
+        "dynamic_filtering_max_empty",
+        gt=0,
+        only_with="algo.dynamic_filtering_enable",
     )
 
 
@@ -270,7 +291,9 @@ class PPOTrainConfig(TrainConfig):
     enable_ema: bool = switch(
         "Export an average of the weights; the last ones go to its folder policy.", "enable_ema"
     )
-    ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
+    ema_beta: float = option(
+        0.992, "Decay of the average.", "ema_beta", ge=0, lt=1, only_with="train.enable_ema"
+    )
     async_enable: bool = switch(
         "Generate while training; engines have devices of their own.", "async_train"
     )
@@ -280,9 +303,15 @@ class PPOTrainConfig(TrainConfig):
         "async_queue_size",
         env="OPENRLHF_ASYNC_QUEUE_SIZE",
         gt=0,
+        only_with="train.async_enable",
     )
     async_num_tasks: int = option(
-        128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
+        128,
+        "Agents an engine runs.",
+        "async_num_tasks",
+        env="OPENRLHF_ASYNC_NUM_TASKS",
+        gt=0,
+        only_with="train.agent_func_path",
     )
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
@@ -291,7 +320,11 @@ class PPOTrainConfig(TrainConfig):
         None, "A .py file with AgentExecutor.", "agent_func_path", opens="file"
     )
     agent_timeout_s: float = option(
-        3600.0, "Seconds for an agent's episode, generation included.", "agent_timeout_s", gt=0
+        3600.0,
+        "Seconds for an agent's episode, generation included.",
+        "agent_timeout_s",
+        gt=0,
+        only_with="train.agent_func_path",
     )
 
 
@@ -327,7 +360,10 @@ class PPODataConfig(CheckedDataConfig):
     input_key: str = option("input", "Column of the prompt or messages.", "input_key")
     label_key: str | None = option(None, "Column handed to the reward function.", "label_key")
     input_template: str | None = option(
-        None, "Text around a plain prompt, with {} for it.", "input_template"
+        None,
+        "Text around a plain prompt, with {} for it.",
+        "input_template",
+        only_with="!data.apply_chat_template",
     )
     apply_chat_template: bool = switch(
         "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
@@ -335,21 +371,36 @@ class PPODataConfig(CheckedDataConfig):
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
     )
-    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+    disable_fast_tokenizer: bool = switch(
+        "Use the slow tokenizer.",
+        "disable_fast_tokenizer",
+        unused="with transformers 5: all are fast",
+    )
     dataloader_num_workers: int = option(
         0,
         "Accepted for old commands: the trainer packs batches itself.",
         "dataloader_num_workers",
+        unused="here: the trainer packs batches itself",
         ge=0,
     )
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
     pretrain_probs: str | None = option(
-        None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
+        None,
+        "Mixing probabilities of --pretrain_data.",
+        "pretrain_data_probs",
+        only_with="data.pretrain_dataset",
     )
-    pretrain_split: str = option("train", "Split of --pretrain_data.", "pretrain_split")
-    pretrain_key: str = option("text", "Column of the text in --pretrain_data.", "pretrain_key")
+    pretrain_split: str = option(
+        "train", "Split of --pretrain_data.", "pretrain_split", only_with="data.pretrain_dataset"
+    )
+    pretrain_key: str = option(
+        "text",
+        "Column of the text in --pretrain_data.",
+        "pretrain_key",
+        only_with="data.pretrain_dataset",
+    )
     image_key: str = option("images", "Column of the images.", "image_key")
     max_images_per_prompt: int = option(
         0, "Images of a prompt; above 0: a vision-language model.", "max_images_per_prompt", ge=0
@@ -364,6 +415,7 @@ class PPOEvalConfig(EvalConfig):
         "Evaluate every N global steps; before the first and after the last in any case, with -1 "
         "only then.",
         "eval_steps",
+        only_with="eval.dataset",
     )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
     n_samples_per_prompt: int = option(

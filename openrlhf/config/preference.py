@@ -17,10 +17,8 @@ from openrlhf.config.common import (
     WandbConfig,
     timed_name,
 )
-from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
-    PACKED_WEIGHTS,
     AnsweredDataConfig,
     EvalOnTestConfig,
     ModelConfig,
@@ -44,7 +42,6 @@ PreferenceLossName = Literal[
 REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
 EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
-OWN_REFERENCE = "with --lora_rank: the model without its adapter is the reference"
 
 
 class PairDataConfig(SupervisedDataConfig):
@@ -56,7 +53,10 @@ class PairDataConfig(SupervisedDataConfig):
     chosen_key: str = option("chosen", "Column of the better answer.", "chosen_key")
     rejected_key: str = option("rejected", "Column of the worse answer.", "rejected_key")
     input_template: str | None = option(
-        None, "Text around a plain prompt, with {} for it.", "input_template"
+        None,
+        "Text around a plain prompt, with {} for it.",
+        "input_template",
+        only_with="!data.apply_chat_template",
     )
     max_len: int = option(512, "Most tokens in a row.", "max_len", "max_length", gt=0)
 
@@ -130,13 +130,16 @@ class DPOModelConfig(ModelConfig):
         lt=0.5,
     )
     ipo_length_average: bool = switch(
-        "IPO on the mean log-probability of a token, not on sums.", "ipo_length_average"
+        "IPO on the mean log-probability of a token, not on sums.",
+        "ipo_length_average",
+        only_with="model.loss_type=ipo",
     )
     simpo_gamma: float = option(
         0.5,
         "Margin of SimPO, subtracted from beta times the difference.",
         "simpo_gamma",
         ge=0,
+        only_with="model.loss_type=simpo",
     )
     nll_loss_coef: float = option(
         0.0, "Weight of the language-model loss on better answers.", "nll_loss_coef", ge=0
@@ -241,43 +244,6 @@ class DPOConfig(SupervisedConfig):
                 "Type --label_smoothing with the part of the labels that may be wrong, such as 0.1."
             )
 
-    @property
-    def is_own_reference(self) -> bool:
-        """Whether the policy without its adapter is the reference: there is no second model."""
-        own = (None, "", self.model.model_name_or_path)
-        return self.ds.lora.rank > 0 and self.ref.model_name_or_path in own
-
-    def note_settings_of_other_losses(self) -> Iterator[str]:
-        """A setting that the formula of the loss does not have; some look at the policy alone."""
-        chosen = f"with --loss_type {self.model.loss_type}"
-        of_reference = ("ref.model_name_or_path", "ref.offload", "ref.precompute_log_probs")
-        rules = (
-            Idle(
-                ("model.ipo_length_average",),
-                lambda config: config.model.loss_type != "ipo",
-                chosen,
-            ),
-            Idle(("model.simpo_gamma",), lambda config: config.model.loss_type != "simpo", chosen),
-            Idle(
-                of_reference,
-                lambda config: not config.has_reference,
-                f"{chosen}, which has no reference model",
-            ),
-            Idle(
-                ("ref.offload",),
-                lambda config: config.has_reference and config.is_own_reference,
-                OWN_REFERENCE,
-            ),
-            Idle(
-                ("ref.offload",),
-                lambda config: (
-                    config.has_reference and not config.is_own_reference and config.ds.load_in_4bit
-                ),
-                PACKED_WEIGHTS,
-            ),
-        )
-        yield from idle_settings(self, rules)
-
 
 class KTOModelConfig(ModelConfig):
     """`model.*` of train_kto."""
@@ -349,11 +315,6 @@ class KTOConfig(SupervisedConfig):
                 f"--train_batch_size must be at least 2: {self.train.batch_size}. Type "
                 "--train_batch_size 2."
             )
-
-    def note_reference_is_the_own_base(self) -> Iterator[str]:
-        """The policy without its adapter is the reference: there is no second model."""
-        rule = Idle(("ref.offload",), lambda config: config.ds.lora.rank > 0, OWN_REFERENCE)
-        yield from idle_settings(self, [rule])
 
     def note_default_model(self) -> Iterator[str]:
         """A model that nobody typed is named."""

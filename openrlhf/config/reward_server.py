@@ -55,7 +55,11 @@ class ServedTextConfig(Base):
         "Texts over --max_len: refused, or cut and marked in the answer.",
         "overlong_texts",
     )
-    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+    disable_fast_tokenizer: bool = switch(
+        "Use the slow tokenizer.",
+        "disable_fast_tokenizer",
+        unused="with transformers 5: all are fast",
+    )
 
 
 class ServedWeightsConfig(LoadConfig):

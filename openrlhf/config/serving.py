@@ -14,74 +14,8 @@ from pydantic import field_validator
 from openrlhf.config.base import Base, expand_home, option, switch
 from openrlhf.config.checks import is_blank
 from openrlhf.config.common import DeepSpeedConfig, LoadConfig, PrecisionConfig
-from openrlhf.config.idle import Idle, idle_settings
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.supervised import AnsweredDataConfig
-
-# Leaves that only some tasks of batch_inference read.
-VLLM_LEAVES = (
-    "vllm.tensor_parallel_size",
-    "vllm.max_num_seqs",
-    "vllm.enable_prefix_caching",
-    "vllm.gpu_memory_utilization",
-)
-GENERATION_LEAVES = (
-    "data.prompt_max_len",
-    "data.overlong_prompts",
-    "rollout.max_new_tokens",
-    "rollout.best_of_n",
-    "rollout.greedy_sampling",
-    "rollout.top_p",
-    "rollout.temperature",
-    "rollout.repetition_penalty",
-    "rollout.iter",
-    "rollout.batch_size",
-    "csft.enable",
-    "csft.prompt",
-)
-SCORING_LEAVES = (
-    "data.output_key",
-    "data.max_len",
-    "data.overlong_rows",
-    "ds.zero_stage",
-    "ds.value_head_prefix",
-    "reward.normalize_enable",
-    "reward.template",
-)
-# vLLM chooses these itself.
-FORWARD_LEAVES = ("micro_batch_size", "ds.attn_implementation", "ds.experts_implementation")
-UNUSED_LEAVES: dict[str | None, tuple[str, ...]] = {
-    "generate_vllm": (*SCORING_LEAVES, *FORWARD_LEAVES),
-    "generate": (*SCORING_LEAVES, *VLLM_LEAVES),
-    "rm": (*GENERATION_LEAVES, *VLLM_LEAVES),
-}
-IDLE_PROMPT = Idle(("csft.prompt",), lambda config: not config.csft.enable, "without --enable_csft")
-IDLE_CHANCES = Idle(
-    ("rollout.top_p", "rollout.temperature"),
-    lambda config: config.rollout.greedy_sampling,
-    "with --greedy_sampling",
-)
-IDLE_TOP_P = Idle(
-    ("rollout.top_p",),
-    lambda config: config.rollout.is_greedy and not config.rollout.greedy_sampling,
-    "with --temperature 0",
-)
-IDLE_TEMPLATE = Idle(
-    ("data.input_template",),
-    lambda config: config.data.apply_chat_template,
-    "with --apply_chat_template",
-)
-IDLE_OF_GENERATION = (
-    IDLE_PROMPT,
-    IDLE_CHANCES,
-    IDLE_TOP_P,
-    Idle(("rollout.batch_size",), lambda config: config.rollout.iter is None, "without --iter"),
-)
-IDLE_OF_CSFT = Idle(
-    ("reward.normalize_enable", "reward.template"),
-    lambda config: config.reward.post_processor != "csft",
-    "without --post_processor csft",
-)
 
 
 class ServedModelConfig(Base):
@@ -116,6 +50,7 @@ class CSFTConfig(Base):
         "<rm_score>: 5.00",
         "That prompt; with {input} in it, a text around the prompt instead, as --reward_template.",
         "csft_prompt",
+        only_with="csft.enable",
     )
 
 
@@ -124,7 +59,10 @@ class InferenceDataConfig(AnsweredDataConfig):
 
     output_key: str = option("output", "Column of the answer.", "output_key")
     input_template: str | None = option(
-        None, "Text around a plain prompt, with {} for it.", "input_template"
+        None,
+        "Text around a plain prompt, with {} for it.",
+        "input_template",
+        only_with="!data.apply_chat_template",
     )
     max_samples: int = option(
         100_000_000, "Most rows of each data set and of all together.", "max_samples", gt=0
@@ -170,11 +108,16 @@ class InferenceRewardConfig(Base):
         "the prompt (csft). `null`: all answers with their scores.",
         "post_processor",
     )
-    normalize_enable: bool = switch("csft: z-scores instead of scores.", "normalize_reward")
+    normalize_enable: bool = switch(
+        "csft: z-scores instead of scores.",
+        "normalize_reward",
+        only_with="reward.post_processor=csft",
+    )
     template: str | None = option(
         None,
         "csft: text with {input} and {reward}; unset: `{input} <rm_score>: {reward} `.",
         "reward_template",
+        only_with="reward.post_processor=csft",
     )
 
 
@@ -254,15 +197,6 @@ class BatchInferenceConfig(CommandConfig):
             if template is not None and name not in template:
                 yield f"--reward_template has no {name}: {template}. Write {name} into it."
 
-    def note_settings_without_effect(self) -> Iterator[str]:
-        """A setting that the task does not read, or not without another one."""
-        unused = UNUSED_LEAVES.get(self.eval_task, ())
-        yield from idle_settings(
-            self, [Idle(unused, lambda config: True, f"with --eval_task {self.eval_task}")]
-        )
-        of_task = [IDLE_OF_CSFT] if self.eval_task == "rm" else IDLE_OF_GENERATION
-        yield from idle_settings(self, [IDLE_TEMPLATE, *of_task])
-
 
 class LoraCombinerConfig(CommandConfig):
     """Merge an adapter into its base model (lora_combiner)."""
@@ -296,13 +230,20 @@ class ChatDataConfig(Base):
 
     max_len: int = option(4096, "Most tokens in a conversation.", "max_len", "max_length", gt=0)
     input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a line without a chat template.", "input_template"
+        "User: {}\nAssistant: ",
+        "Text around a line without a chat template.",
+        "input_template",
+        only_with="!data.apply_chat_template",
     )
     apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
     )
-    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+    disable_fast_tokenizer: bool = switch(
+        "Use the slow tokenizer.",
+        "disable_fast_tokenizer",
+        unused="with transformers 5: all are fast",
+    )
     ta_prompt: str | None = option(
         None, "File whose text stands before the conversation.", "ta_prompt", opens="file"
     )
@@ -331,7 +272,3 @@ class ChatConfig(CommandConfig):
         """There is no default model."""
         if is_blank(self.model.model_name_or_path):
             yield "No model is named. Type --pretrain with a hub id or a path."
-
-    def note_settings_without_effect(self) -> Iterator[str]:
-        """A setting that nothing reads beside another one."""
-        yield from idle_settings(self, [IDLE_TEMPLATE, IDLE_PROMPT, IDLE_CHANCES, IDLE_TOP_P])

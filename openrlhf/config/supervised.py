@@ -31,12 +31,6 @@ from openrlhf.config.common import (
     WandbConfig,
     timed_name,
 )
-from openrlhf.config.idle import Idle, idle_settings
-from openrlhf.config.idle_training import (
-    IDLE_ANYWHERE,
-    checkpointing_rule,
-    optimizer_rules,
-)
 from openrlhf.config.run import RunConfig
 
 
@@ -101,7 +95,11 @@ class DatasetConfig(CheckedDataConfig):
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
     )
-    disable_fast_tokenizer: bool = switch("Use the slow tokenizer.", "disable_fast_tokenizer")
+    disable_fast_tokenizer: bool = switch(
+        "Use the slow tokenizer.",
+        "disable_fast_tokenizer",
+        unused="with transformers 5: all are fast",
+    )
 
 
 class AnsweredDataConfig(DatasetConfig):
@@ -114,7 +112,10 @@ class AnsweredDataConfig(DatasetConfig):
         "output_key",
     )
     input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+        "User: {}\nAssistant: ",
+        "Text around a plain prompt, with {} for it.",
+        "input_template",
+        only_with="!data.apply_chat_template",
     )
 
 
@@ -125,6 +126,7 @@ class SupervisedDataConfig(DatasetConfig):
         0,
         "Accepted for old commands: the trainer packs batches itself.",
         "dataloader_num_workers",
+        unused="here: the trainer packs batches itself",
         ge=0,
     )
 
@@ -132,7 +134,9 @@ class SupervisedDataConfig(DatasetConfig):
 class EvalOnTestConfig(EvalConfig):
     """`eval.*` of commands whose evaluation data is the split `test`."""
 
-    split: str = option("test", "Split of the evaluation data.", "eval_split")
+    split: str = option(
+        "test", "Split of the evaluation data.", "eval_split", only_with="eval.dataset"
+    )
 
 
 class SFTDataConfig(SupervisedDataConfig, AnsweredDataConfig):
@@ -184,31 +188,6 @@ class SFTLoggerConfig(LoggerConfig):
     wandb: SFTWandbConfig = SFTWandbConfig()
 
 
-PACKED_WEIGHTS = "with --load_in_4bit: packed weights stay on the device"
-IDLE = (
-    *IDLE_ANYWHERE,
-    *optimizer_rules(),
-    checkpointing_rule("model"),
-    Idle(("ckpt.best_metric_key",), lambda config: True, "here: only RL has pass rates"),
-    Idle(("ds.enable_sleep",), lambda config: True, "here: nothing but training needs the memory"),
-    Idle(
-        ("ds.value_head_prefix",),
-        lambda config: not config.has_value_head,
-        "here: the model has no value head",
-    ),
-    Idle(
-        ("data.input_template",),
-        lambda config: config.data.apply_chat_template,
-        "with --apply_chat_template",
-    ),
-)
-IDLE_IN_PRETRAIN_MODE = Idle(
-    ("data.input_template", "data.output_key"),
-    lambda config: config.model.pretrain_mode_enable,
-    "with --pretrain_mode",
-)
-
-
 class SupervisedConfig(RunConfig, OptimizerConfig):
     """What the config of every supervised trainer has; each has its own defaults."""
 
@@ -248,9 +227,8 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         yield from schedule_problems(self.lr_scheduler)
         yield from decay_problems(self, "learning_rate")
 
-    def note_settings_without_effect(self) -> Iterator[str]:
-        """What is accepted for old commands, or needs something that was not asked for."""
-        yield from idle_settings(self, IDLE)
+    def note_probs_are_of_training_data(self) -> Iterator[str]:
+        """Evaluation data sets are not mixed."""
         if self.data.dataset_probs and "," in (self.eval.dataset or ""):
             yield (
                 "--dataset_probs has no effect on --eval_dataset: its data sets are read one after "
@@ -280,7 +258,3 @@ class SFTConfig(SupervisedConfig):
         for name in ("multiturn", "apply_chat_template"):
             if self.model.pretrain_mode_enable and getattr(self.data, name):
                 yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
-
-    def note_settings_of_answers(self) -> Iterator[str]:
-        """Plain text has no prompts and answers."""
-        yield from idle_settings(self, [IDLE_IN_PRETRAIN_MODE])

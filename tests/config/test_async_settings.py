@@ -92,13 +92,6 @@ def test_more_prompts_at_once_than_can_be_trained_on_in_time_is_said():
     assert not parse(line + "--vllm_generate_batch_size 192").notices
 
 
-def test_engines_do_not_sleep_when_they_run_beside_training():
-    line = "--train_batch_size 64 --colocate_all_models --vllm_enable_sleep "
-    assert not parse(line).notices
-    notices = parse(line + "--async_train --enable_vllm_is_correction").notices
-    assert notices == ("--vllm_enable_sleep has no effect with --async_train.",)
-
-
 def test_colocation_is_of_the_trained_models_alone():
     config = parse(
         "--train_batch_size 64 --colocate_all_models --async_train --actor_num_gpus_per_node 4 "

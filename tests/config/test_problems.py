@@ -403,13 +403,6 @@ def test_one_sample_and_discount_are_fine_without_groups(estimator):
     assert parse_config(PPOConfig, line.split()).config.algo.advantage.gamma == 0.9
 
 
-def test_gspo_says_that_it_keeps_its_own_aggregation():
-    line = "--policy_loss_type gspo --loss_aggregation seq_sum_norm --advantage_estimator "
-    told = "--loss_aggregation has no effect with --policy_loss_type gspo"
-    assert any(told in notice for notice in notices(f"{line}rloo"))
-    assert not any(told in notice for notice in notices(f"{line}gae"))  # the critic's loss has it
-
-
 def test_samples_that_do_not_fill_the_last_batch_are_allowed_and_said():
     assert notices("--rollout_batch_size 150 --train_batch_size 64") == [
         "--train_batch_size 64 does not divide the 150 samples of a step: the last update of a "
@@ -428,8 +421,7 @@ def test_notices():
     ]
     assert notices("--vllm_enable_sleep --colocate_all_models") == []
     assert notices("--normalize_reward") == [
-        "--normalize_reward has no effect without --reward_pretrain, whose config has the mean and "
-        "std."
+        "--normalize_reward has no effect without --reward_pretrain."
     ]
     assert notices("--advantage_estimator group_norm") == [
         "--advantage_estimator group_norm: 8 samples of each prompt."
