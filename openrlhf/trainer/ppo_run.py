@@ -15,7 +15,6 @@ import torch
 
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
-from openrlhf.config.idle import idle_settings
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.datasets.problems import Gathered
@@ -36,7 +35,6 @@ from openrlhf.trainer.ppo_checkpoints import (
 )
 from openrlhf.trainer.ppo_models import named_models
 from openrlhf.trainer.ppo_setup import (
-    PLACED,
     RunInputs,
     Schedule,
     check_runs_without_ray,
@@ -45,6 +43,7 @@ from openrlhf.trainer.ppo_setup import (
     needs_old_logprobs,
     needs_reference,
     only_busy_samples_count,
+    placement_notes,
     prepare_inputs,
     schedule_notes,
 )
@@ -95,8 +94,8 @@ from openrlhf.utils.logging import (
     say_notices,
     warn,
 )
-from openrlhf.utils.progress import hide_bars, progress
-from openrlhf.utils.tracking import NullTracker, RolloutWriter, Tracker, make_tracker
+from openrlhf.utils.progress import progress
+from openrlhf.utils.tracking import RolloutWriter, Tracker, make_tracker
 
 MISMATCH_KL_FP32 = 1e-3
 MISMATCH_KL_HALF = 0.1
@@ -127,22 +126,20 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
 
 
 def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
-    """Train in the launching process or processes, without Ray."""
+    """Train in this process, without Ray."""
     topology = Topology.from_env(local_rank=config.local_rank)
     gathered = Gathered()
     gathered.attempt(lambda: check_runs_without_ray(config, topology.world_size))
     # On Ray models are elsewhere: each worker looks at its own machine.
     gathered.attempt(lambda: check_here(config.ds))
     if topology.is_main:
-        say_notices([*notices, *idle_settings(config, [PLACED])])
-    else:
-        hide_bars()  # one controller draws for all
+        say_notices([*notices, *placement_notes(config)])
     has_engines = bool(config.vllm.num_engines)
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
-    with inputs, holding_folders(config.ckpt) if topology.is_main else nullcontext():
-        redirect_framework_logs(inputs.run_dir, f"local-{topology.rank}")
-        with LocalCluster(config, str(inputs.run_dir), topology) as cluster:
+    with inputs, holding_folders(config.ckpt):
+        redirect_framework_logs(inputs.run_dir, "local-0")
+        with LocalCluster(config, str(inputs.run_dir)) as cluster:
             opened = open_run(config, inputs)
             if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
                 return
@@ -157,9 +154,8 @@ def _run(
     opened: Opened,
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
-    if cluster.is_main:
-        say_notices(schedule_notes(config, schedule))
-        say_attention(config, config.ds.attention, named_models(config))
+    say_notices(schedule_notes(config, schedule))
+    say_attention(config, config.ds.attention, named_models(config))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = _start_groups(config, cluster)
@@ -176,8 +172,7 @@ def _run(
     )
     phases.start()
     sizes = _init_models(config, groups, schedule, phases)
-    if cluster.is_main:
-        _banner(config, inputs, schedule, sizes, cluster)
+    _banner(config, inputs, schedule, sizes, cluster)
     generator: Generator = (
         EnginePool(engines)
         if engines
@@ -190,23 +185,21 @@ def _run(
     samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
-    if cluster.is_main:
-        opened.clear_folder(inputs.run_dir, config)
+    opened.clear_folder(inputs.run_dir, config)
     parts = _assemble(config, inputs, cluster, checkpoints, groups, samples)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
-    if cluster.is_main:  # what is refused leaves the folder as it was
-        unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
-        save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
+    # What is refused leaves the folder as it was.
+    unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
+    save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
     with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
         trainer.fit()
     _export(config, groups)
-    if cluster.is_main:
-        opened.note_finished(inputs.run_dir, trainer.state.global_step)
-        notice(f"model saved to {inputs.run_dir}")
-        fall = trainer.fall()
-        if fall is not None:
-            warn(fall)
+    opened.note_finished(inputs.run_dir, trainer.state.global_step)
+    notice(f"model saved to {inputs.run_dir}")
+    fall = trainer.fall()
+    if fall is not None:
+        warn(fall)
 
 
 def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Groups:
@@ -276,13 +269,10 @@ def _assemble(
         group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
-        tracker=_tracker(config, inputs.run_dir, resume_step) if cluster.is_main else NullTracker(),
-        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files)
-        if cluster.is_main
-        else None,
+        tracker=_tracker(config, inputs.run_dir, resume_step),
+        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files),
         checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
-        is_main=cluster.is_main,
         max_mismatch_kl=max_mismatch_kl(cluster.policy_dtype),
     )
 
@@ -303,7 +293,6 @@ def _samples_generator(
         )
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
     scorer = _scorer(config, inputs, groups, models_stream=has_own_devices, turn=turn)
-    scorer = cluster.shared(scorer)
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
 
 

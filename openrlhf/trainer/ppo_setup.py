@@ -6,13 +6,15 @@ loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.config.idle import Idle
+from openrlhf.config.base import is_changed, is_given, walk
+from openrlhf.config.flags import plain_flag
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import (
@@ -49,17 +51,14 @@ from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PLACED = Idle(
-    (
-        *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
-        *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "reward")),
-        "train.colocate_actor_ref",
-        "train.colocate_critic_reward",
-        "vllm.sync_backend",
-        "vllm.sync_with_ray",
-    ),
-    lambda config: True,
-    "without Ray: every process holds a part of every model, and torchrun says how many there are",
+# Read by runs on Ray only.
+PLACEMENT = (
+    *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
+    *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "reward")),
+    "train.colocate_actor_ref",
+    "train.colocate_critic_reward",
+    "vllm.sync_backend",
+    "vllm.sync_with_ray",
 )
 
 
@@ -195,19 +194,27 @@ def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
 
 def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
     """Raise ConfigError for what needs processes of its own."""
+    if num_ranks > 1:
+        raise ConfigError(
+            f"train_ppo was started as {num_ranks} processes, and trains in one. Use train_ppo_ray "
+            f"--actor_num_gpus_per_node {num_ranks} for several ranks."
+        )
     if config.train.async_enable:
         raise ConfigError(
             "--async_train needs processes of their own for engines and trainer. Use "
             "train_ppo_ray, or leave --async_train out."
         )
-    if config.train.agent_func_path and num_ranks > 1:  # each would run episodes of its own
-        raise ConfigError(
-            f"--agent_func_path without Ray on {num_ranks} processes: agents have one controller. "
-            "Use train_ppo_ray, or a single process."
-        )
-    if config.ds.ranks_per_share > 1:  # several controllers would each sample for one share
+    if config.ds.ranks_per_share > 1:
         flag = "ring_attn_size" if config.ds.ring_attn_size > 1 else "ds_tensor_parallel_size"
         raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
+
+
+def placement_notes(config: PPOConfig) -> Iterator[str]:
+    """Yield a line for each setting that was typed and that only a run on Ray reads."""
+    for option in walk(PPOConfig):
+        path = option.path
+        if path in PLACEMENT and is_given(config, path) and is_changed(config, path):
+            yield f"{plain_flag(option)} has no effect without Ray: one process holds every model."
 
 
 def needs_critic(config: PPOConfig) -> bool:

@@ -72,7 +72,6 @@ class PPOParts:
     rollout_writer: RolloutWriter | None
     checkpoints: PPOCheckpoints
     texts: TextMixer | None  # pre-training text for the policy's updates
-    is_main: bool  # whether this controller speaks and writes; several run alike under torchrun
     max_mismatch_kl: float  # the first comparison ends the run above it
 
 
@@ -140,7 +139,7 @@ class PPOTrainer:
         """Compare the first, the best and the last evaluation in a line, if there were several."""
         if len({found.step for found in self.state.evaluations}) > 1:
             first, best, last = self.state.evaluations
-            self.say(
+            notice(
                 f"{short_name(best.name)}: first {first} (step {first.step}), best {best} "
                 f"(step {best.step}, {self.place_of(best)}), last {last} (step {last.step})"
             )
@@ -236,7 +235,7 @@ class PPOTrainer:
         """Print how many prompts were dropped, by row, and why the first of them was."""
         if failed:
             row, reason = next(iter(failed.items()))
-            self.say(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
+            notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
 
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
         """One RL step after generation."""
@@ -330,7 +329,7 @@ class PPOTrainer:
         self.say_failed(samples.failed)
         values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
-        self.say(eval_line(global_step, values))
+        notice(eval_line(global_step, values))
         pass_1 = next((name for name in values if name.endswith("_pass1")), None)
         if (name := self.parts.checkpoints.best_metric or pass_1) in values:
             self.state.note_evaluation(Evaluation.of(name, global_step, values))
@@ -382,7 +381,7 @@ class PPOTrainer:
             file = self.parts.rollout_writer.write(global_step, rows)
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
-            self.say(line)
+            notice(line)
         self.state.remember(values)
 
     def log(self, global_step: int) -> None:
@@ -392,7 +391,7 @@ class PPOTrainer:
             values = self.values_of(state.unlogged, num_steps=state.num_unlogged)
             state.unlogged, state.num_unlogged = Metrics(), 0
             self.parts.tracker.log(global_step, values)
-            self.say(step_line(global_step, self.num_steps, values, self.clock))
+            notice(step_line(global_step, self.num_steps, values, self.clock))
 
     def values_of(self, metrics: Metrics, *, num_steps: int = 1) -> dict[str, float]:
         """The reduced numbers of one step or several, and what follows from them; times are those
@@ -403,11 +402,6 @@ class PPOTrainer:
         values["kl_coef"] = self.kl_controller.coef
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times
-
-    def say(self, line: str) -> None:
-        """Print a line, once for all controllers."""
-        if self.parts.is_main:
-            notice(line)
 
 
 def _example(rollout: Rollout, file: Path | None) -> str:

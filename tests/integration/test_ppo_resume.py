@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -179,17 +178,14 @@ def test_a_metric_that_no_evaluation_logs_is_refused(root: Path, tmp_path: Path,
 
 
 def launch(root: Path, run_dir: Path, flags: str, *more: str, num_ranks: int = 2) -> None:
-    """One start on several ranks without Ray."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
-    launcher += ["--master_port", str(port), "-m", "openrlhf.cli.train_ppo"]
+    """One start on Ray with several ranks a role, which generate themselves."""
+    ranks = [f"--{role}_num_gpus_per_node={num_ranks}" for role in ("actor", "critic", "ref")]
+    command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
     result = subprocess.run(
-        [*launcher, *words(root, run_dir, flags, *more)],
+        [*command, *words(root, run_dir, flags, *more), *ranks, "--vllm_num_engines", "0"],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"},
     )
     assert result.returncode == 0, result.stderr[-3000:]
 

@@ -263,7 +263,6 @@ def make_trainer(
             find=lambda step: None,
         ),
         texts=None,
-        is_main=False,
         max_mismatch_kl=1.0,
     )
     return PPOTrainerAsync(config, parts, wait_s=wait_s)

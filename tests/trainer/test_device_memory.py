@@ -89,7 +89,6 @@ def ledger(
 class Run:
     """A cluster of workers in this process that notes who is called when; see RayCluster."""
 
-    is_main = True
     policy_dtype = torch.bfloat16
 
     def __init__(self, config: PPOConfig) -> None:

@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 from openrlhf.algorithms.policy_loss import ClipRange
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
@@ -165,12 +164,12 @@ def test_the_engine_holds_the_type_of_the_trainer(
     assert max_mismatch_kl(expected) == (1e-3 if expected == torch.float32 else 0.1)
 
 
-def test_agents_have_one_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--pretrain m --prompt_data d --agent_func_path agent.py"
+def test_train_ppo_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--pretrain m --prompt_data d --remote_rm_url r.py"
     config = parse_config(PPOConfig, words.split()).config
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="agent_func_path without Ray on 2 processes"):
+    with pytest.raises(ConfigError, match="started as 2 processes, and trains in one"):
         run_ppo_local(config)
 
 
@@ -198,7 +197,7 @@ def test_an_engine_of_several_parts_does_without_ray(
     config = parse_config(PPOConfig, words.split()).config
     made = []
     monkeypatch.setattr(local_group, "VLLMEngine", made.append)
-    LocalCluster(config, "run", Topology.from_env()).start_engines()
+    LocalCluster(config, "run").start_engines()
     assert made[0].tensor_parallel_size == 2
     assert made[0].dtype == "bfloat16"
     assert made[0].distributed_executor_backend == "mp"

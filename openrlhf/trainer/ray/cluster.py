@@ -18,7 +18,6 @@ from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.loading import load_config, resolve_dtype
 from openrlhf.rewards.base import StreamingSource
 from openrlhf.rewards.process_pool import FunctionPool
-from openrlhf.trainer.ppo_utils.samples_generator import ScoringStarter
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
@@ -162,8 +161,6 @@ def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> list
 class RayCluster:
     """Starts groups and engines in their places on the connected cluster."""
 
-    is_main = True  # there is one controller
-
     def __init__(
         self, config: PPOConfig, counts: RoleCounts, *, run_dir: str, resume_step: int = 0
     ) -> None:
@@ -258,10 +255,6 @@ class RayCluster:
         self.reward_pools = spread(source, self.reward_actors)
         notice(f"reward function on {len(nodes)} nodes, {source.settings.num_workers} workers each")
         return self.reward_pools
-
-    def shared(self, scorer: ScoringStarter) -> ScoringStarter:
-        """The scorer itself: there is one controller."""
-        return scorer
 
     def wait_until_up(self) -> None:
         """Wait for all processes; they start at the same time."""
