@@ -12,6 +12,7 @@ from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_utils.async_controller import AsyncLimits
 from openrlhf.trainer.ppo_utils.kept_groups import SampleOrigin
 from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
+from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.user_code import code_digest
@@ -38,7 +39,7 @@ class PPOTrainerAsync(PPOTrainer):
             SampleOrigin(parts.sampling, reward_origin(config)),
             self.limits,
             wait_s=wait_s,
-            say=self.say,
+            say=notice,
         )
         self.state.sampler = self.queue
         cursor = self.sampler.cursor

@@ -16,7 +16,7 @@ from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import ChatConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.config.unimplemented import UNIMPLEMENTED
-from tests.config.test_names import NAMES
+from tests.config.test_settings import CONFIGS
 from tests.source import modules
 
 ROWS = "--pretrain m --dataset d"
@@ -87,7 +87,7 @@ def test_every_leaf_is_read_or_known_to_have_no_effect():
     known = {*READ_BY_CONFIG, *ANNOUNCED, *HARMLESS, *refinements, *waiting}
     unread = {
         without_role(option.path)
-        for config_class in NAMES
+        for config_class in CONFIGS
         for option in walk(config_class)
         if option.path.rpartition(".")[2] not in read
     }
@@ -95,8 +95,8 @@ def test_every_leaf_is_read_or_known_to_have_no_effect():
 
 
 def test_every_condition_names_a_setting():
-    paths = {option.path for config_class in NAMES for option in walk(config_class)}
-    for config_class in NAMES:
+    paths = {option.path for config_class in CONFIGS for option in walk(config_class)}
+    for config_class in CONFIGS:
         for option in walk(config_class):
             if condition := option.info.only_with:
                 found = CONDITION.fullmatch(condition)

@@ -10,7 +10,7 @@ from openrlhf.config.base import Alias, Base, option, switch, walk
 from openrlhf.config.flags import names_of
 from openrlhf.config.help import default_of, help_text, kind_of
 from openrlhf.config.run import CommandConfig
-from tests.config.test_names import NAMES
+from tests.config.test_settings import CONFIGS
 
 
 class WheelConfig(Base):
@@ -62,7 +62,7 @@ def test_a_wide_terminal_gets_long_lines():
     )
 
 
-@pytest.mark.parametrize("config_class", NAMES)
+@pytest.mark.parametrize("config_class", CONFIGS)
 def test_every_name_of_every_flag_is_in_the_help(config_class):
     text = help_text(config_class, "x", width=90)
     words = set(text.replace(".\n", "\n").replace(". ", " ").split())

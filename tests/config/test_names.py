@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from openrlhf.config.base import is_given, value_at, walk
+from openrlhf.config.base import is_given, walk
 from openrlhf.config.cli import build, parse_config
 from openrlhf.config.distillation import KDConfig
 from openrlhf.config.flags import flag_table
@@ -15,31 +15,14 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import (
     SMOOTHED_LOSSES,
     DPOConfig,
-    KTOConfig,
     PreferenceLossName,
     RMConfig,
 )
-from openrlhf.config.process import PRMConfig
-from openrlhf.config.reward_server import ServeRewardConfig
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig
 from openrlhf.config.sources import read_all
 from openrlhf.config.supervised import SFTConfig
-from tests.config import names
+from tests.config.test_settings import CONFIGS
 
-NAMES = {
-    PPOConfig: names.PPO_NAMES,
-    SFTConfig: names.SFT_NAMES,
-    RMConfig: names.RM_NAMES,
-    DPOConfig: names.DPO_NAMES,
-    KTOConfig: names.KTO_NAMES,
-    PRMConfig: names.PRM_NAMES,
-    KDConfig: names.KD_NAMES,
-    BatchInferenceConfig: names.BATCH_INFERENCE_NAMES,
-    ServeRewardConfig: names.SERVE_RM_NAMES,
-    LoraCombinerConfig: names.LORA_COMBINER_NAMES,
-    ChatConfig: names.CHAT_NAMES,
-}
-ROWS = [(config_class, *row) for config_class, rows in NAMES.items() for row in rows]
 PPO_NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "r.py"]
 
 
@@ -49,71 +32,6 @@ def tree(config_class, argv):
     assert not reading.problems
     assert not wrong
     return config
-
-
-@pytest.mark.parametrize(
-    ("config_class", "flat", "dotted", "words"), ROWS, ids=lambda value: str(value)[-40:]
-)
-def test_the_flat_name_sets_what_the_dotted_names_set(config_class, flat, dotted, words):
-    paths = dotted.split()
-    typed = ["true"] if not words and flat not in ("bf16", "flash_attn") else words.split()
-    if flat == "bf16":
-        typed = ["bf16"]
-    if flat == "flash_attn":
-        typed = ["flash_attention_2"]
-    other = "false" if flat == "flash_attn" else "eager"
-    start = [f"--{flat}", other] if "attn_implementation" in dotted else []
-    by_flat = tree(config_class, [*start, f"--{flat}", *words.split()])
-    by_dots = tree(config_class, [word for path in paths for word in (f"--{path}", *typed)])
-    before = tree(config_class, start)
-    for path in paths:
-        assert value_at(by_flat, path) == value_at(by_dots, path)
-        assert value_at(by_flat, path) != value_at(before, path)
-
-
-@pytest.mark.parametrize(
-    ("config_class", "name", "path", "value"),
-    [
-        (SFTConfig, "model_name_or_path", "model.model_name_or_path", "m"),
-        (SFTConfig, "dataset_name", "data.dataset", "d"),
-        (SFTConfig, "output_dir", "ckpt.output_dir", "o"),
-        (SFTConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
-        (SFTConfig, "num_train_epochs", "train.max_epochs", 5),
-        (SFTConfig, "max_length", "data.max_len", 7),
-        (PPOConfig, "model_name_or_path", "actor.model_name_or_path", "m"),
-        (PPOConfig, "dataset_name", "data.prompt_dataset", "d"),
-        (PPOConfig, "output_dir", "ckpt.output_dir", "o"),
-        (PPOConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
-        (PPOConfig, "num_train_epochs", "train.num_episodes", 5),
-        (PPOConfig, "num_generations", "rollout.n_samples_per_prompt", 6),
-        (PPOConfig, "max_completion_length", "rollout.max_new_tokens", 9),
-        (PPOConfig, "beta", "algo.kl.init_coef", 0.04),
-        (PPOConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
-        (PPOConfig, "reward_failure", "reward.failure", "retry(3)"),
-        (PPOConfig, "overlong_prompts", "data.overlong_prompts", "error"),
-        (PPOConfig, "loss_aggregation", "algo.loss_aggregation", "seq_mean"),
-        (PPOConfig, "kl_unbiased_gradient", "algo.kl.unbiased_gradient", True),
-        (PPOConfig, "is_correction_gating", "algo.advantage.is_correction_gating", "tv"),
-        (PPOConfig, "is_correction_treatment", "algo.advantage.is_correction_mode", "mask"),
-        (PPOConfig, "prompt_max_len", "data.prompt_max_len", 11),
-        (SFTConfig, "overlong_rows", "data.overlong_rows", "truncate"),
-        (RMConfig, "num_train_epochs", "train.max_epochs", 5),
-        (RMConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
-        (RMConfig, "max_length", "data.max_len", 7),
-        (RMConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
-        (RMConfig, "overlong_rows", "data.overlong_rows", "error"),
-        (KTOConfig, "model_name_or_path", "model.model_name_or_path", "m"),
-        (KTOConfig, "desirable_weight", "model.desirable_loss_weight", 2.0),
-        (KTOConfig, "undesirable_weight", "model.undesirable_loss_weight", 2.0),
-        (PRMConfig, "per_device_train_batch_size", "train.micro_batch_size", 3),
-        (KDConfig, "teacher_model_name_or_path", "teacher.model_name_or_path", "t"),
-        (BatchInferenceConfig, "dataset_name", "data.dataset", "d"),
-        (BatchInferenceConfig, "value_prefix_head", "ds.value_head_prefix", "v"),
-        (ChatConfig, "model_name_or_path", "model.model_name_or_path", "m"),
-    ],
-)
-def test_hugging_face_and_new_names_set_the_field(config_class, name, path, value):
-    assert value_at(tree(config_class, [f"--{name}", str(value)]), path) == value
 
 
 def test_names_that_set_several_fields_are_these_and_no_others():
@@ -139,14 +57,14 @@ def test_names_that_set_several_fields_are_these_and_no_others():
         "ref_reward_offload": {"ref.offload", "reward.offload"},
         "report_to": {"logger.wandb.key", "logger.tensorboard_dir"},
     }
-    for config_class in set(NAMES) - {PPOConfig}:
+    for config_class in set(CONFIGS) - {PPOConfig}:
         table = flag_table(config_class)
         expected = ["report_to"] if "report_to" in table else []
         assert [name for name, targets in table.items() if len(targets) > 1] == expected
 
 
 def test_no_flat_name_stands_for_two_kinds_of_field():
-    for config_class in NAMES:
+    for config_class in CONFIGS:
         for name, targets in flag_table(config_class).items():
             kinds = defaultdict(set)
             for target in targets:
@@ -155,7 +73,7 @@ def test_no_flat_name_stands_for_two_kinds_of_field():
 
 
 def test_every_field_has_help_text():
-    for config_class in NAMES:
+    for config_class in CONFIGS:
         for option in walk(config_class):
             assert option.field.description, option.path
 
@@ -356,23 +274,3 @@ def test_unset_fields_follow_the_rest():
     assert actor_only.critic.gradient_checkpointing_enable is True
     shared = tree(PPOConfig, ["--actor_num_nodes", "2", "--colocate_all_models"])
     assert (shared.ref.num_nodes, shared.critic.num_nodes, shared.reward.num_nodes) == (2, 2, 2)
-
-
-NEW_NAMES = """
-algo.advantage.is_correction_type train.partial_rollout_enable ckpt.best_metric_key
-ds.experts_implementation data.dataloader_num_workers actor.optim critic.optim actor.muon.lr
-critic.muon.lr actor.muon.momentum critic.muon.momentum actor.muon.ns_steps critic.muon.ns_steps
-actor.muon.nesterov critic.muon.nesterov actor.muon.no_nesterov critic.muon.no_nesterov
-actor.adam.eps critic.adam.eps reward.stop_properly_penalty_coef data.image_key
-data.max_images_per_prompt actor.freeze_visual_encoder train.async_queue_size local_rank use_ms
-data.max_len trust_remote_code
-"""
-NEW_SFT_NAMES = """
-ds.experts_implementation data.dataloader_num_workers optim muon.lr muon.momentum muon.ns_steps
-muon.nesterov muon.no_nesterov adam.eps local_rank use_ms trust_remote_code
-"""
-
-
-def test_names_without_an_older_form_are_known():
-    assert set(NEW_NAMES.split()) <= flag_table(PPOConfig).keys()
-    assert set(NEW_SFT_NAMES.split()) <= flag_table(SFTConfig).keys()
