@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -84,6 +85,7 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     logit_scale: float = 1.0,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn from.
 
@@ -95,12 +97,39 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     temporaries of size V together take less than 1,024 x V fp32 numbers (or 4 MiB each, where that
     is more) in either direction. `chunk_tokens` can only shorten the chunk. The gradient of the
     weight adds up, chunk by chunk, in the weight's dtype.
+
+    With a `shard`, weight and bias are this rank's rows of the head: all ranks of its group call
+    with the same states and targets and get the same results and the same gradient of the states.
     """
     assert hidden_NH.dtype == weight_VH.dtype, f"{hidden_NH.dtype} hidden, {weight_VH.dtype} weight"
     assert hidden_NH.dim() == 2 and targets_N.shape == hidden_NH.shape[:1], "one target per state"
     assert temperature > 0, "greedy decoding has no log-probs"
-    head = _Head(temperature, softcap, logit_scale, with_entropy, chunk_tokens)
+    head = _Head(temperature, softcap, logit_scale, with_entropy, chunk_tokens, shard)
     return _ChunkedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, head)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of an LM head that this rank holds; the ranks of `group` hold all of them."""
+
+    group: dist.ProcessGroup
+    first: int  # token of this rank's first row
+
+    def merge(
+        self, max_N: Tensor, total_N: Tensor, weighted_N: Tensor, chosen_N: Tensor
+    ) -> list[Tensor]:
+        """Return what `_ChunkedLogprobs` knows of each token over the rows of all ranks."""
+        own_max_N = max_N.clone()
+        dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=self.group)
+        shift_N = own_max_N - max_N
+        scale_N = shift_N.exp()
+        sums_3N = torch.stack(
+            [total_N * scale_N, (weighted_N + shift_N * total_N) * scale_N, chosen_N + own_max_N]
+        )
+        sums_3N[2].masked_fill_(chosen_N == -torch.inf, 0.0)
+        dist.all_reduce(sums_3N, group=self.group)
+        total_N, weighted_N, chosen_N = sums_3N
+        return [max_N, total_N, weighted_N, chosen_N - max_N]
 
 
 @dataclass(frozen=True)
@@ -112,6 +141,14 @@ class _Head:
     logit_scale: float
     with_entropy: bool
     chunk_tokens: int | None
+    shard: VocabShard | None
+
+    def own_targets(self, targets_N: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return the row of each target here, and which targets are not here; None: all are."""
+        if self.shard is None:
+            return targets_N, None
+        rows_N = targets_N - self.shard.first
+        return rows_N.clamp(0, num_rows - 1), (rows_N < 0) | (rows_N >= num_rows)
 
     def transform_(self, logits_CV: Tensor) -> Tensor:
         """Scale, cap and temper raw logits in place."""
@@ -180,22 +217,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         head: _Head,
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
-        logsumexp_N = torch.empty_like(logprobs_N)
-        entropy_N = torch.empty_like(logprobs_N) if head.with_entropy else None
+        rows_N, is_elsewhere_N = head.own_targets(targets_N, len(weight_VH))
+        max_N = hidden_NH.new_empty(len(hidden_NH), dtype=_compute_dtype(hidden_NH))
+        total_N, chosen_N = torch.empty_like(max_N), torch.empty_like(max_N)
+        weighted_N = torch.zeros_like(max_N)
         for block in _blocks(hidden_NH, weight_VH, head, num_spares=int(head.with_entropy)):
             logits_CV = head.transform_(block.compute_logits(hidden_NH, weight_VH, bias_V))
-            max_C = logits_CV.amax(-1)
+            max_N[block.rows] = max_C = logits_CV.amax(-1)
             logits_CV.sub_(max_C.unsqueeze(-1))
-            chosen_C = logits_CV.gather(-1, targets_N[block.rows].unsqueeze(-1)).squeeze(-1)
+            chosen_C = logits_CV.gather(-1, rows_N[block.rows].unsqueeze(-1)).squeeze(-1)
+            chosen_N[block.rows] = chosen_C
             # The entropy needs the logits again, so their exponentials go to a block of their own.
             exps_CV = block.spares_CV[0] if head.with_entropy else logits_CV
             torch.exp(logits_CV, out=exps_CV)
-            total_C = exps_CV.sum(-1)
-            logprobs_N[block.rows] = chosen_C - total_C.log()
-            logsumexp_N[block.rows] = max_C + total_C.log()
-            if entropy_N is not None:
-                entropy_N[block.rows] = total_C.log() - exps_CV.mul_(logits_CV).sum(-1) / total_C
+            total_N[block.rows] = exps_CV.sum(-1)
+            if head.with_entropy:
+                weighted_N[block.rows] = exps_CV.mul_(logits_CV).sum(-1)
+        if head.shard is not None and is_elsewhere_N is not None:
+            chosen_N.masked_fill_(is_elsewhere_N, -torch.inf)
+            max_N, total_N, weighted_N, chosen_N = head.shard.merge(
+                max_N, total_N, weighted_N, chosen_N
+            )
+        log_total_N = total_N.log()
+        logprobs_N, logsumexp_N = chosen_N - log_total_N, max_N + log_total_N
+        entropy_N = log_total_N - weighted_N / total_N if head.with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N)
@@ -210,7 +255,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: _Head = ctx.head
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(logsumexp_N)
-        token = _PerToken(targets_N, logsumexp_N, grad_logprobs_N, entropy_N, grad_entropy_N)
+        rows_N, is_elsewhere_N = head.own_targets(targets_N, len(weight_VH))
+        grad_chosen_N = grad_logprobs_N
+        if is_elsewhere_N is not None:
+            grad_chosen_N = grad_logprobs_N.masked_fill(is_elsewhere_N, 0.0)
+        token = _PerToken(
+            rows_N, grad_chosen_N, logsumexp_N, grad_logprobs_N, entropy_N, grad_entropy_N
+        )
         grads = [
             torch.zeros_like(tensor) if is_wanted else None
             for tensor, is_wanted in zip(
@@ -230,6 +281,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[block.rows])
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[block.rows])
+        if head.shard is not None and grads[0] is not None:
+            dist.all_reduce(grads[0], group=head.shard.group)
         return *grads, None, None
 
 
@@ -237,6 +290,7 @@ class _PerToken(NamedTuple):
     """What the backward knows of each token; no grad_entropy where nothing flows through it."""
 
     targets_N: Tensor
+    grad_chosen_N: Tensor  # of the log-prob by way of the target's own logit
     logsumexp_N: Tensor
     grad_logprobs_N: Tensor
     entropy_N: Tensor | None
@@ -245,8 +299,8 @@ class _PerToken(NamedTuple):
     def at(self, rows: slice) -> _PerToken:
         """The same for some of the tokens, each (C, 1)."""
         return _PerToken(
-            *(x[rows].unsqueeze(-1) for x in self[:3]),
-            *(None if x is None else x[rows].unsqueeze(-1) for x in self[3:]),
+            *(x[rows].unsqueeze(-1) for x in self[:4]),
+            *(None if x is None else x[rows].unsqueeze(-1) for x in self[4:]),
         )
 
 
@@ -267,7 +321,7 @@ def _grad_of_raw_logits(
         pull_CV = torch.add(log_p_CV, token.entropy_N, out=spares_CV[0])
         pull = pull_CV.mul_(-token.grad_entropy_N).sub_(token.grad_logprobs_N)
     grad_CV = log_p_CV.exp_().mul_(pull)
-    grad_CV.scatter_add_(-1, token.targets_N, token.grad_logprobs_N)
+    grad_CV.scatter_add_(-1, token.targets_N, token.grad_chosen_N)
     if slope_CV is not None:
         return grad_CV.mul_(slope_CV)
     return grad_CV if slope == 1 else grad_CV.mul_(slope)

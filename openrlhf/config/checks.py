@@ -101,6 +101,11 @@ def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
             "--deepcompile with --zero_stage 0: DeepSpeed compiles ZeRO 1 to 3. "
             "Type --zero_stage 2."
         )
+    if ds.deepcompile and ds.ring_attn_size > 1:
+        yield (
+            f"--deepcompile with --ring_attn_size {ds.ring_attn_size}: DeepSpeed does not compile "
+            "the exchange of keys and values. Leave one of the two out."
+        )
 
 
 def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Linear layers split over the ranks of a group by DeepSpeed's AutoTP
 (`--ds_tensor_parallel_size`).
 
-A family's own plan in transformers says which layers are split and how. Embeddings, norms and heads
-stay whole on every rank: each computes the same log-probs of the same rows.
+A family's own plan in transformers says which layers are split and how. A policy's LM head is split
+by rows unless it is tied to the embeddings. Embeddings, norms and all other heads stay whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from openrlhf.algorithms.tokens import VocabShard
+
 if TYPE_CHECKING:
+    from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.layers import TensorParallel_Layer
 
 
@@ -51,10 +54,27 @@ def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
     auto_tp.set_tensor_parallel_config(tp_size, groups.get_tensor_model_parallel_group())
     auto_tp.update_linear_policies()
     auto_tp._replace_module(hf_model)
+    if getattr(getattr(model, "head", None), "can_be_split", False):
+        _split_head(model, hf_model, auto_tp)
     if any(p.requires_grad for p in hf_model.parameters()):
         auto_tp.register_replicated_grad_hooks(hf_model)
     setattr(model, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(model))
     model.ds_autotp_parsed = True  # DeepSpeed splits nothing when it wraps the model
+
+
+def _split_head(model: nn.Module, hf_model: nn.Module, auto_tp: AutoTP) -> None:
+    """Leave this rank its rows of the LM head; one that is tied to the embeddings stays whole."""
+    from deepspeed.module_inject.layers import LinearLayer  # noqa: PLC0415 - as above
+
+    head = hf_model.get_output_embeddings()
+    if head.weight is hf_model.get_input_embeddings().weight:
+        return
+    layer = LinearLayer(
+        head, auto_tp.mp_group, name="lm_head", gather_output=True, tp_meta=auto_tp.tp_meta
+    )
+    hf_model.set_output_embeddings(layer)
+    first = sum(layer._partition_sizes[: layer.tp_index])
+    model.head.shard = VocabShard(auto_tp.mp_group, first)
 
 
 def is_split(parameter: nn.Parameter) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
-from openrlhf.algorithms.tokens import chunked_logprobs
+from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.errors import ConfigError
 from openrlhf.models.context_attention import ReadStates, SharedRow
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
@@ -76,7 +76,13 @@ class LogitTransform:
 
 
 class ChunkedHead(nn.Module):
-    """The LM head as log-probs in chunks; registers its Parameter so that ZeRO-3 gathers it."""
+    """The LM head as log-probs in chunks; registers its Parameter so that ZeRO-3 gathers it.
+
+    With a `shard`, the parameters are this rank's rows of the head.
+    """
+
+    can_be_split = True
+    shard: VocabShard | None = None
 
     def __init__(self, lm_head: nn.Module, transform: LogitTransform) -> None:
         super().__init__()
@@ -97,6 +103,7 @@ class ChunkedHead(nn.Module):
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
             with_entropy=with_entropy,
+            shard=self.shard,
         )
         return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
 

@@ -33,6 +33,8 @@ class StudentTerms(NamedTuple):
 class DistillationHead(ChunkedHead):
     """The student's LM head, which is shown the teacher's."""
 
+    can_be_split = False
+
     def __init__(self, head: ChunkedHead, *, coef: float, method: Distillation) -> None:
         super().__init__(head, head.transform)
         self.coef = coef
@@ -75,7 +77,11 @@ class Student(Actor):
 
 
 class Teacher(Actor):
-    """The model that is learnt from."""
+    """The model that is learnt from; the student reads all of its head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.head.can_be_split = False
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Hidden states where a target is predicted, (N, K); of a shared row those the student

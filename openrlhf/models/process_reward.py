@@ -65,6 +65,8 @@ class MarkerTerms(NamedTuple):
 class MarkerHead(ChunkedHead):
     """The LM head as verdicts, at the marker's own position."""
 
+    can_be_split = False
+
     def forward(
         self, hidden_MH: Tensor, labels_M: Tensor, reward_tokens_R: Tensor | None
     ) -> tuple[Tensor, ...]:

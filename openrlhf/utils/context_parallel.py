@@ -79,11 +79,11 @@ class RowSlice:
 
     def to_heads(self, x_ShD: Tensor) -> Tensor:
         """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)."""
-        return _ToHeads.apply(x_ShD, self)
+        return _Exchange.apply(x_ShD, self, True)  # noqa: FBT003 - autograd knows no names
 
     def to_tokens(self, x_PhD: Tensor) -> Tensor:
         """Undo `to_heads`: from (P, h/c, D) to (S, h, D)."""
-        return _ToTokens.apply(x_PhD, self)
+        return _Exchange.apply(x_PhD, self, False)  # noqa: FBT003 - as above
 
     def spread(self, x_n: Tensor, index_n: Tensor, size: int) -> Tensor:
         """Put what every rank has at its places together -> (size, ...), the same on all ranks."""
@@ -143,30 +143,18 @@ def _to_tokens(x_PhD: Tensor, own: RowSlice) -> Tensor:
     return x_cShD.transpose(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
-    """See `RowSlice.to_heads` (arXiv 2309.14509)."""
+class _Exchange(torch.autograd.Function):
+    """`RowSlice.to_heads` and `to_tokens` (arXiv 2309.14509): each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x_ShD: Tensor, own: RowSlice) -> Tensor:
-        ctx.own = own
-        return _to_heads(x_ShD, own)
+    def forward(ctx: Any, x: Tensor, own: RowSlice, to_heads: bool) -> Tensor:
+        ctx.own, ctx.to_heads = own, to_heads
+        return _to_heads(x, own) if to_heads else _to_tokens(x, own)
 
     @staticmethod
-    def backward(ctx: Any, grad_PhD: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad_PhD, ctx.own), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """See `RowSlice.to_tokens`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PhD: Tensor, own: RowSlice) -> Tensor:
-        ctx.own = own
-        return _to_tokens(x_PhD, own)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ShD: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad_ShD, ctx.own), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _to_tokens if ctx.to_heads else _to_heads
+        return back(grad, ctx.own), None, None
 
 
 class _Spread(torch.autograd.Function):

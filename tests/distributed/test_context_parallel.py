@@ -141,7 +141,7 @@ def compare_all(folder: Path) -> dict[tuple[str, str, str], tuple[Outcome, Outco
         strategies[sharing].setup()
     for name, case in CASES.items():
         model = case.load(folder)
-        for row in ROWS if name == "qwen2" else ("ragged", "short"):
+        for row in ROWS if name in ("qwen2", "mistral") else ("ragged", "short"):
             batch = batch_of(ROWS[row])
             model.context = None
             alone = outcome(model, case.ask, batch)

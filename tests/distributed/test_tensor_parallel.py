@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.backend import shut_down
@@ -55,7 +56,7 @@ def load(folder: Path, name: str) -> nn.Module:
 
 def loss_of(engine: object, name: str, part: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The part of these sequences in the loss of all, and the numbers it is made of."""
-    batch = full_batch(part)
+    batch = full_batch(part).to(engine.device)  # type: ignore[attr-defined]
     values = engine(batch) if name == "critic" else engine(batch, temperature=0.7).logprobs
     return values.float().square().sum() / 80, values.detach()
 
@@ -81,6 +82,7 @@ def train(folder: Path, name: str, options: dict) -> dict:
         "said": said,
         "frozen": loss_of(frozen, name, SEQUENCES)[1],
         "weights": {n: t.clone() for n, t in engine.gather_full_parameters()},
+        "has_split_head": getattr(getattr(model, "head", None), "shard", None) is not None,
         "numel": sum(p.numel() for p in engine.module.parameters()),
         "export": folder / where,
         "stage": engine.zero_stage,
@@ -148,12 +150,66 @@ def assert_same(found: dict, expected: dict, case: object) -> None:
         torch.testing.assert_close(exports[0][name], exports[1][name], rtol=0, atol=1e-5)
 
 
+VOCAB, FIRST_ROWS = 13, 5  # of the vocabulary, and those of the first rank
+HEADS = [{}, {"temperature": 0.6, "softcap": 1.5, "logit_scale": 1.3, "chunk_tokens": 4}]
+
+
+def head_inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).requires_grad_()
+        for shape in ((11, 6), (VOCAB, 6), (VOCAB,))
+    )
+    return [hidden, weight, bias, torch.arange(11) * 5 % VOCAB]
+
+
+def head_numbers(rows: slice, shard: VocabShard | None) -> list[list[Tensor]]:
+    """Log-probs, entropy and gradients of the states, of these rows of a head and its bias."""
+    found, held = [], slice(None) if shard is None else rows
+    for options in HEADS:
+        hidden, weight, bias, targets = head_inputs()
+        logprobs, entropy = chunked_logprobs(
+            hidden,
+            weight[held],
+            targets,
+            bias_V=bias[held],
+            with_entropy=True,
+            shard=shard,
+            **options,  # type: ignore[arg-type]
+        )
+        assert entropy is not None
+        (logprobs.square().sum() + entropy.square().sum()).backward()
+        grads = (hidden.grad, weight.grad[rows], bias.grad[rows])  # type: ignore[index]
+        found.append([logprobs.detach(), entropy.detach(), *grads])
+    return found  # type: ignore[return-value]
+
+
+def split_head_numbers(_: Path) -> list[list[Tensor]]:
+    torch.distributed.init_process_group("gloo")
+    is_first = torch.distributed.get_rank() == 0
+    rows = slice(FIRST_ROWS) if is_first else slice(FIRST_ROWS, VOCAB)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    found = head_numbers(rows, VocabShard(group, rows.start or 0))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_a_head_split_by_rows_says_what_the_whole_one_does(tmp_path: Path) -> None:
+    ranks = run_ranks(split_head_numbers, 2, tmp_path)
+    for rows, found in zip((slice(FIRST_ROWS), slice(FIRST_ROWS, VOCAB)), ranks, strict=True):
+        for own, whole in zip(found, head_numbers(rows, None), strict=True):  # type: ignore[call-overload]
+            for x, y in zip(own, whole, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_two_parts_of_the_layers_are_the_whole_layers(folder: Path, alone: dict) -> None:
     for found in run_ranks(train_split, 2, folder):
         for (name, stage), each in found.items():
             assert_same(each, alone[name], (name, stage))
             assert each["numel"] < alone[name]["numel"]
+            assert each["has_split_head"] == (name not in ("llama", "critic"))  # tied; a value
         assert [found["qwen2", stage]["stage"] for stage in (0, 2)] == [0, 0]  # no copies to split
 
 
@@ -234,6 +290,10 @@ def commands_on_four(root: Path) -> list[str]:
             start(root, method, "resumed", *split, *saving)
         start(root, method, "resumed", *split, *saving)
         start(root, method, "shared", *split, "--ring_attn_size", "2")
+    zero = ("--zero_stage", "2", *saving)
+    with stopping_behind(3):
+        start(root, "sft", "reshared", *zero, "--ring_attn_size", "2")
+    start(root, "sft", "reshared", *zero, "--ring_attn_size", "4")
     refusals = []
     with stopping_behind(3):
         start(root, "sft", "refused", *split, *saving)
@@ -268,7 +328,8 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
         expected = load_file(folder / method / "alone" / "model.safetensors")
         lines = (folder / method / "alone" / "metrics.jsonl").read_text().splitlines()
         is_all_ways = method in ON_ALL_WAYS
-        for run in ("split", "resumed", "shared") if is_all_ways else ("split",):
+        runs = ("split", "resumed", "shared") if is_all_ways else ("split",)
+        for run in (*runs, "reshared") if method == "sft" else runs:
             run_dir = folder / method / run
             found = load_file(run_dir / "model.safetensors")
             for name, tensor in expected.items():

@@ -57,23 +57,24 @@ def test_packed_fp32_on_cuda_equals_one_sequence_at_a_time(architecture, tmp_pat
         torch.testing.assert_close(actual[name], grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("num_earlier", [0, 37])  # keys of the first sequence before its queries
 @pytest.mark.parametrize("sliding_window", [None, 16])
-def test_the_variable_length_kernel_equals_grouped_attention(sliding_window):
+def test_the_variable_length_kernel_equals_grouped_attention(sliding_window, num_earlier):
     if packing.varlen_kernel() is None:
         pytest.skip("this torch has no variable-length kernel with the options needed")
     lengths = (5, 64, 1, 200, 64)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0)
-    row = PackedRow(lengths, cu_seqlens.to(torch.int32))
+    row = PackedRow.of_lengths(lengths, torch.device("cuda"), num_earlier=num_earlier)
+    num_tokens = (sum(lengths), *[sum(lengths) + num_earlier] * 2)
     options = ScoreOptions(scale=0.1, sliding_window=sliding_window)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
-        torch.randn(sum(lengths), n, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for n in (8, 2, 2)
+        torch.randn(n, heads, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for n, heads in zip(num_tokens, (8, 2, 2), strict=True)
     )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     fast = [x.requires_grad_() for x in (q, k, v)]
     assert packing.can_use_varlen(fast[0], fast[2], options)
-    expected = packing.grouped_attention(*exact, row.layout, options)
+    expected = packing.sdpa_row_attention(*exact, row, options)
     output = row_attention(*fast, row, options)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
     weights = torch.randn(expected.shape, generator=generator, device="cuda", dtype=torch.double)

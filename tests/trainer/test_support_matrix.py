@@ -38,6 +38,7 @@ FEATURES = {
     "Adam offload": "--adam_offload",
     "sleep": "--deepspeed_enable_sleep",
     "dynamic batch": "--use_dynamic_batch --train_max_tokens_per_gpu 40",
+    "DeepCompile": "--deepcompile",
 }
 MODELS = {"padded rows": "bloom", "experts": "mixtral"}
 # Values of one setting: no pair.
@@ -58,7 +59,11 @@ REFUSED = {
     ("tensor parallel", "experts"): "--ds_tensor_parallel_size 2: ",
     ("ZeRO-3", "QLoRA"): "--load_in_4bit with --zero_stage 3: ",
     ("padded rows", "dynamic batch"): "--use_dynamic_batch: ",
+    ("ring", "DeepCompile"): "--deepcompile with --ring_attn_size 2: ",
+    ("Ulysses", "DeepCompile"): "--deepcompile with --ring_attn_size 2: ",
+    ("tensor parallel", "DeepCompile"): "--ds_tensor_parallel_size 2 with --deepcompile: ",
 }
+NEEDS_GPU = "--deepcompile: DeepSpeed compiles for CUDA GPUs only"
 PAIRS = [
     pair
     for pair in [*((name, name) for name in FEATURES), *combinations(FEATURES, 2)]
@@ -123,7 +128,7 @@ def run_all(folder: Path) -> dict[tuple[str, str], tuple[list[float], list[float
             flags = f"--zero_stage 0 {FEATURES.get(adapter, '')}"
             plain[family, adapter] = run(folder, f"plain {family} {adapter}", family, flags)
         flags = " ".join(FEATURES[name] for name in dict.fromkeys(pair))
-        stage = "" if "--zero_stage" in flags else "--zero_stage 0"
+        stage = "" if "--zero_stage" in flags else f"--zero_stage {2 * ('DeepCompile' in pair)}"
         own = run(folder, " and ".join(pair), family, f"{stage} {flags}")
         found[pair] = plain[family, adapter], own
         if int(os.environ["RANK"]) == 0:
@@ -148,15 +153,26 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_a_pair_trains_as_it_does_alone_or_is_refused(outcomes: dict, pair: tuple) -> None:
     expected, found = outcomes[pair]
-    if pair in REFUSED:
+    if (reason := refusal(pair)) is not None:
         assert isinstance(found, str), found
         lines = [line for line in found.splitlines() if line.startswith("error: ")]
-        assert lines[0].startswith(f"error: {REFUSED[pair]}"), found
+        assert lines[0].startswith(f"error: {reason}"), found
         assert len(lines) == 1 or "QLoRA" in pair, found
         return
     assert not isinstance(found, str), found
     assert len(expected) == len(found) == NUM_STEPS
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def refusal(pair: tuple[str, str]) -> str | None:
+    """How the line begins that refuses a pair on CPU ranks."""
+    return REFUSED.get(pair) or (NEEDS_GPU if "DeepCompile" in pair else None)
+
+
+def cell(pair: tuple[str, str]) -> str:
+    if pair in REFUSED:
+        return "no"
+    return "yes" if refusal(pair) is None else "GPU"
 
 
 def table() -> str:
@@ -167,7 +183,7 @@ def table() -> str:
         cells = []
         for other in names[:row]:
             is_pair = (other, name) in PAIRS
-            cells.append(("no" if (other, name) in REFUSED else "yes") if is_pair else "–")
+            cells.append(cell((other, name)) if is_pair else "–")
         cells += [""] * (len(names) - 1 - row)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
