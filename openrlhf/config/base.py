@@ -49,6 +49,9 @@ class OptionInfo:
     # `!path`, which must not be set.
     only_with: str | None = None
     unused: str | None = None  # why nothing ever reads it; follows "has no effect"
+    # When a run goes on from a checkpoint that was written with another value: refuse it, keep the
+    # checkpoint's, or say nothing: no weights depend on it. None: the new value holds from then on.
+    at_resume: Literal["refused", "kept", "free"] | None = None
 
 
 @dataclass(frozen=True)

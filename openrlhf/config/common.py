@@ -35,10 +35,12 @@ def timed_folder(stem: str) -> str:
 class AdamConfig(Base):
     """`adam.*`: AdamW."""
 
-    lr: float = option(5e-6, "Peak learning rate.", "learning_rate", ge=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas")
-    weight_decay: float = option(0.0, "Weight decay (not on biases and norms).", "l2", ge=0)
-    eps: float = option(1e-8, "Adam epsilon.", gt=0)
+    lr: float = option(5e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
+    betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas", at_resume="kept")
+    weight_decay: float = option(
+        0.0, "Weight decay (not on biases and norms).", "l2", ge=0, at_resume="refused"
+    )
+    eps: float = option(1e-8, "Adam epsilon.", gt=0, at_resume="kept")
 
     @field_validator("betas")
     @classmethod
@@ -52,26 +54,32 @@ class AdamConfig(Base):
 class MuonConfig(Base):
     """`muon.*`: the Muon group of the optimizer."""
 
-    lr: float = option(0.02, "Learning rate of the Muon group.", ge=0)
-    momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1)
-    ns_steps: int = option(5, "Newton-Schulz steps.", gt=0, unused="here: DeepSpeed's Muon sets it")
+    lr: float = option(0.02, "Learning rate of the Muon group.", ge=0, at_resume="kept")
+    momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1, at_resume="kept")
+    ns_steps: int = option(
+        5, "Newton-Schulz steps.", gt=0, unused="here: DeepSpeed's Muon sets it", at_resume="kept"
+    )
     nesterov: bool = switch(
         "Nesterov momentum.",
         Alias(".no_nesterov", {"true": False, "false": True}),
         default=True,
         unused="here: DeepSpeed's Muon sets it",
+        at_resume="kept",
     )
 
 
 class OptimizerConfig(Base):
     """Optimizer and schedule of one model: at the top of the tree, or under actor and critic."""
 
-    optim: Literal["adam", "muon"] = option("adam", "Optimizer.", "optim")
+    optim: Literal["adam", "muon"] = option("adam", "Optimizer.", "optim", at_resume="refused")
     adam: AdamConfig = AdamConfig()
     muon: MuonConfig = MuonConfig()
     max_norm: float = option(1.0, "Gradient norm to clip at.", "max_norm", gt=0)
     lr_scheduler: str = option(
-        "cosine_with_min_lr", "Any Hugging Face schedule name.", "lr_scheduler"
+        "cosine_with_min_lr",
+        "Any Hugging Face schedule name.",
+        "lr_scheduler",
+        at_resume="refused",
     )
     lr_warmup_ratio: float = option(
         0.03, "Warm-up, as a part of all updates.", "lr_warmup_ratio", ge=0, le=1
@@ -84,14 +92,19 @@ class OptimizerConfig(Base):
 class LoraConfig(Base):
     """`ds.lora.*`: low-rank adapters."""
 
-    rank: int = option(0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0)
-    alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0, only_with="ds.lora.rank")
+    rank: int = option(
+        0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0, at_resume="refused"
+    )
+    alpha: int = option(
+        16, "LoRA alpha.", "lora_alpha", gt=0, only_with="ds.lora.rank", at_resume="refused"
+    )
     target_modules: tuple[str, ...] = option(
         ("all-linear",),
         "Modules that get an adapter.",
         "target_modules",
         min_length=1,
         only_with="ds.lora.rank",
+        at_resume="refused",
     )
     dropout: float = option(
         0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1, only_with="ds.lora.rank"
@@ -105,6 +118,7 @@ class PrecisionConfig(Base):
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
         Alias("bf16", {"true": "bf16"}),
+        at_resume="refused",
     )
 
 
@@ -118,7 +132,9 @@ class LoadConfig(PrecisionConfig):
         "attn_implementation",
         Alias("flash_attn", {"true": "flash_attention_2", "false": "sdpa"}),
     )
-    load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", "load_in_4bit")
+    load_in_4bit: bool = switch(
+        "QLoRA: base weights in 4 bits.", "load_in_4bit", at_resume="refused"
+    )
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
         option(None, "Kernels of mixture-of-experts layers.")
     )
@@ -127,7 +143,7 @@ class LoadConfig(PrecisionConfig):
 class DeepSpeedConfig(LoadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage", at_resume="free")
     zpg: int = option(
         1, "ZeRO++ secondary partition size.", "zpg", ge=1, only_with="ds.zero_stage=3"
     )
@@ -172,12 +188,14 @@ class DeepSpeedConfig(LoadConfig):
         "Attribute name of the scalar head; the model's own config wins.",
         "value_head_prefix",
         "value_prefix_head",
+        at_resume="refused",
     )
     lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = switch(
         "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
         "use_ds_universal_ckpt",
         only_with="ckpt.load_enable",
+        at_resume="free",
     )
     config: str | None = option(
         None,
@@ -305,7 +323,9 @@ class EvalConfig(Base):
 class TrainConfig(Base):
     """`train.*`: batches, epochs and randomness."""
 
-    batch_size: int = option(128, "Samples in an optimizer step.", "train_batch_size", gt=0)
+    batch_size: int = option(
+        128, "Samples in an optimizer step.", "train_batch_size", gt=0, at_resume="refused"
+    )
     micro_batch_size: int = option(
         8,
         "Samples in a micro-batch of one device.",
@@ -314,7 +334,7 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32)
+    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32, at_resume="free")
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )

@@ -21,13 +21,13 @@ FROZEN_GPUS_HELP = (
 class ActorAdamConfig(AdamConfig):
     """`actor.adam.*`."""
 
-    lr: float = option(1e-6, "Peak learning rate.", "actor_learning_rate", ge=0)
+    lr: float = option(1e-6, "Peak learning rate.", "actor_learning_rate", ge=0, at_resume="kept")
 
 
 class CriticAdamConfig(AdamConfig):
     """`critic.adam.*`."""
 
-    lr: float = option(9e-6, "Peak learning rate.", "critic_learning_rate", ge=0)
+    lr: float = option(9e-6, "Peak learning rate.", "critic_learning_rate", ge=0, at_resume="kept")
 
 
 class ActorConfig(OptimizerConfig):
@@ -46,6 +46,7 @@ class ActorConfig(OptimizerConfig):
         "pretrain",
         "model_name_or_path",
         opens="model",
+        at_resume="refused",
     )
     adam: ActorAdamConfig = ActorAdamConfig()
     gradient_checkpointing_enable: bool = switch(
@@ -128,6 +129,7 @@ class CriticConfig(OptimizerConfig):
         "Value model to start from; unset: the first reward model, else the policy.",
         "critic_pretrain",
         opens="model",
+        at_resume="refused",
     )
     adam: CriticAdamConfig = CriticAdamConfig()
     gradient_checkpointing_enable: bool = switch(

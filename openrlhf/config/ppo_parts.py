@@ -48,7 +48,9 @@ KNOWN_AS = {
 class RolloutConfig(Base):
     """`rollout.*`: how samples are made."""
 
-    batch_size: int = option(1024, "Prompts in a step.", "rollout_batch_size", gt=0)
+    batch_size: int = option(
+        1024, "Prompts in a step.", "rollout_batch_size", gt=0, at_resume="refused"
+    )
     micro_batch_size: int = option(
         8, "Samples in one forward pass of a device.", "micro_rollout_batch_size", gt=0
     )
@@ -61,6 +63,7 @@ class RolloutConfig(Base):
         "n_samples_per_prompt",
         "num_generations",
         gt=0,
+        at_resume="refused",
     )
     max_new_tokens: int = option(
         1024, "Most tokens in a response.", "generate_max_len", "max_completion_length", gt=0
@@ -126,6 +129,7 @@ class AdvantageConfig(Base):
         "Advantage estimator: gae is PPO, group_norm GRPO, reinforce REINFORCE++.",
         "advantage_estimator",
         known_as=KNOWN_AS,
+        at_resume="refused",
     )
     gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
     lambd: float = option(
@@ -279,7 +283,9 @@ class PPOTrainConfig(TrainConfig):
         "per_device_train_batch_size",
         gt=0,
     )
-    max_epochs: int = option(1, "Passes over a step's samples.", "max_epochs", gt=0)
+    max_epochs: int = option(
+        1, "Passes over a step's samples.", "max_epochs", gt=0, at_resume="refused"
+    )
     num_episodes: int = option(
         1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
     )
@@ -289,13 +295,17 @@ class PPOTrainConfig(TrainConfig):
         "Critic and reward model share GPUs.", "colocate_critic_reward"
     )
     enable_ema: bool = switch(
-        "Export an average of the weights; the last ones go to its folder policy.", "enable_ema"
+        "Export an average of the weights; the last ones go to its folder policy.",
+        "enable_ema",
+        at_resume="refused",
     )
     ema_beta: float = option(
         0.992, "Decay of the average.", "ema_beta", ge=0, lt=1, only_with="train.enable_ema"
     )
     async_enable: bool = switch(
-        "Generate while training; engines have devices of their own.", "async_train"
+        "Generate while training; engines have devices of their own.",
+        "async_train",
+        at_resume="refused",
     )
     async_queue_size: int = option(
         1,

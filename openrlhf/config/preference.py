@@ -76,7 +76,7 @@ class RMModelConfig(ModelConfig):
 class RMAdamConfig(AdamConfig):
     """`adam.*` of train_rm."""
 
-    lr: float = option(9e-6, "Peak learning rate.", "learning_rate", ge=0)
+    lr: float = option(9e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
 
 
 class RMCheckpointConfig(CheckpointConfig):
@@ -166,7 +166,7 @@ class DPORefConfig(RefConfig):
 class DPOAdamConfig(AdamConfig):
     """`adam.*` of train_dpo and train_kto."""
 
-    lr: float = option(1e-5, "Peak learning rate.", "learning_rate", ge=0)
+    lr: float = option(1e-5, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
 
 
 class DPOCheckpointConfig(CheckpointConfig):
@@ -254,6 +254,7 @@ class KTOModelConfig(ModelConfig):
         "pretrain",
         "model_name_or_path",
         opens="model",
+        at_resume="refused",
     )
     beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
     desirable_loss_weight: float = option(

@@ -50,7 +50,7 @@ class PRMDataConfig(SupervisedDataConfig):
 class PRMAdamConfig(AdamConfig):
     """`adam.*` of train_prm."""
 
-    lr: float = option(1e-6, "Peak learning rate.", "learning_rate", ge=0)
+    lr: float = option(1e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
 
 
 class PRMCheckpointConfig(CheckpointConfig):

@@ -43,6 +43,7 @@ class ModelConfig(Base):
         "pretrain",
         "model_name_or_path",
         opens="model",
+        at_resume="refused",
     )
     gradient_checkpointing_enable: bool = switch(
         "Recompute activations in the backward pass.", "gradient_checkpointing"

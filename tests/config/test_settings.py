@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from openrlhf.config.base import Option, value_at, walk
 from openrlhf.config.cli import build, parse_config
@@ -114,6 +115,22 @@ def test_every_name_of_a_setting_sets_it(command):
             words = samples[path]
             if targets[0].meanings is None and words is not None:
                 assert value(name, words, path) == value(path, words, path), name
+
+
+def sections(config_class: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield config_class
+    for field in config_class.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from sections(field.annotation)
+
+
+def test_another_default_changes_nothing_about_resuming():
+    for section in {part for config_class in CONFIGS for part in sections(config_class)}:
+        for parent in section.__mro__[1:]:
+            for name, field in getattr(parent, "model_fields", {}).items():
+                extra, own = field.json_schema_extra, section.model_fields[name].json_schema_extra
+                if isinstance(extra, dict) and (rule := extra["option"].at_resume):
+                    assert own["option"].at_resume == rule, (section, name)
 
 
 def test_default_run_folders_differ_by_command_and_time(monkeypatch):

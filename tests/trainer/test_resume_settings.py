@@ -32,15 +32,10 @@ REFUSED = {
     "--lora_rank 0 --target_modules q_proj v_proj": "--target_modules all-linear",
 }
 SAID = {
-    "--max_epochs 5": "--max_epochs 5 (2 when the checkpoint was written): the learning rate",
-    "--micro_train_batch_size 2": "--micro_train_batch_size 2 (8 when the checkpoint was written): "
-    "results agree to rounding",
-    "--use_dynamic_batch": "--use_dynamic_batch True (False when",
+    "--max_epochs 5": "--max_epochs 5 (2 when the checkpoint was written): it holds from step 8 on",
     "--learning_rate 1": "--learning_rate 1.0 has no effect: 5e-06 goes on with the checkpoint",
     "--adam_betas 0.8 0.9": "--adam_betas 0.8 0.9 has no effect: 0.9 0.95 goes on",
     "--max_norm 7": "--max_norm 7.0 (1.0 when the checkpoint was written): it holds from step 8 on",
-    "--lr_warmup_ratio 0.5": "--lr_warmup_ratio 0.5 (0.03 when",
-    "--max_len 99": "--max_len 99 (2048 when the checkpoint was written): the rows to train on and",
     "--lora_dropout 0.1": "--lora_dropout 0.1 (0.0 when the checkpoint was written): it holds from",
 }
 FREE = (
@@ -81,11 +76,8 @@ REFUSED_IN_RL = {
     "--pretrain n": "--pretrain m",
 }
 SAID_IN_RL = {
-    "--num_episodes 2": "--num_episodes 2 (1 when the checkpoint was written): the learning rate",
     "--actor_learning_rate 1": "--actor_learning_rate 1.0 has no effect: 1e-06 goes on with",
     "--kl_target 0.1": "--kl_target 0.1 (None when the checkpoint was written): it holds from",
-    "--pretrain_data t": "--pretrain_data t (None when the checkpoint was written): other text is",
-    "--use_dynamic_batch": "--use_dynamic_batch True (False when the checkpoint was written):",
     "--critic.freezing_steps 3": "--freezing_actor_steps 3 (-1 when the checkpoint was written):",
 }
 
