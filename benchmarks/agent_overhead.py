@@ -11,6 +11,7 @@ the third takes longer is the server's and the client's. Leave the machine idle 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import queue
 import statistics
@@ -114,13 +115,15 @@ class Bench:
     def _runner(self, path: Path, code: str) -> Any:
         from openrlhf.rollout.agents.episode import AgentLimits
         from openrlhf.rollout.agents.worker import AgentSetup
-        from openrlhf.trainer.ray.agent_host import EpisodeRunner
+        from openrlhf.rollout.samplers import LocalSampler
+        from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
+        from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 
         words = {"num_turns": self.num_turns, "num_new_tokens": NUM_NEW_TOKENS}
         path.write_text(code.format(feedback=FEEDBACK, **words))
         limits = AgentLimits(self.max_length, num_tasks=self.num_episodes)
         setup = AgentSetup(str(path), self.tokenizer, limits, len(self.tokenizer))
-        return EpisodeRunner(setup, self.engine)
+        return AgentSamplesGenerator(setup, [LocalSampler(self.engine)], FailurePolicy(1))
 
     def ask_engine(self) -> None:
         """The turns without agents: each prompt is the last one, its answer and the feedback."""
@@ -148,21 +151,22 @@ class Bench:
             if turns_left[k]:
                 ask(k)
 
-    def act(self, runner: Any) -> None:
+    def act(self, agents: Any) -> None:
         """The same turns by agents."""
         from openrlhf.engines.base import SamplingSettings
         from openrlhf.rollout.agents.episode import EpisodeRequest
+        from openrlhf.utils.metrics import Metrics
 
         ids = tuple(self.tokenizer.encode(PROMPT, add_special_tokens=False))
-        requests = [
-            EpisodeRequest(f"e{k}", PROMPT, ids, SamplingSettings())
-            for k in range(self.num_episodes)
-        ]
-        runner.submit_episodes("bench", requests)
-        results: list[Any] = []
-        while len(results) < len(requests):
-            results += runner.finished_episodes("bench", 5.0)
-        for result in results:
+
+        async def all_of_them() -> list[Any]:
+            requests = [
+                EpisodeRequest(f"e{k}", PROMPT, ids, SamplingSettings())
+                for k in range(self.num_episodes)
+            ]
+            return await asyncio.gather(*(agents.act(one, Metrics()) for one in requests))
+
+        for result in agents.run(all_of_them()):
             assert result.failure is None, result.failure
             assert result.num_turns == self.num_turns
 

@@ -49,7 +49,7 @@ class RequestDesk:
     def __init__(self, engine: TakesRequests) -> None:
         self._engine = engine
         self._finished: Mailboxes[FinishedRequest] = Mailboxes()
-        self._pending: dict[str, set[Answer]] = {}  # by owner
+        self._pending: dict[str, dict[str, Answer]] = {}  # by owner, by request id
         self._lock = threading.Lock()
 
     def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
@@ -57,11 +57,10 @@ class RequestDesk:
         down.
         """
         with self._lock:
-            pending = self._pending.setdefault(owner, set())
+            pending = self._pending.setdefault(owner, {})
         for request, answer in zip(requests, self._engine.submit(requests), strict=True):
-            pending.add(answer)
+            pending[request.request_id] = answer
             answer.add_done_callback(partial(self._answered, owner, request.request_id))
-            answer.add_done_callback(pending.discard)
 
     def finished_requests(self, owner: str, wait_s: float) -> list[FinishedRequest]:
         """Answers since the last call; waits up to `wait_s` seconds for the first of them.
@@ -76,11 +75,20 @@ class RequestDesk:
         """
         self._finished.close(owner)
         with self._lock:
-            pending = self._pending.pop(owner, set())
-        if pending and isinstance(self._engine, AbortsRequests):
-            self._engine.abort(list(pending))
+            pending = self._pending.pop(owner, {})
+        self._abort(list(pending.values()))
+
+    def abort_request(self, owner: str, request_id: str) -> None:
+        """Stop sampling for one request, where the engine can."""
+        answer = self._pending.get(owner, {}).get(request_id)
+        self._abort([] if answer is None else [answer])
+
+    def _abort(self, answers: list[Answer]) -> None:
+        if answers and isinstance(self._engine, AbortsRequests):
+            self._engine.abort(answers)
 
     def _answered(self, owner: str, request_id: str, answer: Answer) -> None:
+        self._pending.get(owner, {}).pop(request_id, None)
         if not answer.cancelled():  # else it was abandoned
             error = answer.exception()
             self._finished.put(owner, error or FinishedRequest(request_id, answer.result()))

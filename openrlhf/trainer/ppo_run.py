@@ -49,6 +49,7 @@ from openrlhf.trainer.ppo_setup import (
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, agent_setup
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
     KLRules,
@@ -70,7 +71,6 @@ from openrlhf.trainer.ppo_utils.scoring import (
     SourceScorer,
 )
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
-from openrlhf.trainer.ray.agent_host import agent_samples_generator
 from openrlhf.trainer.ray.cluster import (
     TRAINED_ROLES,
     RayCluster,
@@ -85,7 +85,7 @@ from openrlhf.trainer.ray.placement import view_cluster
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
-from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator
+from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator, samplers_of
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     notice,
@@ -288,9 +288,9 @@ def _samples_generator(
     """What makes scored samples: engines and rewards, or agents that act through the engines."""
     if config.train.agent_func_path:
         engines = generator.engines if isinstance(generator, EnginePool) else []
-        return agent_samples_generator(
-            config, inputs.tokenizer, engines, generator, vocab_size=inputs.vocab_size
-        )
+        setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
+        samplers = samplers_of(engines, generator)
+        return AgentSamplesGenerator(setup, samplers, FailurePolicy.of(config), generator)
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
     scorer = _scorer(config, inputs, groups, models_stream=has_own_devices, turn=turn)
     return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)

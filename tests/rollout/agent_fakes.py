@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.rollout.agents.worker import AgentSetup
+from openrlhf.rollout.samplers import LocalSampler
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ray.agent_host import EpisodeRunner
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -139,14 +140,14 @@ def agents_over(
     policy: FailurePolicy | None = None,
     code: str = TWO_TURNS,
 ) -> Iterator[AgentSamplesGenerator]:
-    """Agents beside these engines; they are ended with the block."""
-    file = write_agent(folder, code)
-    hosts = [make_runner(file, engine, tokenizer, num_tasks=4) for engine in engines]
+    """Agents on these engines; they are ended with the block."""
+    setup = setup_of(write_agent(folder, code), tokenizer, num_tasks=4)
+    samplers = [LocalSampler(engine) for engine in engines]
+    agents = AgentSamplesGenerator(setup, samplers, policy or FailurePolicy(4))
     try:
-        yield AgentSamplesGenerator(hosts, tokenizer, hosts[0].limits, policy or FailurePolicy(4))
+        yield agents
     finally:
-        for host in hosts:
-            host.close()
+        agents.close()
 
 
 def settings(tokenizer, **changes) -> SamplingSettings:
@@ -173,20 +174,35 @@ def write_agent(path: Path, code: str) -> Path:
     return file
 
 
-def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
+def setup_of(file: Path, tokenizer, **limits) -> AgentSetup:
     limits = AgentLimits(**{"max_length": 256, "step_timeout_s": 20.0, **limits})
-    return EpisodeRunner(AgentSetup(str(file), tokenizer, limits, len(tokenizer)), engine)
+    return AgentSetup(str(file), tokenizer, limits, len(tokenizer))
+
+
+class EpisodeRunner:
+    """Runs single episodes for a test; its event loop has a thread."""
+
+    def __init__(self, setup: AgentSetup, engine) -> None:
+        self.agents = AgentSamplesGenerator(setup, [LocalSampler(engine)], FailurePolicy(4))
+        self.close = self.agents.close
+
+    def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
+        (worker,) = self.agents._workers
+
+        async def all_of_them() -> list[EpisodeResult]:
+            return await asyncio.gather(*map(worker.run, requests))
+
+        work = asyncio.run_coroutine_threadsafe(all_of_them(), self.agents.loop)
+        return {result.sample_id: result for result in work.result(30)}
+
+
+def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
+    return EpisodeRunner(setup_of(file, tokenizer, **limits), engine)
 
 
 def act(runner: EpisodeRunner, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
     """Results of all episodes, by name; fails when one does not come within half a minute."""
-    runner.submit_episodes("test", requests)
-    results: dict[str, EpisodeResult] = {}
-    deadline = time.monotonic() + 30
-    while len(results) < len(requests):
-        assert time.monotonic() < deadline, f"only {len(results)} of {len(requests)} came"
-        results.update({r.sample_id: r for r in runner.finished_episodes("test", 0.5)})
-    return results
+    return runner.act(requests)
 
 
 def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult:

@@ -102,7 +102,7 @@ def test_an_impossible_turn_is_the_engines_fault():
 def take(episode, prompt, tokenizer, *, asked=None):
     """Sample one turn; what the engine was asked goes to the list."""
 
-    def ask(request):
+    def ask(sample_id, request):
         if asked is not None:
             asked.append(request)
         turn = Future()

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from openrlhf.errors import ConfigError, EngineError
-from openrlhf.rollout.agents.agent_file import AgentFile
 from tests.rollout.agent_fakes import (
     BatchEngine,
     GrowingEngine,
@@ -150,8 +149,7 @@ from tests.rollout.agent_fakes import StreamingEngine, make_runner, request, say
 if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
     runner = make_runner(sys.argv[1], StreamingEngine(says(tokenizer, "ok")), tokenizer)
-    runner.submit_episodes("test", [request(tokenizer)])
-    time.sleep(600)
+    runner.act([request(tokenizer)])
 """
 
 
@@ -305,25 +303,6 @@ def test_plain_methods_run_at_the_same_time(tmp_path, tiny_tokenizer):
     assert all(result.failure is None for result in results.values())
     assert time.monotonic() - began_s < 5  # one after the other: 15 s
     runner.close()
-
-
-def test_owners_get_their_own_results(tmp_path, tiny_tokenizer):
-    runner = make_runner(
-        write_agent(tmp_path, environment("return DONE")),
-        StreamingEngine(says(tiny_tokenizer, "ok")),
-        tiny_tokenizer,
-    )
-    runner.submit_episodes("train", [request(tiny_tokenizer, name="a")])
-    runner.submit_episodes("eval", [request(tiny_tokenizer, name="b")])
-    assert [r.sample_id for r in runner.finished_episodes("eval", 5)] == ["b"]
-    assert [r.sample_id for r in runner.finished_episodes("train", 5)] == ["a"]
-    assert runner.finished_episodes("train", 0.01) == []
-    runner.close()
-
-
-def test_the_file_is_read_once(tmp_path):
-    file = write_agent(tmp_path, environment("return DONE"))
-    assert AgentFile(file).instance_class.__name__ == "AgentInstance"
 
 
 WORDS = "one two three four five six seven"

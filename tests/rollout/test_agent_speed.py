@@ -89,7 +89,7 @@ def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokeni
     ids = (*tiny_tokenizer.encode(WORDS), tiny_tokenizer.eos_token_id)
     told = Completion(ids, (-0.5,) * len(ids), "stop", 0)
 
-    def ask(asked) -> Future[Completion]:
+    def ask(sample_id, asked) -> Future[Completion]:
         turn: Future[Completion] = Future()
         turn.set_result(told)
         return turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 import transformers
 
 from openrlhf.algorithms.advantages import estimator
+from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
@@ -22,12 +23,14 @@ from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
     TWO_TURNS,
+    GrowingEngine,
     StreamingEngine,
     agents_over,
     prompts,
     says,
     settings,
 )
+from tests.trainer.stream_fakes import fetch, until
 
 
 def generate(
@@ -81,7 +84,7 @@ def test_all_hosts_work_and_every_episode_runs_once(tmp_path, tiny_tokenizer):
 
 
 def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
-    with pytest.raises(AgentError, match=re.escape("2 of 4 episodes failed: exception: ")) as info:
+    with pytest.raises(AgentError, match=re.escape("row 2: exception: ")) as info:
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)
     assert "agent_func.py:10: ValueError: bad at try" in str(info.value)
     assert info.value.exit_code == 3
@@ -105,21 +108,13 @@ def test_a_call_may_be_a_part_of_a_step_in_which_everything_fails(tmp_path, tiny
     assert batch.rollouts == [] and list(batch.failed) == [0]
 
 
-def test_failed_episodes_are_tried_again_where_that_is_wished(
-    tmp_path, tiny_tokenizer, monkeypatch
-):
+def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):
     policy = FailurePolicy(4, num_retries=1)
-    drained = []
-    monkeypatch.setattr(AgentSamplesGenerator, "drain", lambda self: drained.append(self))
     batch, _ = generate(tmp_path, tiny_tokenizer, ["ok", "shy"], num_samples=1, policy=policy)
     assert [r.row_id for r in batch.rollouts] == [0, 1]
     values = batch.metrics.values()
     assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (1, 1)
-    assert drained  # the try that failed may be sampled for still
-    drained.clear()
-    generate(tmp_path, tiny_tokenizer, ["ok"], num_samples=1, policy=policy)
-    assert not drained
-    with pytest.raises(AgentError, match="bad at try 2"):
+    with pytest.raises(AgentError, match=r"row 1: exception: .*bad at try 2"):
         generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
 
 
@@ -146,7 +141,7 @@ def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_to
 
 def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer):
     code = TWO_TURNS.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
-    with pytest.raises(RewardError, match="sample step1/1/0 has no score and others"):
+    with pytest.raises(RewardError, match=r"sample step1/./0 has no score and others"):
         generate(tmp_path, tiny_tokenizer, ["a", "b"], code=code)
 
 
@@ -258,3 +253,63 @@ def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_d
     changed = actor(replace(packed, token_ids=other), temperature=1.0).logprobs
     assert changed[:3].tolist() == logprobs[:3].tolist()
     assert changed[3:].tolist() != logprobs[3:].tolist()
+
+
+@contextmanager
+def streaming(tmp_path, tokenizer, engines, *, policy=None, **sampling):
+    """A stream over agents beside these engines."""
+    with agents_over(engines, tmp_path, tokenizer, policy=policy) as source:
+        stream = source.open_stream(settings(tokenizer, **sampling))
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+def submit(stream, tokenizer, texts, tag="t"):
+    for prompt in prompts(tokenizer, texts):
+        stream.submit((0, prompt.row_id), prompt, tag=tag)
+
+
+def test_groups_of_all_hosts_come_with_all_their_segments(tmp_path, tiny_tokenizer):
+    engines = [StreamingEngine(says(tiny_tokenizer, "yo"), delay_s=0.01) for _ in range(2)]
+    with streaming(tmp_path, tiny_tokenizer, engines, num_samples=2) as stream:
+        submit(stream, tiny_tokenizer, ["two", *[f"p{i}" for i in range(9)]])
+        groups = {group.key[1]: group.rollouts for group in fetch(stream, 10)}
+        assert [r.sample_id for r in groups[0]] == ["t/0/0", "t/0/0#1", "t/0/1", "t/0/1#1"]
+        assert [r.reward for r in groups[0]] == [1.5] * 4
+        assert [r.sample_id for r in groups[3]] == ["t/3/0", "t/3/1"]
+        assert groups[3][0].response_text == "yo<|end|>??yo<|end|>"
+        assert len({group[0].group_id for group in groups.values()}) == 10
+        assert all(len({r.group_id for r in group}) == 1 for group in groups.values())
+        assert all(engine.requests for engine in engines)
+        values = stream.take_metrics().values()
+        assert (values["agent/num_turns"], values["extra/num"]) == (2, 3)
+        assert values["num_generated_tokens"] == 20 * 6
+
+
+def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
+    class Updated(StreamingEngine):
+        """Weights change under its second turn."""
+
+        def complete(self, request) -> Completion:
+            whole = super().complete(request)
+            if len(self.requests) == 1:
+                return replace(whole, weight_version=4)
+            return replace(whole, weight_version=5, version_starts=((0, 4), (1, 5)))
+
+    engine = Updated(says(tiny_tokenizer, "yo"))
+    with streaming(tmp_path, tiny_tokenizer, [engine]) as stream:
+        submit(stream, tiny_tokenizer, ["a"])
+        [group] = fetch(stream, 1)
+        assert group.rollouts[0].weight_versions.tolist() == [4, 4, 4, 4, 5, 5]
+
+
+def test_closing_cuts_off_what_runs(tmp_path, tiny_tokenizer):
+    engine = GrowingEngine(says(tiny_tokenizer, "y" * 2000), delay_s=0.01)
+    with streaming(tmp_path, tiny_tokenizer, [engine], num_samples=2) as stream:
+        submit(stream, tiny_tokenizer, ["a", "b", "c"])  # four run, two wait for room
+        until(lambda: len(engine.requests) == 4)
+        stream.close()
+        until(lambda: engine.num_aborted == 4)
+    assert len(engine.requests) == 4

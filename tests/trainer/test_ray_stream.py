@@ -17,7 +17,7 @@ from openrlhf.trainer.ray.weight_transport import SharedMemoryTransport
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
 from tests.trainer.stream_fakes import HeldSource, fetch, until
-from tests.trainer.test_agent_hosts import largest_gap
+from tests.trainer.test_agent_engines import largest_gap
 
 
 @pytest.fixture

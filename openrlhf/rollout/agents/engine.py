@@ -113,12 +113,12 @@ class TurnTaker:
 
     def __init__(
         self,
-        ask: Callable[[GenerationRequest], Future[Completion]],
+        ask: Callable[[str, GenerationRequest], Future[Completion]],
         limits: AgentLimits,
         *,
         vocab_size: int,
     ) -> None:
-        """`ask` sends a request to the engines; cancelling its future stops the sampling."""
+        """`ask` sends an episode's request to the engine; cancelling its future stops it."""
         self.ask = ask
         self.limits = limits
         self.vocab_size = vocab_size
@@ -145,21 +145,13 @@ class TurnTaker:
         settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
         episode.num_requests += 1
         name = f"{episode.request.sample_id}/t{episode.num_requests}"
-        turn = self.ask(GenerationRequest(name, tuple(prompt_ids), settings))
-        episode.turns.add(turn)
-        turn.add_done_callback(episode.turns.discard)
+        request = GenerationRequest(name, tuple(prompt_ids), settings)
         try:
-            if episode.is_closed:  # since it was checked above, by another thread
-                turn.cancel()
-            completion = await asyncio.wrap_future(turn)
+            completion = await asyncio.wrap_future(self.ask(episode.request.sample_id, request))
             fills_context = settings.max_new_tokens == room
             episode.record(prompt_ids, completion, fills_context=fills_context, owner=run.sample_id)
         except EngineError as error:
             episode.engine_error = error
-            raise
-        except asyncio.CancelledError:
-            if episode.is_closed:
-                episode.check_open()
             raise
         return completion
 

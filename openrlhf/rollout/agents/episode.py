@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from openrlhf.engines.base import Completion, SamplingSettings
@@ -106,7 +105,6 @@ class Episode:
         self.segments: list[Segment] = []
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
-        self.turns: set[Future[Completion]] = set()  # that the engine samples now
         self.sessions: list[object] = []  # of clients; they live as long as the episode
         self.num_requests = 0
         self.is_closed = False
@@ -144,11 +142,9 @@ class Episode:
             raise EpisodeOverError(f"episode {self.request.sample_id} has ended")
 
     def close(self) -> None:
-        """End the episode: refuse later turns, and stop those that are being sampled."""
+        """End the episode: refuse later turns."""
         with self._lock:
             self.is_closed = True
-        for turn in self.turns.copy():
-            turn.cancel()
 
 
 def result_of(episode: Episode, answer: object, outside: Episode, path: str) -> EpisodeResult:

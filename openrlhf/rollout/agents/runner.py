@@ -11,14 +11,19 @@ import atexit
 import multiprocessing
 import pickle
 import socket
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.engines.base import Completion
 from openrlhf.errors import ConfigError, OpenRLHFError
-from openrlhf.rollout.agents.episode import EpisodeRequest, EpisodeResult, failed
+from openrlhf.rollout.agents.episode import (
+    EpisodeOverError,
+    EpisodeRequest,
+    EpisodeResult,
+    failed,
+)
 from openrlhf.rollout.agents.worker import (
     NUM_HEADER_BYTES,
     AgentSetup,
@@ -26,8 +31,8 @@ from openrlhf.rollout.agents.worker import (
     pickled_error,
     serve,
 )
+from openrlhf.rollout.samplers import Sampler
 
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 Outcome = EpisodeResult | OpenRLHFError | None  # None: the process ended first
 
 MAX_RESTARTS = 3  # of an episode whose process ended
@@ -42,14 +47,15 @@ CONTEXT.set_forkserver_preload(["openrlhf.rollout.agents.worker", "transformers"
 class AgentProcess:
     """One worker process, from its start to its end."""
 
-    def __init__(self, setup: AgentSetup, generate: Generate) -> None:
+    def __init__(self, setup: AgentSetup, sampler: Sampler) -> None:
         self.setup = setup
         self.is_over = False
         self.last_words = ""  # why it ended
-        self._generate = generate
+        self._sampler = sampler
         self.culprit = ""  # sample id of the episode that blocked it
         self._acting: dict[str, asyncio.Future[Outcome]] = {}  # by sample id
-        self._turns: dict[int, asyncio.Future[Completion]] = {}
+        self._turns: dict[int, asyncio.Future[list[Completion]]] = {}  # that are sampled
+        self._turns_of: dict[str, set[int]] = defaultdict(set)  # by sample id
 
     async def start(self) -> None:
         """Load the agent file and make its executor; raises ConfigError."""
@@ -86,6 +92,10 @@ class AgentProcess:
             return failed(request, "episode_timeout", f"{self.setup.path}: its process hangs")
         finally:
             del self._acting[request.sample_id]
+            # Turns of no episode that is known may be anybody's, as long as there is one.
+            over = self._turns_of.get(request.sample_id, ()) if self._acting else self._turns
+            for number in over:
+                self._turns[number].cancel()
             if not outcome.done():
                 self._send("cancel", request.sample_id)
         if isinstance(result, OpenRLHFError):
@@ -138,10 +148,11 @@ class AgentProcess:
 
     def _take(self, name: str, *values: Any) -> None:
         if name == "turn":
-            number, request = values
-            turn = asyncio.ensure_future(self._generate(request))
+            number, sample_id, request = values
+            turn = asyncio.ensure_future(self._sampler.sample(request))
             self._turns[number] = turn
-            turn.add_done_callback(partial(self._answer, number))
+            self._turns_of[sample_id].add(number)
+            turn.add_done_callback(partial(self._answer, number, sample_id))
         elif name == "abort" and values[0] in self._turns:
             self._turns[values[0]].cancel()
         elif name == "result" and values[0] in self._acting:
@@ -151,19 +162,25 @@ class AgentProcess:
         elif name == "ready":
             self._ready.set_result(values[0])
 
-    def _answer(self, number: int, turn: asyncio.Future[Completion]) -> None:
+    def _answer(self, number: int, sample_id: str, turn: asyncio.Future[list[Completion]]) -> None:
         del self._turns[number]
-        if not turn.cancelled():
+        self._turns_of[sample_id].discard(number)
+        if turn.cancelled():
+            self._send("turn", number, EpisodeOverError(f"episode {sample_id} has ended"))
+        else:
             error = turn.exception()
-            self._send("turn", number, pickled_error(error) if error else turn.result())
+            self._send("turn", number, pickled_error(error) if error else turn.result()[0])
+        if not self._turns_of[sample_id]:
+            del self._turns_of[sample_id]
 
 
 class AgentWorker:
-    """Runs episodes in one process at a time."""
+    """Runs episodes in one process at a time, on one engine, whose cache knows their past turns."""
 
-    def __init__(self, setup: AgentSetup, generate: Generate) -> None:
+    def __init__(self, setup: AgentSetup, sampler: Sampler) -> None:
         self.setup = setup
-        self._generate = generate
+        self.sampler = sampler
+        self.num_episodes = 0  # that it was given and has not ended
         self._room = asyncio.Semaphore(setup.limits.num_tasks)
         self._starting = asyncio.Lock()
         self._process: AgentProcess | None = None
@@ -172,7 +189,7 @@ class AgentWorker:
         """Return the process, a new one where the last has ended; raises ConfigError."""
         async with self._starting:
             if self._process is None or self._process.is_over:
-                self._process = AgentProcess(self.setup, self._generate)
+                self._process = AgentProcess(self.setup, self.sampler)
                 await self._process.start()
             return self._process
 
@@ -181,12 +198,16 @@ class AgentWorker:
 
         Raises ConfigError where the executor cannot be made again.
         """
-        async with self._room:
-            for _ in range(1 + MAX_RESTARTS):
-                process = await self.process()
-                result = await process.act(request)
-                if result is not None:
-                    return result
+        self.num_episodes += 1
+        try:
+            async with self._room:
+                for _ in range(1 + MAX_RESTARTS):
+                    process = await self.process()
+                    result = await process.act(request)
+                    if result is not None:
+                        return result
+        finally:
+            self.num_episodes -= 1
         kind = "blocked" if process.culprit else "exception"
         return failed(request, kind, process.last_words)
 

@@ -47,7 +47,7 @@ from openrlhf.utils.user_code import file_of, in_words
 
 # Messages are pickled tuples of a name and its values.
 # From the parent: episode REQUEST | cancel SAMPLE_ID | turn NUMBER (COMPLETION or error).
-# To the parent: ready (None or error) | turn NUMBER REQUEST | abort NUMBER |
+# To the parent: ready (None or error) | turn NUMBER SAMPLE_ID REQUEST | abort NUMBER |
 #   result SAMPLE_ID (RESULT or error) | blocked SAMPLE_ID MESSAGE.
 NUM_HEADER_BYTES = 4  # before a message: its length
 MAX_THREADS = 256  # for plain methods of environments
@@ -207,12 +207,12 @@ class Worker:
             error = task.exception()
             self._send("result", sample_id, pickled_error(error) if error else task.result())
 
-    def _ask(self, request: GenerationRequest) -> Future[Completion]:
-        """Ask the engines for a turn; cancelling the future stops it."""
+    def _ask(self, sample_id: str, request: GenerationRequest) -> Future[Completion]:
+        """Ask the engine for a turn of an episode; cancelling the future stops it."""
         number, turn = next(self._numbers), Future[Completion]()
         self._turns[number] = turn
         turn.add_done_callback(partial(self._forget, number))
-        self._send("turn", number, request)
+        self._send("turn", number, sample_id, request)
         return turn
 
     def _forget(self, number: int, turn: Future[Completion]) -> None:

@@ -1,220 +1,133 @@
-"""From prompts to scored rollouts by way of agents: the same calls as `SamplesGenerator`.
-
-Hands whole groups to the hosts of episodes as these have room, so that a slow one gets fewer.
-"""
+"""From prompts to scored rollouts by way of agents: the same calls as `SamplesGenerator`."""
 
 from __future__ import annotations
 
-import copy
-import queue
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, TypeVar
 
 import torch
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.engines.request_gatherer import AnswersRequests
+from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import (
     AgentLimits,
     EpisodeRequest,
     EpisodeResult,
+    Failure,
     Segment,
 )
-from openrlhf.trainer.ppo_utils.agent_groups import (
-    EpisodeGroup,
-    add_episode_metrics,
-    add_retry_metrics,
-    episode_requests,
-    raise_engine_failure,
-)
-from openrlhf.trainer.ppo_utils.agent_stream import AgentStream
-from openrlhf.trainer.ppo_utils.group_stream import GroupStream
+from openrlhf.rollout.agents.runner import AgentWorker
+from openrlhf.rollout.agents.worker import AgentSetup
+from openrlhf.rollout.samplers import Sampler
+from openrlhf.trainer.ppo_utils.group_outlet import GroupOutlet
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey, GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
-from openrlhf.trainer.ppo_utils.work_share import WorkHost, WorkKind, WorkShare
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import Tokenizer
 
-GRACE_S = 60.0  # over the deadline of an episode, until its host is called silent
-
-
-class EpisodeHost(Protocol):
-    """Whatever runs episodes: a runner in this process, or one beside an engine elsewhere."""
-
-    def submit_episodes(self, owner: str, requests: Sequence[EpisodeRequest]) -> None:
-        """Take episodes."""
-
-    def finished_episodes(self, owner: str, wait_s: float) -> list[EpisodeResult]:
-        """Results since the last call; waits up to `wait_s` seconds for the first of them."""
-
-    def abandon_episodes(self, owner: str) -> None:
-        """Cut off what runs for an owner, and forget its results."""
-
-    def drain(self, wait_s: float) -> None:
-        """Wait for turns the engine still samples for episodes that were cut off."""
+POLL_S = 2.0  # of one look at a stream; a group ends it at once
+Result = TypeVar("Result")
 
 
 class AgentSamplesGenerator:
-    """Acts out the samples of a batch of prompts."""
+    """Acts out the samples of prompts, with one worker process for each engine."""
 
     def __init__(
         self,
-        hosts: Sequence[EpisodeHost],
-        tokenizer: Tokenizer,
-        limits: AgentLimits,
+        setup: AgentSetup,
+        samplers: Sequence[Sampler],
         policy: FailurePolicy,
-        generator: AnswersRequests | None = None,
+        generator: object = None,
     ) -> None:
-        """`generator` is what the hosts sample from, for whoever sends it weights."""
+        """Start the workers; raises ConfigError for a file that cannot act.
+
+        `generator` is what the samples come from, for whoever sends it weights.
+        """
         self.generator = generator
-        self.hosts = list(hosts)
-        self.tokenizer = tokenizer
-        self.limits = limits
+        self.tokenizer = setup.tokenizer
         self.policy = policy
+        self._workers = [AgentWorker(setup, sampler) for sampler in samplers]
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="agents", daemon=True).start()
+        self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what work on the event loop of the agents returns."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def generate_samples(
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
     ) -> SampleBatch:
-        """`num_samples` episodes of each prompt, prompt by prompt; `tag` makes sample ids unique.
+        """Return the episodes of each prompt, prompt by prompt; `tag` makes sample ids unique.
 
         An episode has one rollout, or several that share its reward. Raises AgentError where the
         failure policy says so, and EngineError.
         """
         metrics = Metrics()
-        groups = [episode_requests(prompt, sampling, tag) for prompt in prompts]
-        results: dict[str, EpisodeResult] = {}
-        with timed("generation", metrics):
-            for result in self.run(groups, metrics):
-                results[result.sample_id] = result
-            has_failed = any(result.failure is not None for result in results.values())
-            if has_failed or "num_reward_retries" in metrics.values():
-                self.drain()
-        failed = self._failed_rows(prompts, groups, results, metrics)
+        groups: dict[int, FinishedGroup] = {}  # by row
+        with timed("generation", metrics), closing(self.open_stream(sampling)) as stream:
+            for prompt in prompts:
+                stream.submit((0, prompt.row_id), prompt, tag=tag)
+            while stream.num_running:
+                groups.update({group.key[1]: group for group in stream.finished(POLL_S)})
         rollouts = [
-            rollout
-            for group_id, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-            if prompt.row_id not in failed
-            for rollout in self.make_group(
-                prompt, [results[request.sample_id] for request in group], group_id=group_id
-            )
+            replace(rollout, group_id=group_id)
+            for group_id, prompt in enumerate(prompts)
+            for rollout in groups[prompt.row_id].rollouts
         ]
-        metrics.add("num_generated_tokens", sum(r.num_actions for r in rollouts), reduction="sum")
-        check_scores(rollouts)
-        add_episode_metrics(list(results.values()), metrics)
-        return SampleBatch(rollouts, metrics, failed)
-
-    def drain(self) -> None:
-        """Wait for turns still sampled for episodes that were cut off: an engine cannot sleep, and
-        its model not be trained, meanwhile.
-        """
-        for host in self.hosts:
-            host.drain(self.limits.episode_timeout_s)
+        failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
+        return SampleBatch(rollouts, metrics.merge(stream.take_metrics()), failed)
 
     def open_stream(self, sampling: SamplingSettings) -> GroupStream:
         """See SampleSource."""
-        # Tokenizers are not shared between threads.
-        maker = AgentSamplesGenerator(
-            self.hosts, copy.deepcopy(self.tokenizer), self.limits, self.policy
-        )
-        return AgentStream(maker, sampling)
+        return AgentStream(self, sampling)
 
-    def run(self, groups: Sequence[EpisodeGroup], metrics: Metrics) -> Iterator[EpisodeResult]:
-        """The final result of every episode, as they come; failed ones after their retries, which
-        are noted in `metrics`.
+    def close(self) -> None:
+        """End the workers."""
+        self.run(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def act(self, request: EpisodeRequest, metrics: Metrics) -> EpisodeResult:
+        """Return the result of an episode, which begins anew as often as the policy says.
+
+        Raises EngineError where not the agent but the engine failed.
         """
-        arrivals: queue.SimpleQueue[list[EpisodeResult] | BaseException] = queue.SimpleQueue()
-        share = self.share(arrivals.put, arrivals.put)
-        running = {request.sample_id: request for group in groups for request in group}
-        num_tries: Counter[str] = Counter()
-        try:
-            for group in groups:
-                share.submit(group)
-            while running:
-                results = arrivals.get()
-                if isinstance(results, BaseException):
-                    raise results
-                for result in results:
-                    raise_engine_failure(result)
-                    num_tries[result.sample_id] += 1
-                    if self.may_retry(result, num_tries[result.sample_id]):
-                        add_retry_metrics(result, metrics)
-                        share.submit([running[result.sample_id]])
-                    else:
-                        del running[result.sample_id]
-                        yield result
-        finally:
-            share.close()
+        for num_tries in itertools.count(1):
+            worker = min(self._workers, key=lambda worker: worker.num_episodes)
+            result = await worker.run(request)
+            if result.failure is not None and result.failure.kind == "engine":
+                raise EngineError(f"sample {result.sample_id}: {result.failure.message}")
+            if result.failure is None or num_tries > self.policy.num_retries:
+                add_metrics(result, metrics)
+                return result
+            count_failure(result.failure, metrics)
+            metrics.add("num_reward_retries", 1, reduction="sum")
+        raise AssertionError("unreachable")
 
-    def share(
-        self,
-        on_results: Callable[[list[EpisodeResult]], None],
-        on_error: Callable[[BaseException], None],
-    ) -> WorkShare[EpisodeRequest, EpisodeResult]:
-        """The hosts, each with as many episodes as it may run at once."""
-        kind: WorkKind[EpisodeRequest, EpisodeResult] = WorkKind(
-            item_name=lambda request: request.sample_id,
-            result_name=lambda result: result.sample_id,
-            size=lambda request: 1,
-            max_size=self.limits.num_tasks,
-            # Episodes beyond the limit of a host wait for others, and blocked ones start again.
-            silence_s=2 * self.limits.episode_timeout_s + GRACE_S,
-        )
-        hosts = [
-            WorkHost(host.submit_episodes, host.finished_episodes, host.abandon_episodes)
-            for host in self.hosts
-        ]
-        return WorkShare(hosts, kind, on_results, on_error)
+    async def drain(self) -> None:
+        """Wait for turns still sampled for episodes that were cut off.
 
-    def may_retry(self, result: EpisodeResult, num_tries: int) -> bool:
-        """Whether an episode that was tried so often is tried again."""
-        return result.failure is not None and num_tries <= self.policy.num_retries
+        An engine cannot sleep, and its model not be trained, meanwhile.
+        """
+        await asyncio.gather(*(worker.sampler.drain() for worker in self._workers))
 
-    def make_group(
-        self, prompt: PromptRecord, results: Sequence[EpisodeResult], *, group_id: int
-    ) -> list[Rollout]:
-        """The rollouts of a prompt's episodes, with their texts."""
-        rollouts = [
-            rollout for result in results for rollout in self._rollouts(prompt, result, group_id)
-        ]
-        return self._with_texts(rollouts)
-
-    def _failed_rows(
-        self,
-        prompts: Sequence[PromptRecord],
-        groups: Sequence[EpisodeGroup],
-        results: dict[str, EpisodeResult],
-        metrics: Metrics,
-    ) -> dict[int, str]:
-        """Why each row without a whole group is dropped; AgentError where none may be."""
-        failed: dict[int, str] = {}
-        num_failed = 0  # episodes
-        for prompt, group in zip(prompts, groups, strict=True):
-            for request in group:
-                failure = results[request.sample_id].failure
-                if failure is not None:
-                    failed.setdefault(prompt.row_id, f"{failure.kind}: {failure.message}")
-                    num_failed += 1
-        if self.policy.drops:
-            metrics.add("num_dropped_groups", len(failed), reduction="sum")
-        if failed and not self.policy.drops:
-            raise AgentError(
-                f"{num_failed} of {len(results)} episodes failed: {min(failed.values())}"
-            )
-        return failed
-
-    def _rollouts(
+    def rollouts_of(
         self, prompt: PromptRecord, result: EpisodeResult, group_id: int
-    ) -> Iterator[Rollout]:
-        """One rollout for each segment of an episode."""
-        for index, segment in enumerate(result.segments):
-            suffix = f"#{index}" if index else ""
-            yield Rollout(
-                sample_id=f"{result.sample_id}{suffix}",
+    ) -> list[Rollout]:
+        """Return one rollout for each segment of an episode."""
+        return [
+            Rollout(
+                sample_id=f"{result.sample_id}#{index}" if index else result.sample_id,
                 episode_id=result.sample_id,
                 group_id=group_id,
                 row_id=prompt.row_id,
@@ -223,8 +136,10 @@ class AgentSamplesGenerator:
                 logprobs=torch.tensor(segment.logprobs, dtype=torch.float32),
                 weight_versions=torch.tensor(segment.weight_versions, dtype=torch.int32),
                 finish_reason="length" if result.is_truncated else "stop",
-                prompt_text=prompt.prompt_text if index == 0 else self._prompt_text(segment),
-                response_text="",
+                prompt_text=self._text(segment, 0, segment.num_prompt_tokens)
+                if index
+                else prompt.prompt_text,
+                response_text=self._text(segment, segment.num_prompt_tokens, None),
                 label=prompt.label,
                 datasource=prompt.datasource,
                 columns=prompt.columns,
@@ -232,16 +147,148 @@ class AgentSamplesGenerator:
                 score=result.score,
                 extra_logs=result.extra_logs,
             )
+            for index, segment in enumerate(result.segments)
+        ]
 
-    def _prompt_text(self, segment: Segment) -> str:
-        ids = segment.token_ids[: segment.num_prompt_tokens]
+    def _text(self, segment: Segment, start: int, stop: int | None) -> str:
+        ids = segment.token_ids[start:stop]
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _with_texts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with what follows their prompts as text, feedback included."""
-        starts = [int(r.action_mask.int().argmax()) for r in rollouts]
-        texts = self.tokenizer.batch_decode(
-            [r.token_ids[start:].tolist() for r, start in zip(rollouts, starts, strict=True)],
-            skip_special_tokens=False,
+    async def _start(self) -> None:
+        await asyncio.gather(*(worker.process() for worker in self._workers))
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+
+class AgentStream:
+    """A GroupStream over agents: every prompt is a coroutine on the event loop of the agents."""
+
+    def __init__(self, agents: AgentSamplesGenerator, sampling: SamplingSettings) -> None:
+        self._agents = agents
+        self._sampling = sampling
+        self._outlet = GroupOutlet(agents.policy)
+        self._group_ids = itertools.count()
+        self._running: set[asyncio.Task[None]] = set()
+        self._last: list[Rollout] = []  # of the group before, to compare with
+
+    def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
+        """See GroupStream."""
+        self._outlet.begin()
+        episodes = episode_requests(prompt, self._sampling, tag)
+        self._agents.loop.call_soon_threadsafe(self._begin, key, prompt, episodes)
+
+    def finished(self, wait_s: float) -> list[FinishedGroup]:
+        """See GroupStream."""
+        return self._outlet.fetch(wait_s)
+
+    @property
+    def num_running(self) -> int:
+        """See GroupStream."""
+        return self._outlet.num_running
+
+    def describe(self) -> str:
+        """See GroupStream."""
+        return f"{len(self._running)} prompts are acted out"
+
+    def take_metrics(self) -> Metrics:
+        """See GroupStream."""
+        return self._outlet.take_metrics()
+
+    def close(self) -> None:
+        """See GroupStream; nothing is sampled for its episodes any more then."""
+        self._agents.run(self._end())
+
+    async def _end(self) -> None:
+        running = self._running.copy()
+        for group in running:
+            group.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._agents.drain()
+
+    def _begin(
+        self, key: GroupKey, prompt: PromptRecord, episodes: Sequence[EpisodeRequest]
+    ) -> None:
+        group = asyncio.ensure_future(self._act(key, prompt, episodes))
+        self._running.add(group)
+        group.add_done_callback(self._ended)
+
+    async def _act(
+        self, key: GroupKey, prompt: PromptRecord, episodes: Sequence[EpisodeRequest]
+    ) -> None:
+        """Act out the episodes of a prompt; AgentError for a failure where none may be dropped."""
+        metrics = Metrics()
+        results = await asyncio.gather(*(self._agents.act(e, metrics) for e in episodes))
+        failures = [result.failure for result in results if result.failure is not None]
+        group_id = next(self._group_ids)
+        rollouts = [
+            rollout
+            for result in results
+            for rollout in self._agents.rollouts_of(prompt, result, group_id)
+        ]
+        if not failures:
+            num_tokens = sum(rollout.num_actions for rollout in rollouts)
+            metrics.add("num_generated_tokens", num_tokens, reduction="sum")
+        self._outlet.note(metrics)  # before the group can be fetched
+        if failures:
+            reason = f"row {prompt.row_id + 1}: {failures[0].kind}: {failures[0].message}"
+            self._outlet.drop(key, AgentError(reason))
+            return
+        check_scores([*self._last, *rollouts])
+        self._last = rollouts[-1:]
+        self._outlet.put(FinishedGroup(key, rollouts))
+
+    def _ended(self, group: asyncio.Task[None]) -> None:
+        self._running.discard(group)
+        if not group.cancelled() and (error := group.exception()) is not None:
+            self._outlet.fail(error)
+
+
+def episode_requests(
+    prompt: PromptRecord, sampling: SamplingSettings, tag: str
+) -> list[EpisodeRequest]:
+    """Return the episodes of a prompt."""
+    one = replace(sampling, num_samples=1)
+    return [
+        EpisodeRequest(
+            sample_id=f"{tag}/{prompt.row_id}/{k}",
+            prompt_text=prompt.prompt_text,
+            prompt_token_ids=prompt.prompt_token_ids,
+            sampling=one if sampling.seed is None else replace(one, seed=sampling.seed + k),
+            label=prompt.label,
+            columns=prompt.columns,
         )
-        return [replace(r, response_text=text) for r, text in zip(rollouts, texts, strict=True)]
+        for k in range(sampling.num_samples)
+    ]
+
+
+def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
+    """Note how long an episode was, why it failed, and what its agent said about it."""
+    metrics.add("agent/num_turns", result.num_turns)
+    metrics.add("agent/episode_s", result.seconds)
+    if result.failure is not None:
+        count_failure(result.failure, metrics)
+        return
+    metrics.add("agent/num_segments", len(result.segments))
+    if result.score is not None:
+        metrics.add("score", result.score)
+    for name, value in result.extra_logs.items():
+        metrics.add(f"extra/{name}", value)
+
+
+def count_failure(failure: Failure, metrics: Metrics) -> None:
+    """Count a try that failed by its name."""
+    metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
+
+
+def agent_setup(config: PPOConfig, tokenizer: Tokenizer, *, vocab_size: int) -> AgentSetup:
+    """Return what the workers of a run are told."""
+    assert config.train.agent_func_path is not None, "asked for with --agent_func_path only"
+    data = config.data
+    limits = AgentLimits(
+        max_length=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
+        num_tasks=config.train.async_num_tasks,
+        step_timeout_s=config.reward.timeout_s,
+        episode_timeout_s=config.train.agent_timeout_s,
+    )
+    return AgentSetup(config.train.agent_func_path, tokenizer, limits, vocab_size)

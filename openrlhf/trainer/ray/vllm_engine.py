@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,15 +25,14 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
-from openrlhf.engines.request_gatherer import taking_requests
+from openrlhf.engines.request_gatherer import AnswersRequests, taking_requests
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.errors import EngineError
-from openrlhf.rollout.agents.worker import AgentSetup
+from openrlhf.errors import EngineError, OpenRLHFError
+from openrlhf.rollout.samplers import LocalSampler, Sampler
 from openrlhf.trainer.ppo_utils.engine_stream import RequestHost
 from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.agent_host import AgentHost, RayEpisodeHost
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
 from openrlhf.trainer.ray.object_store import FetchedBuckets
@@ -40,13 +42,14 @@ from openrlhf.utils.logging import is_terminal, redirect_framework_logs
 from openrlhf.utils.progress import counter, progress
 
 MAX_CONCURRENT_CALLS = 64
+FETCH_S = 2.0  # of one look at an engine; a result ends it at once
 POLL_S = 0.5  # between two looks at how far the engines are
 
 Finished = list[tuple[int, list[Completion]]]  # position of a request, what was sampled for it
 
 
-class LLMRayActor(AgentHost, VLLMEngine):
-    """A vLLM engine in a process of its own, and the agents beside it."""
+class LLMRayActor(VLLMEngine):
+    """A vLLM engine in a process of its own."""
 
     def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
         redirect_framework_logs(run_dir, name, capture_streams=True)
@@ -85,6 +88,10 @@ class LLMRayActor(AgentHost, VLLMEngine):
         """See RequestDesk."""
         self._desk.abandon_requests(owner)
 
+    def abort_request(self, owner: str, request_id: str) -> None:
+        """Stop sampling for one request."""
+        self._desk.abort_request(owner, request_id)
+
 
 @dataclass(eq=False)
 class RayEngine:
@@ -104,12 +111,6 @@ class RayEngine:
     def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
         reference = getattr(self.handle, method.__name__).remote(*args, **options)
         return get(reference, self.who, self.timeout_s)
-
-    def episode_host(self, setup: AgentSetup) -> RayEpisodeHost:
-        """See HostsEpisodes."""
-        host = RayEpisodeHost(self.handle, self.who)
-        host.start_agents(setup)
-        return host
 
     def ready(self) -> None:
         """Wait until the engine is up."""
@@ -252,6 +253,71 @@ def request_host(engine: RolloutEngine) -> RequestHost:
 def all_at_once(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
     """The same of an engine that only answers when everything is finished."""
     yield list(enumerate(engine.generate(requests)))
+
+
+class RaySampler:
+    """Requests of an engine actor as awaitables; one coroutine fetches all that is finished."""
+
+    def __init__(self, engine: RayEngine) -> None:
+        self.engine = engine
+        self._owner = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._listening: asyncio.Future[None] | None = None
+        self._aborting: set[asyncio.Future[Any]] = set()
+
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        """Return the completions of a request; raises EngineError.
+
+        Cancelling it stops the sampling.
+        """
+        # A request that begins again must not get what its first try sampled.
+        request_id = f"{request.request_id}~{next(self._numbers)}"
+        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = answer
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.ensure_future(self._listen())
+        try:
+            named = replace(request, request_id=request_id)
+            await self._call(LLMRayActor.submit_requests, self._owner, [named])
+            return await answer
+        except asyncio.CancelledError:
+            call = self._call(LLMRayActor.abort_request, self._owner, request_id)
+            aborting = asyncio.ensure_future(call)
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
+            raise
+        finally:
+            del self._waiting[request_id]
+
+    async def drain(self) -> None:
+        """Wait until the engine has stopped what was cancelled."""
+        await asyncio.gather(*self._aborting)
+
+    async def _listen(self) -> None:
+        try:
+            while self._waiting:
+                for item in await self._call(LLMRayActor.finished_requests, self._owner, FETCH_S):
+                    if item.request_id in self._waiting:
+                        self._waiting[item.request_id].set_result(item.completions)
+        except OpenRLHFError as error:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def _call(self, method: Callable[..., Any], *args: object) -> Any:
+        reference = getattr(self.engine.handle, method.__name__).remote(*args)
+        future = asyncio.wrap_future(reference.future())
+        await asyncio.wait({future})
+        return get(reference, self.engine.who, self.engine.timeout_s)  # it is there
+
+
+def samplers_of(engines: Sequence[RolloutEngine], generator: AnswersRequests) -> list[Sampler]:
+    """Return engines with awaitable requests; without any, what generates in this process."""
+    return [
+        RaySampler(engine) if isinstance(engine, RayEngine) else LocalSampler(engine)
+        for engine in engines
+    ] or [LocalSampler(generator)]
 
 
 class EnginePool:

@@ -1,24 +1,21 @@
-"""Episodes beside real engines, and in the process of an actor."""
+"""Episodes on real engines, in this process and in others."""
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
-from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.hf_engine import HFEngine
-from openrlhf.errors import ConfigError
+from openrlhf.engines.request_desk import RequestDesk
+from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.rollout.agents.episode import AgentLimits
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ray.agent_host import AgentHost, AgentSetup, RayEpisodeHost, episode_hosts
+from openrlhf.trainer.ray.vllm_engine import RayEngine, RaySampler, samplers_of
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
@@ -28,6 +25,7 @@ from tests.rollout.agent_fakes import (
     request,
     says,
     settings,
+    setup_of,
     write_agent,
 )
 from tests.rollout.test_openai_server import agent_of
@@ -88,18 +86,15 @@ ALL_AT_ONCE = f"""
 """
 
 
-def setup_of(tmp_path, tokenizer) -> AgentSetup:
-    limits = AgentLimits(max_length=64, num_tasks=32)
-    return AgentSetup(str(write_agent(tmp_path, AGENT)), tokenizer, limits, len(tokenizer))
-
-
-def generate(hosts, tokenizer, *, texts=("one", "two", "three"), **sampling):
-    generator = AgentSamplesGenerator(
-        hosts, tokenizer, AgentLimits(max_length=64, num_tasks=32), FailurePolicy(4)
-    )
-    return generator.generate_samples(
-        prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
-    ).rollouts
+def generate(folder, samplers, tokenizer, *, texts=("one", "two", "three"), **sampling):
+    setup = setup_of(write_agent(folder, AGENT), tokenizer, max_length=64, num_tasks=32)
+    agents = AgentSamplesGenerator(setup, samplers, FailurePolicy(4))
+    try:
+        return agents.generate_samples(
+            prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
+        ).rollouts
+    finally:
+        agents.close()
 
 
 def largest_gap(model_dir, rollouts, temperature) -> float:
@@ -124,10 +119,9 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
     engine = HFEngine.from_path(tiny_model_dir, dtype=torch.float32)
-    hosts = episode_hosts([], engine, setup_of(tmp_path, tiny_tokenizer))
-    rollouts = generate(hosts, tiny_tokenizer, num_samples=2, temperature=0.8)
+    samplers = samplers_of([], engine)
+    rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
-    hosts[0].close()
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +139,13 @@ def vllm_engine(tiny_model_dir):
 def test_turns_of_vllm_are_what_the_trainer_computes(
     tmp_path, vllm_engine, tiny_model_dir, tiny_tokenizer
 ):
-    hosts = episode_hosts([vllm_engine], vllm_engine, setup_of(tmp_path, tiny_tokenizer))
-    rollouts = generate(hosts, tiny_tokenizer, num_samples=2, temperature=0.8)
+    samplers = samplers_of([vllm_engine], vllm_engine)
+    rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
-    hosts[0].close()
 
 
 @pytest.mark.slow
-def test_vllm_streams_to_the_official_client_and_stops_when_it_leaves(
+def test_vllm_answers_the_official_client_and_stops_when_it_leaves(
     tmp_path, vllm_engine, tiny_tokenizer
 ):
     body = """
@@ -160,19 +153,16 @@ stream = await chat.create(
     model=session.model, messages=talk, stream=True, max_tokens=300, logprobs=True)
 pieces = [chunk async for chunk in stream]
 tokens = [t for c in pieces if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-said = "".join(c.choices[0].delta.content or "" for c in pieces)
-left = await chat.create(model=session.model, messages=talk, stream=True, max_tokens=400)
-async for chunk in left:
-    await left.close()
-    break
-return {"reward": float(len(pieces)), "extra_logs": {"tokens": len(tokens), "said": len(said)}}
+try:
+    await chat.create(model=session.model, messages=talk, max_tokens=400, timeout=0.05)
+except openai.APITimeoutError:
+    return {"reward": 1.0, "extra_logs": {"tokens": len(tokens)}}
 """
     file = write_agent(tmp_path, "")
     file.write_text(agent_of(body))
     never_ends = {"stop_token_ids": ()}
     result = act_one(file, vllm_engine, tiny_tokenizer, max_length=500, sampling=never_ends)
     assert result.failure is None, result.failure
-    assert result.reward > 4  # several pieces
     assert result.extra_logs["tokens"] == 300
     (segment,) = result.segments  # the turn that was left is not trained on
     assert (result.num_turns, sum(segment.action_mask)) == (1, 300)
@@ -192,40 +182,41 @@ def test_two_thousand_episodes_are_under_way_at_once_on_one_engine(
     began_s = time.monotonic()
     names = [f"e{k}" for k in range(NUM_AT_ONCE)]
     results = act(runner, [request(tiny_tokenizer, name=name) for name in names])
-    print(f"{time.monotonic() - began_s:.1f} s, {threading.active_count()} threads")
+    print(f"{time.monotonic() - began_s:.1f} s")
     assert {result.failure for result in results.values()} == {None}
     assert sum(result.num_turns for result in results.values()) == 2 * NUM_AT_ONCE
-    assert threading.active_count() < 60
     runner.close()
 
 
-class FakeActor(AgentHost, StreamingEngine):
+class FakeActor(StreamingEngine):
     """An engine actor that writes one word, whatever it is asked."""
 
     def __init__(self, tokenizer: object) -> None:
         super().__init__(says(tokenizer, "yo"))
+        self.desk = RequestDesk(self)
 
-    def receive_bucket(self, bucket: WeightBucket) -> None:
-        self.weight_version += 1
+    def submit_requests(self, owner, requests) -> None:
+        self.desk.submit_requests(owner, requests)
+
+    def finished_requests(self, owner, wait_s):
+        return self.desk.finished_requests(owner, wait_s)
+
+    def abort_request(self, owner, request_id) -> None:
+        self.desk.abort_request(owner, request_id)
 
     def num_requests(self) -> int:
         return len(self.requests)
 
 
 @pytest.mark.slow
-def test_episodes_run_in_the_process_of_their_engine(ray_cluster, tmp_path, tiny_tokenizer):
+def test_agents_act_on_engines_of_other_processes(ray_cluster, tmp_path, tiny_tokenizer):
     import ray
 
     kind = ray.remote(FakeActor).options(max_concurrency=8)
     handles = [kind.remote(tiny_tokenizer) for _ in range(2)]
-    hosts = [RayEpisodeHost(handle, f"engine-{k}") for k, handle in enumerate(handles)]
-    (tmp_path / "nothing.py").write_text("VALUE = 1")
-    setup = setup_of(tmp_path, tiny_tokenizer)
-    with pytest.raises(ConfigError, match=r"has no AgentExecutor.* \[engine-0\]"):
-        hosts[0].start_agents(replace(setup, path=str(tmp_path / "nothing.py")))
-    for host in hosts:
-        host.start_agents(setup)
-    rollouts = generate(hosts, tiny_tokenizer, texts=[f"p{i}" for i in range(12)], num_samples=2)
+    samplers = [RaySampler(RayEngine(handle, f"engine-{k}")) for k, handle in enumerate(handles)]
+    texts = [f"p{i}" for i in range(12)]
+    rollouts = generate(tmp_path, samplers, tiny_tokenizer, texts=texts, num_samples=2)
     assert len(rollouts) == 24
     for rollout in rollouts:
         turn = "yo<|end|>"
@@ -234,5 +225,7 @@ def test_episodes_run_in_the_process_of_their_engine(ray_cluster, tmp_path, tiny
         assert rollout.reward == 3.0
     asked = ray.get([handle.num_requests.remote() for handle in handles])
     assert sum(asked) == 72 and min(asked) > 0
-    for handle in handles:
-        ray.kill(handle)
+    ray.kill(handles[0])
+    with pytest.raises(EngineError, match="engine-0 died"):
+        generate(tmp_path, samplers, tiny_tokenizer, texts=texts, num_samples=2)
+    ray.kill(handles[1])
