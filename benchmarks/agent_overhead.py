@@ -166,7 +166,7 @@ class Bench:
             ]
             return await asyncio.gather(*(agents.act(one, Metrics()) for one in requests))
 
-        for result in agents.run(all_of_them()):
+        for result in agents.loop.run(all_of_them()):
             assert result.failure is None, result.failure
             assert result.num_turns == self.num_turns
 

@@ -78,10 +78,10 @@ class RequestDesk:
             pending = self._pending.pop(owner, {})
         self._abort(list(pending.values()))
 
-    def abort_request(self, owner: str, request_id: str) -> None:
-        """Stop sampling for one request, where the engine can."""
-        answer = self._pending.get(owner, {}).get(request_id)
-        self._abort([] if answer is None else [answer])
+    def abort_requests(self, owner: str, request_ids: Sequence[str]) -> None:
+        """Stop sampling for some requests, where the engine can."""
+        pending = self._pending.get(owner, {}).copy()
+        self._abort([pending[name] for name in request_ids if name in pending])
 
     def _abort(self, answers: list[Answer]) -> None:
         if answers and isinstance(self._engine, AbortsRequests):

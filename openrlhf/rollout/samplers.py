@@ -23,6 +23,9 @@ class Sampler(Protocol):
     async def drain(self) -> None:
         """Wait until the engine has stopped what was cancelled."""
 
+    async def close(self) -> None:
+        """Stop all that is sampled; an engine that is down has forgotten it."""
+
 
 class LocalSampler:
     """An engine in this process."""
@@ -47,3 +50,6 @@ class LocalSampler:
         """Wait until the engine has stopped what was cancelled."""
         left = [asyncio.wrap_future(pending) for pending in self._aborted.copy()]
         await asyncio.gather(*left, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop all that is sampled: it was cancelled one by one."""

@@ -25,6 +25,7 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES
+from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -49,7 +50,7 @@ from openrlhf.trainer.ppo_setup import (
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, agent_setup
+from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, agent_limits
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
     KLRules,
@@ -287,9 +288,10 @@ def _samples_generator(
 ) -> SampleSource:
     """What makes scored samples: engines and rewards, or agents that act through the engines."""
     if config.train.agent_func_path:
-        engines = generator.engines if isinstance(generator, EnginePool) else []
-        setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
-        samplers = samplers_of(engines, generator)
+        engines = generator.engines if isinstance(generator, EnginePool) else [generator]
+        path, limits = config.train.agent_func_path, agent_limits(config)
+        setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
+        samplers = samplers_of(engines)
         return AgentSamplesGenerator(setup, samplers, FailurePolicy.of(config), generator)
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
     scorer = _scorer(config, inputs, groups, models_stream=has_own_devices, turn=turn)

@@ -1,26 +1,24 @@
-"""Threads whose errors are told to somebody, and one that runs calls one after the other.
+"""Threads whose errors are told to somebody, and one that runs an event loop.
 
 They are daemons: a program that ends in an error does not wait for them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-import heapq
-import itertools
-import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 CLOSE_S = 10.0  # until a call that does not end is left behind
 LOOK_S = 0.1  # between two looks at blocks with a time limit
 
 Call = Callable[[], None]
 OnError = Callable[[BaseException], None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,47 +85,21 @@ class time_limit:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), late)
 
 
-class EventThread:
-    """Runs calls in the order in which they come, so that what they change needs no lock; any
-    thread may bring them.
-    """
+class LoopThread:
+    """An event loop in a thread of its own."""
 
-    def __init__(self, name: str, on_error: OnError) -> None:
-        """`on_error` is told in the thread what a call raised; nothing is run after that."""
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._later: list[tuple[float, int, Call]] = []  # a heap of (time, number, call)
-        self._numbers = itertools.count()
-        self._is_closed = False
-        self._thread = start_thread(name, self._run, on_error)
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.is_running = True
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
 
-    def soon(self, call: Call) -> None:
-        """Run a call after those that are waiting."""
-        self._calls.put(call)
-
-    def later(self, delay_s: float, call: Call) -> None:
-        """Run a call when some time has passed; from a call only."""
-        heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._numbers), call))
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what work on the loop returns, for another thread that waits."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
-        """Run nothing more, and wait for the call that is running."""
-        self._is_closed = True
-        self._calls.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            call = self._next()
-            if call is not None and not self._is_closed:
-                call()
-
-    def _next(self) -> Call | None:
-        """The next call; None when a time has come or the thread is to end."""
-        if not self._later:
-            return self._calls.get()
-        delay_s = self._later[0][0] - time.monotonic()
-        if delay_s <= 0:
-            return heapq.heappop(self._later)[2]
-        with suppress(queue.Empty):
-            return self._calls.get(timeout=delay_s)
-        return None
+        """End the loop and its thread."""
+        self.is_running = False
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_S)

@@ -190,10 +190,9 @@ class EpisodeRunner:
         (worker,) = self.agents._workers
 
         async def all_of_them() -> list[EpisodeResult]:
-            return await asyncio.gather(*map(worker.run, requests))
+            return await asyncio.wait_for(asyncio.gather(*map(worker.run, requests)), 30)
 
-        work = asyncio.run_coroutine_threadsafe(all_of_them(), self.agents.loop)
-        return {result.sample_id: result for result in work.result(30)}
+        return {result.sample_id: result for result in self.agents.loop.run(all_of_them())}
 
 
 def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:

@@ -144,5 +144,4 @@ def until(is_so: Callable[[], object]) -> None:
 
 def stream_threads() -> list[str]:
     """Threads that streams have not ended."""
-    names = ("work-share", "work-close", "group-stream")
-    return [t.name for t in threading.enumerate() if t.name.startswith(names)]
+    return [t.name for t in threading.enumerate() if t.name == "group-stream"]

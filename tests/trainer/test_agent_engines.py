@@ -119,7 +119,7 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
     engine = HFEngine.from_path(tiny_model_dir, dtype=torch.float32)
-    samplers = samplers_of([], engine)
+    samplers = samplers_of([engine])
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 
@@ -139,7 +139,7 @@ def vllm_engine(tiny_model_dir):
 def test_turns_of_vllm_are_what_the_trainer_computes(
     tmp_path, vllm_engine, tiny_model_dir, tiny_tokenizer
 ):
-    samplers = samplers_of([vllm_engine], vllm_engine)
+    samplers = samplers_of([vllm_engine])
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 
@@ -201,8 +201,8 @@ class FakeActor(StreamingEngine):
     def finished_requests(self, owner, wait_s):
         return self.desk.finished_requests(owner, wait_s)
 
-    def abort_request(self, owner, request_id) -> None:
-        self.desk.abort_request(owner, request_id)
+    def abort_requests(self, owner, request_ids) -> None:
+        self.desk.abort_requests(owner, request_ids)
 
     def num_requests(self) -> int:
         return len(self.requests)

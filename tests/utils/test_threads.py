@@ -1,4 +1,4 @@
-"""Calls run one after the other, later ones when their time has come; results wait in boxes."""
+"""Blocks end when their time is over; results wait in boxes."""
 
 from __future__ import annotations
 
@@ -9,43 +9,7 @@ from contextlib import suppress
 import pytest
 
 from openrlhf.utils.mailboxes import Mailboxes
-from openrlhf.utils.threads import EventThread, OverdueError, time_limit
-
-
-def test_calls_run_in_order_and_late_ones_in_time():
-    ran: list[str] = []
-    done = threading.Event()
-    thread = EventThread("events", on_error=lambda error: ran.append(str(error)))
-    start = time.monotonic()
-
-    def begin() -> None:
-        thread.later(0.2, done.set)
-        thread.later(0.05, lambda: ran.append(f"late {time.monotonic() - start >= 0.05}"))
-        ran.append("a")
-
-    thread.soon(begin)
-    thread.soon(lambda: ran.append("b"))
-    assert done.wait(10)
-    assert ran == ["a", "b", "late True"]
-    thread.close()
-    thread.soon(lambda: ran.append("c"))
-    assert ran[-1] != "c"
-
-
-def test_an_error_is_told_and_ends_the_thread():
-    told: list[BaseException] = []
-    is_told = threading.Event()
-
-    def on_error(error: BaseException) -> None:
-        told.append(error)
-        is_told.set()
-
-    thread = EventThread("events", on_error)
-    thread.soon(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
-    thread.soon(lambda: told.append(ValueError()))
-    assert is_told.wait(10)
-    thread.close()
-    assert [type(error) for error in told] == [ZeroDivisionError]
+from openrlhf.utils.threads import OverdueError, time_limit
 
 
 def test_every_owner_has_a_box_of_its_own():

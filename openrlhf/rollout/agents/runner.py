@@ -27,8 +27,8 @@ from openrlhf.rollout.agents.episode import (
 from openrlhf.rollout.agents.worker import (
     NUM_HEADER_BYTES,
     AgentSetup,
+    engine_error,
     framed,
-    pickled_error,
     serve,
 )
 from openrlhf.rollout.samplers import Sampler
@@ -169,7 +169,7 @@ class AgentProcess:
             self._send("turn", number, EpisodeOverError(f"episode {sample_id} has ended"))
         else:
             error = turn.exception()
-            self._send("turn", number, pickled_error(error) if error else turn.result()[0])
+            self._send("turn", number, engine_error(error) if error else turn.result()[0])
         if not self._turns_of[sample_id]:
             del self._turns_of[sample_id]
 

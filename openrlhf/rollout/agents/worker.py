@@ -75,9 +75,9 @@ def framed(*message: object) -> bytes:
     return len(data).to_bytes(NUM_HEADER_BYTES, "big") + data
 
 
-def pickled_error(error: BaseException) -> OpenRLHFError:
-    """Return an error that any process can read."""
-    return error if isinstance(error, OpenRLHFError) else EngineError(in_words(error))
+def engine_error(error: BaseException) -> EngineError:
+    """Return an error that is not the user code's, as any process can read it."""
+    return EngineError(str(error) if isinstance(error, OpenRLHFError) else in_words(error))
 
 
 def look_at(task: asyncio.Future[object]) -> None:
@@ -205,7 +205,7 @@ class Worker:
         del self._tasks[sample_id]
         if not task.cancelled():  # else nobody wants the result
             error = task.exception()
-            self._send("result", sample_id, pickled_error(error) if error else task.result())
+            self._send("result", sample_id, engine_error(error) if error else task.result())
 
     def _ask(self, sample_id: str, request: GenerationRequest) -> Future[Completion]:
         """Ask the engine for a turn of an episode; cancelling the future stops it."""

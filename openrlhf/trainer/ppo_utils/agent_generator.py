@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 
@@ -26,17 +24,16 @@ from openrlhf.rollout.agents.episode import (
 from openrlhf.rollout.agents.runner import AgentWorker
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.samplers import Sampler
-from openrlhf.trainer.ppo_utils.group_outlet import GroupOutlet
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey, GroupStream
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, check_scores
+from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.trainer.ppo_utils.task_stream import TaskStream
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tokenizer import Tokenizer
+from openrlhf.utils.threads import LoopThread
 
 POLL_S = 2.0  # of one look at a stream; a group ends it at once
-Result = TypeVar("Result")
 
 
 class AgentSamplesGenerator:
@@ -57,13 +54,8 @@ class AgentSamplesGenerator:
         self.tokenizer = setup.tokenizer
         self.policy = policy
         self._workers = [AgentWorker(setup, sampler) for sampler in samplers]
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="agents", daemon=True).start()
-        self.run(self._start())
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what work on the event loop of the agents returns."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        self.loop = LoopThread("agents")
+        self.loop.run(self._start())
 
     def generate_samples(
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
@@ -94,8 +86,8 @@ class AgentSamplesGenerator:
 
     def close(self) -> None:
         """End the workers."""
-        self.run(self._close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.run(self._close())
+        self.loop.close()
 
     async def act(self, request: EpisodeRequest, metrics: Metrics) -> EpisodeResult:
         """Return the result of an episode, which begins anew as often as the policy says.
@@ -161,66 +153,25 @@ class AgentSamplesGenerator:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
 
-class AgentStream:
-    """A GroupStream over agents: every prompt is a coroutine on the event loop of the agents."""
+class AgentStream(TaskStream):
+    """A GroupStream over agents."""
 
     def __init__(self, agents: AgentSamplesGenerator, sampling: SamplingSettings) -> None:
+        super().__init__(agents.policy, agents.loop)
         self._agents = agents
         self._sampling = sampling
-        self._outlet = GroupOutlet(agents.policy)
-        self._group_ids = itertools.count()
-        self._running: set[asyncio.Task[None]] = set()
-        self._last: list[Rollout] = []  # of the group before, to compare with
 
-    def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
-        """See GroupStream."""
-        self._outlet.begin()
-        episodes = episode_requests(prompt, self._sampling, tag)
-        self._agents.loop.call_soon_threadsafe(self._begin, key, prompt, episodes)
-
-    def finished(self, wait_s: float) -> list[FinishedGroup]:
-        """See GroupStream."""
-        return self._outlet.fetch(wait_s)
-
-    @property
-    def num_running(self) -> int:
-        """See GroupStream."""
-        return self._outlet.num_running
-
-    def describe(self) -> str:
-        """See GroupStream."""
-        return f"{len(self._running)} prompts are acted out"
-
-    def take_metrics(self) -> Metrics:
-        """See GroupStream."""
-        return self._outlet.take_metrics()
-
-    def close(self) -> None:
-        """See GroupStream; nothing is sampled for its episodes any more then."""
-        self._agents.run(self._end())
-
-    async def _end(self) -> None:
-        running = self._running.copy()
-        for group in running:
-            group.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self._agents.drain()
-
-    def _begin(
-        self, key: GroupKey, prompt: PromptRecord, episodes: Sequence[EpisodeRequest]
-    ) -> None:
-        group = asyncio.ensure_future(self._act(key, prompt, episodes))
-        self._running.add(group)
-        group.add_done_callback(self._ended)
-
-    async def _act(
-        self, key: GroupKey, prompt: PromptRecord, episodes: Sequence[EpisodeRequest]
-    ) -> None:
-        """Act out the episodes of a prompt; AgentError for a failure where none may be dropped."""
+    async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
+        """See TaskStream; AgentError when an episode has failed after its retries."""
         metrics = Metrics()
-        results = await asyncio.gather(*(self._agents.act(e, metrics) for e in episodes))
+        requests = episode_requests(prompt, self._sampling, tag)
+        episodes = [asyncio.ensure_future(self._agents.act(one, metrics)) for one in requests]
+        try:
+            results = await asyncio.gather(*episodes)
+        finally:
+            for episode in episodes:  # those beside one that raised an error
+                episode.cancel()
         failures = [result.failure for result in results if result.failure is not None]
-        group_id = next(self._group_ids)
         rollouts = [
             rollout
             for result in results
@@ -229,19 +180,19 @@ class AgentStream:
         if not failures:
             num_tokens = sum(rollout.num_actions for rollout in rollouts)
             metrics.add("num_generated_tokens", num_tokens, reduction="sum")
-        self._outlet.note(metrics)  # before the group can be fetched
+        self.note(metrics)
         if failures:
-            reason = f"row {prompt.row_id + 1}: {failures[0].kind}: {failures[0].message}"
-            self._outlet.drop(key, AgentError(reason))
-            return
-        check_scores([*self._last, *rollouts])
-        self._last = rollouts[-1:]
-        self._outlet.put(FinishedGroup(key, rollouts))
+            first = failures[0]
+            raise AgentError(f"row {prompt.row_id + 1}: {first.kind}: {first.message}")
+        return rollouts
 
-    def _ended(self, group: asyncio.Task[None]) -> None:
-        self._running.discard(group)
-        if not group.cancelled() and (error := group.exception()) is not None:
-            self._outlet.fail(error)
+    def describe(self) -> str:
+        """See GroupStream."""
+        return f"{len(self._tasks)} prompts are acted out"
+
+    async def end(self) -> None:
+        """See TaskStream."""
+        await self._agents.drain()
 
 
 def episode_requests(
@@ -281,14 +232,12 @@ def count_failure(failure: Failure, metrics: Metrics) -> None:
     metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
 
 
-def agent_setup(config: PPOConfig, tokenizer: Tokenizer, *, vocab_size: int) -> AgentSetup:
-    """Return what the workers of a run are told."""
-    assert config.train.agent_func_path is not None, "asked for with --agent_func_path only"
+def agent_limits(config: PPOConfig) -> AgentLimits:
+    """Return how long and how many episodes of a run may be."""
     data = config.data
-    limits = AgentLimits(
+    return AgentLimits(
         max_length=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         num_tasks=config.train.async_num_tasks,
         step_timeout_s=config.reward.timeout_s,
         episode_timeout_s=config.train.agent_timeout_s,
     )
-    return AgentSetup(config.train.agent_func_path, tokenizer, limits, vocab_size)

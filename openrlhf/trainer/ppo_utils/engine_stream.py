@@ -1,37 +1,32 @@
 """A stream of groups from engines and rewards: prompts go to the engine with the least to do, and
 groups to the scorer as they are finished.
-
-Fetching, decoding and scoring go on in threads of the stream, whatever its driver does meanwhile.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.engines.request_desk import FinishedRequest
 from openrlhf.errors import RewardError
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
-from openrlhf.trainer.ppo_utils.host_stream import HostStream
+from openrlhf.rollout.samplers import Sampler
 from openrlhf.trainer.ppo_utils.scoring import (
+    MAX_RETRY_WAIT_S,
     Group,
     GroupScorer,
     Outcome,
     add_score_metrics,
-    check_scores,
 )
-from openrlhf.trainer.ppo_utils.stream_scoring import StreamScoring
-from openrlhf.trainer.ppo_utils.work_share import WorkHost, WorkKind, WorkShare
+from openrlhf.trainer.ppo_utils.task_stream import TaskStream
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.threads import LoopThread
 
-SILENCE_S = 4 * 3600.0  # of an engine that has requests
-RequestHost = WorkHost[GenerationRequest, FinishedRequest]
+MAX_DESCRIBED = 4  # engines that are told of by name
 
 
 class MakesGroups(Protocol):
@@ -48,86 +43,164 @@ class MakesGroups(Protocol):
         """See SamplesGenerator."""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A prompt that an engine works on."""
-
-    key: GroupKey
-    prompt: PromptRecord
-    request: GenerationRequest
-    group_id: int
-
-
-class EngineStream(HostStream):
+class EngineStream(TaskStream):
     """A GroupStream over engines."""
 
     def __init__(
         self,
-        hosts: Sequence[RequestHost],
+        samplers: Sequence[Sampler],
         scorer: GroupScorer,
         maker: MakesGroups,
         sampling: SamplingSettings,
     ) -> None:
         """`maker` is used in the stream's thread alone: its tokenizer belongs to nobody else."""
+        super().__init__(scorer.policy, LoopThread("group-stream"))
+        self._samplers = list(samplers)
         self._maker = maker
         self._sampling = sampling
-        self._asked: dict[str, _Asked] = {}
-        self._keys: dict[int, GroupKey] = {}  # by group id, of groups that are scored
-        self._group_ids = itertools.count()
-        self._last: Rollout | None = None  # the one before, to compare with
-        super().__init__(scorer.policy)
-        self._scoring = StreamScoring(
-            scorer, self._events, self._scored, may_get_more=lambda: bool(self._asked)
-        )
-        kind: WorkKind[GenerationRequest, FinishedRequest] = WorkKind(
-            item_name=lambda request: request.request_id,
-            result_name=lambda result: result.request_id,
-            size=lambda request: request.sampling.num_samples,
-            silence_s=SILENCE_S,
-        )
-        self._work = WorkShare(hosts, kind, self._arrived, self._outlet.fail)
+        self._loads = [0] * len(self._samplers)  # samples that each engine works on
+        self._heard_at = [time.monotonic()] * len(self._samplers)  # a result, or nothing to do
+        self._num_scored = 0  # groups that wait for their rewards
+        self._scoring = StreamScoring(scorer, may_get_more=lambda: any(self._loads))
 
-    def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
-        """See GroupStream."""
-        request_id = f"{tag}/{prompt.row_id}"
-        assert request_id not in self._asked, f"{request_id} is running"
-        self._outlet.begin()
-        request = GenerationRequest(request_id, prompt.prompt_token_ids, self._sampling)
-        self._asked[request_id] = _Asked(key, prompt, request, next(self._group_ids))
-        self._work.submit([request])
+    async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
+        """See TaskStream."""
+        metrics = Metrics()
+        name = f"{tag}/{prompt.row_id}"
+        request = GenerationRequest(name, prompt.prompt_token_ids, self._sampling)
+        completions = await self._generate(request)
+        group = self._maker.make_group(prompt, request, completions, group_id=group_id)
+        num_tokens = sum(rollout.num_actions for rollout in group)
+        metrics.add("num_generated_tokens", num_tokens, reduction="sum")
+        self._num_scored += 1
+        try:
+            scored = await self._scoring.score(group, metrics)
+            add_score_metrics(scored, metrics)
+        finally:
+            self._num_scored -= 1
+            self.note(metrics)
+        return scored
 
     def describe(self) -> str:
+        """See GroupStream; the most silent engine comes first."""
+        now = time.monotonic()
+        busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
+        words = [
+            f"engine {k} has {load} samples, none finished for {silence_s:.0f} s"
+            for silence_s, k, load in sorted(busy, reverse=True)[:MAX_DESCRIBED]
+        ]
+        if len(busy) > len(words):
+            words.append(f"{len(busy) - len(words)} more engines work")
+        if self._num_scored:
+            words.append(f"{self._num_scored} prompts wait for their rewards")
+        return "; ".join(words)
+
+    def close(self) -> None:
         """See GroupStream."""
-        num_scored = len(self._keys)
-        rewards = f"{num_scored} prompts wait for their rewards" if num_scored else ""
-        return "; ".join(filter(None, (super().describe(), rewards)))
+        if self._loop.is_running:
+            super().close()
+            self._loop.close()
 
-    def _arrived(self, results: list[FinishedRequest]) -> None:
-        self._events.soon(partial(self._receive, results))
+    async def end(self) -> None:
+        """See TaskStream."""
+        await asyncio.gather(*(sampler.close() for sampler in self._samplers))
 
-    def _receive(self, results: list[FinishedRequest]) -> None:
-        metrics = Metrics()
-        for result in results:
-            asked = self._asked.pop(result.request_id)
-            group = self._maker.make_group(
-                asked.prompt, asked.request, result.completions, group_id=asked.group_id
-            )
-            num_tokens = sum(rollout.num_actions for rollout in group)
-            metrics.add("num_generated_tokens", num_tokens, reduction="sum")
-            self._keys[asked.group_id] = asked.key
-            self._scoring.add(group)
-        self._outlet.note(metrics)
-        self._scoring.send()
+    async def _generate(self, request: GenerationRequest) -> list[Completion]:
+        k = min(range(len(self._loads)), key=self._loads.__getitem__)
+        if not self._loads[k]:
+            self._heard_at[k] = time.monotonic()
+        self._loads[k] += request.sampling.num_samples
+        try:
+            return await self._samplers[k].sample(request)
+        finally:
+            self._loads[k] -= request.sampling.num_samples
+            self._heard_at[k] = time.monotonic()
 
-    def _scored(self, group: Group, outcome: Outcome) -> None:
-        key = self._keys.pop(group[0].group_id)
-        metrics, self._scoring.metrics = self._scoring.metrics, Metrics()
+
+class StreamScoring:
+    """Scores groups in batches, as long as a stream lives."""
+
+    def __init__(self, scorer: GroupScorer, may_get_more: Callable[[], bool]) -> None:
+        """`may_get_more` returns True while groups are generated that could fill up a batch."""
+        self.scorer = scorer.scorer
+        self.policy = scorer.policy
+        self._may_get_more = may_get_more
+        self._waiting: list[Asked] = []
+        self._num_sent = 0  # batches that have no answer yet
+
+    async def score(self, group: Group, metrics: Metrics) -> list[Rollout]:
+        """Return the scored rollouts of a group; raises RewardError after its retries."""
+        asked = Asked(group)
+        self._waiting.append(asked)
+        asyncio.get_running_loop().call_soon(self._send)  # when no other group is at hand
+        outcome = await asked.outcome
+        for attempt in range(self.policy.num_retries):
+            if isinstance(outcome, RewardError):
+                metrics.add("num_reward_retries", 1, reduction="sum")
+                wait_s = self.policy.retry_wait_s * 2**attempt
+                await asyncio.sleep(min(wait_s, MAX_RETRY_WAIT_S))
+                outcome = await self._start([Asked(group)])
         if isinstance(outcome, RewardError):
-            self._outlet.note(metrics)
-            self._outlet.drop(key, outcome)
-            return
-        check_scores([*outcome, self._last] if self._last else outcome)
-        self._last = outcome[-1]
-        add_score_metrics(outcome, metrics)
-        self._outlet.note(metrics)
-        self._outlet.put(FinishedGroup(key, outcome))
+            if not (self.policy.drops and asked.shares_batch):
+                raise outcome
+            outcome = await self._start([Asked(group)])  # another one may have failed them all
+            if isinstance(outcome, RewardError):
+                raise outcome
+        wanted = [rollout.sample_id for rollout in group]
+        assert [rollout.sample_id for rollout in outcome] == wanted, "samples were lost"
+        return outcome
+
+    def _send(self) -> None:
+        """Start what can be started.
+
+        A batch that is not full waits only while others are scored, nobody there is idle, and more
+        may come, so that a busy scorer gets full batches and an idle one no pauses. Models, which
+        take any number, score all that has come since their last forward.
+        """
+        while batch := self._next_batch():
+            self._waiting = self._waiting[len(batch) :]
+            self._start(batch)
+
+    def _next_batch(self) -> list[Asked]:
+        size = self.scorer.batch_size
+        if size is None:
+            return [] if self._num_sent else list(self._waiting)
+        batch: list[Asked] = []
+        num_samples = 0
+        for asked in self._waiting:
+            if batch and num_samples + len(asked.group) > size:
+                return batch
+            batch.append(asked)
+            num_samples += len(asked.group)
+        is_busy = self._num_sent > 0 and not self.scorer.has_room
+        may_wait = is_busy and self._may_get_more()
+        return [] if may_wait and num_samples < size else batch
+
+    def _start(self, batch: list[Asked]) -> asyncio.Future[Outcome]:
+        """Score a batch; return the first outcome of it."""
+        self._num_sent += 1
+        answer = asyncio.wrap_future(self.scorer.start([asked.group for asked in batch]))
+        answer.add_done_callback(partial(self._receive, batch))
+        return batch[0].outcome
+
+    def _receive(self, batch: list[Asked], answer: asyncio.Future[list[Outcome]]) -> None:
+        self._num_sent -= 1
+        error = answer.exception()
+        for k, asked in enumerate(batch):
+            asked.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
+            if asked.outcome.done():  # nobody waits any more
+                continue
+            if error is None:
+                asked.outcome.set_result(answer.result()[k])
+            else:
+                asked.outcome.set_exception(error)
+        self._send()
+
+
+class Asked:
+    """A group that waits for its rewards."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.shares_batch = False

@@ -17,8 +17,9 @@ import torch
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
+from openrlhf.rollout.samplers import Sampler
 from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
-from openrlhf.trainer.ppo_utils.engine_stream import EngineStream, RequestHost
+from openrlhf.trainer.ppo_utils.engine_stream import EngineStream
 from openrlhf.trainer.ppo_utils.group_stream import GroupStream
 from openrlhf.trainer.ppo_utils.scoring import GroupScorer, Scoring
 from openrlhf.utils.metrics import Metrics, timed
@@ -56,11 +57,11 @@ class SampleBatch:
 
 
 @runtime_checkable
-class HasHosts(Protocol):
+class HasSamplers(Protocol):
     """A generator whose engines take requests one by one."""
 
-    def request_hosts(self) -> list[RequestHost]:
-        """One for each engine."""
+    def samplers(self) -> list[Sampler]:
+        """Return one for each engine."""
 
 
 class SampleSource(Protocol):
@@ -117,13 +118,13 @@ class SamplesGenerator:
 
     def open_stream(self, sampling: SamplingSettings) -> GroupStream:
         """See SampleSource; in rounds where the policy generates itself."""
-        if isinstance(self.generator, HasHosts) and isinstance(self.scorer, GroupScorer):
+        if isinstance(self.generator, HasSamplers) and isinstance(self.scorer, GroupScorer):
             # Tokenizers are not shared between threads.
             tokenizer = copy.deepcopy(self.tokenizer)
             maker = SamplesGenerator(
                 self.generator, self.scorer, tokenizer, vocab_size=self.vocab_size
             )
-            return EngineStream(self.generator.request_hosts(), self.scorer, maker, sampling)
+            return EngineStream(self.generator.samplers(), self.scorer, maker, sampling)
         return BatchStream(partial(self.generate_samples, sampling=sampling))
 
     def _generate(

@@ -25,13 +25,11 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
-from openrlhf.engines.request_gatherer import AnswersRequests, taking_requests
+from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.rollout.samplers import LocalSampler, Sampler
-from openrlhf.trainer.ppo_utils.engine_stream import RequestHost
 from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
-from openrlhf.trainer.ppo_utils.work_share import WorkHost
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
@@ -43,6 +41,7 @@ from openrlhf.utils.progress import counter, progress
 
 MAX_CONCURRENT_CALLS = 64
 FETCH_S = 2.0  # of one look at an engine; a result ends it at once
+CLOSE_S = 10.0  # until an engine that does not let go is left behind
 POLL_S = 0.5  # between two looks at how far the engines are
 
 Finished = list[tuple[int, list[Completion]]]  # position of a request, what was sampled for it
@@ -88,9 +87,9 @@ class LLMRayActor(VLLMEngine):
         """See RequestDesk."""
         self._desk.abandon_requests(owner)
 
-    def abort_request(self, owner: str, request_id: str) -> None:
-        """Stop sampling for one request."""
-        self._desk.abort_request(owner, request_id)
+    def abort_requests(self, owner: str, request_ids: Sequence[str]) -> None:
+        """Stop sampling for some requests."""
+        self._desk.abort_requests(owner, request_ids)
 
 
 @dataclass(eq=False)
@@ -244,12 +243,6 @@ def stream_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> I
     return all_at_once(engine, requests)
 
 
-def request_host(engine: RolloutEngine) -> RequestHost:
-    """An engine as a host of requests; one that only answers whole calls gets them in batches."""
-    desk = engine if isinstance(engine, RayEngine) else RequestDesk(taking_requests(engine))
-    return WorkHost(desk.submit_requests, desk.finished_requests, desk.abandon_requests)
-
-
 def all_at_once(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
     """The same of an engine that only answers when everything is finished."""
     yield list(enumerate(engine.generate(requests)))
@@ -264,7 +257,8 @@ class RaySampler:
         self._numbers = itertools.count()
         self._waiting: dict[str, asyncio.Future[list[Completion]]] = {}
         self._listening: asyncio.Future[None] | None = None
-        self._aborting: set[asyncio.Future[Any]] = set()
+        self._unwanted: list[str] = []  # cancelled, and not yet told to the engine
+        self._aborting: set[asyncio.Future[None]] = set()
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         """Return the completions of a request; raises EngineError.
@@ -282,10 +276,11 @@ class RaySampler:
             await self._call(LLMRayActor.submit_requests, self._owner, [named])
             return await answer
         except asyncio.CancelledError:
-            call = self._call(LLMRayActor.abort_request, self._owner, request_id)
-            aborting = asyncio.ensure_future(call)
-            self._aborting.add(aborting)
-            aborting.add_done_callback(self._aborting.discard)
+            self._unwanted.append(request_id)
+            if len(self._unwanted) == 1:
+                aborting = asyncio.ensure_future(self._abort_unwanted())
+                self._aborting.add(aborting)
+                aborting.add_done_callback(self._aborting.discard)
             raise
         finally:
             del self._waiting[request_id]
@@ -293,6 +288,18 @@ class RaySampler:
     async def drain(self) -> None:
         """Wait until the engine has stopped what was cancelled."""
         await asyncio.gather(*self._aborting)
+
+    async def close(self) -> None:
+        """Stop all that is sampled; an engine that is down has forgotten it."""
+        await self.drain()
+        with suppress(OpenRLHFError):
+            await self._call(LLMRayActor.abandon_requests, self._owner, timeout_s=CLOSE_S)
+
+    async def _abort_unwanted(self) -> None:
+        await asyncio.sleep(0)  # one call for all that are cancelled together
+        unwanted, self._unwanted = self._unwanted, []
+        with suppress(OpenRLHFError):  # an engine that is down samples nothing
+            await self._call(LLMRayActor.abort_requests, self._owner, unwanted, timeout_s=CLOSE_S)
 
     async def _listen(self) -> None:
         try:
@@ -305,19 +312,26 @@ class RaySampler:
                 if not answer.done():
                     answer.set_exception(error)
 
-    async def _call(self, method: Callable[..., Any], *args: object) -> Any:
+    async def _call(
+        self, method: Callable[..., Any], *args: object, timeout_s: float | None = None
+    ) -> Any:
+        timeout_s = timeout_s or self.engine.timeout_s
         reference = getattr(self.engine.handle, method.__name__).remote(*args)
         future = asyncio.wrap_future(reference.future())
-        await asyncio.wait({future})
-        return get(reference, self.engine.who, self.engine.timeout_s)  # it is there
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+        if not done:
+            raise EngineError(f"{self.engine.who} did not answer in {timeout_s:.0f} s")
+        if future.exception() is None:
+            return future.result()
+        return get(reference, self.engine.who, timeout_s)  # raises it in the terms of a user
 
 
-def samplers_of(engines: Sequence[RolloutEngine], generator: AnswersRequests) -> list[Sampler]:
-    """Return engines with awaitable requests; without any, what generates in this process."""
+def samplers_of(engines: Sequence[RolloutEngine | AnswersRequests]) -> list[Sampler]:
+    """Return engines with awaitable requests."""
     return [
         RaySampler(engine) if isinstance(engine, RayEngine) else LocalSampler(engine)
         for engine in engines
-    ] or [LocalSampler(generator)]
+    ]
 
 
 class EnginePool:
@@ -379,9 +393,9 @@ class EnginePool:
                     show(min(num_done, num_samples), num_samples)
                     shown_s = time.monotonic()
 
-    def request_hosts(self) -> list[RequestHost]:
-        """The engines as hosts of requests that come one by one."""
-        return [request_host(engine) for engine in self.engines]
+    def samplers(self) -> list[Sampler]:
+        """Return the engines with awaitable requests."""
+        return samplers_of(self.engines)
 
 
 class GroupGenerator:
