@@ -94,11 +94,10 @@ class VLLMConfig(Base):
     )
     tensor_parallel_size: int = option(1, "GPUs of an engine.", "vllm_tensor_parallel_size", ge=1)
     sync_backend: Literal["nccl", "gloo"] = option(
-        "nccl", "How weights travel to engines.", "vllm_sync_backend"
+        "nccl", "How weights travel between GPUs.", "vllm_sync_backend"
     )
     sync_with_ray: bool = switch(
-        "Send weights through Ray's object store: where NCCL cannot connect the nodes, or CPUs of "
-        "several machines.",
+        "Send weights through Ray's object store: where NCCL or gloo cannot connect the nodes.",
         "vllm_sync_with_ray",
     )
     enable_prefix_caching: bool = switch(

@@ -23,6 +23,11 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Return this process's rank in the world."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_main() -> bool:
     """Whether this process is the first rank, the one that writes what is written once."""
     return not dist.is_initialized() or dist.get_rank() == 0

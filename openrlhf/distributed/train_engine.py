@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from openrlhf.distributed import collectives, engine_state, offload
 from openrlhf.distributed.export_names import as_stored
 from openrlhf.distributed.schedule import LearningRate
-from openrlhf.distributed.tensor_parallel import is_split, total_norm
+from openrlhf.distributed.tensor_parallel import total_norm
 from openrlhf.distributed.weights import base_model_of, full_parameters, hf_model_of
 from openrlhf.errors import NumericsError
 
@@ -127,14 +127,6 @@ class TrainEngine:
         A tensor is valid until the next one is asked for.
         """
         return stored_parameters(self.module)
-
-    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what the optimizer updates in place: none under ZeRO, where
-        DeepSpeed keeps weights in buffers of its own, and where a rank has parts of layers. Their
-        memory may be exchanged.
-        """
-        if self._is_plain and not any(map(is_split, self.module.parameters())):
-            yield from self.module.named_parameters()
 
     def offload_states(self) -> None:
         """Move optimizer states, gradients and master weights to CPU memory."""

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from openrlhf.errors import WeightSyncError
 
-SHM_BACKEND = "openrlhf_shm"  # weights in buckets of shared memory, which every engine can read
-RAY_BACKEND = "openrlhf_ray"  # the same, laid there from Ray's object store
+
+@dataclass(frozen=True)
+class WeightRoute:
+    """How weights travel to an engine, in memory of which device."""
+
+    # "handles" to memory of the same node or GPU, "broadcast", or "objects" of Ray's store
+    way: str = "handles"
+    device_type: str = "cpu"
+
+
+SHARED_MEMORY = WeightRoute()  # of the node, for engines in the trainer's own process too
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,7 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # {"shm": path, ...} on one machine, {"object": reference} in Ray's store,
-    # {"update_info": {...}} for vLLM's own backends
+    # {place: handle} for a node or GPU, {"object": reference} in Ray's store, {} when broadcast
     handle: dict[str, object]
 
 
@@ -107,13 +115,11 @@ class RolloutEngine(Protocol):
         """Sample for all requests with continuous batching; answers in their order."""
 
     @property
-    def weight_transfer_backend(self) -> str:
-        """Which buckets the engine reads: "openrlhf_shm", "openrlhf_ray", "openrlhf_ipc" or
-        "openrlhf_nccl".
-        """
+    def weight_route(self) -> WeightRoute:
+        """How weights reach the engine."""
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Meet the trainer, once before the first update; what is told depends on the backend."""
+        """Join the trainer's group, once before the first broadcast."""
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
         """Stop sampling and get ready to receive buckets.

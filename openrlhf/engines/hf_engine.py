@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from openrlhf.engines.base import (
-    SHM_BACKEND,
+    SHARED_MEMORY,
     Completion,
     GenerationRequest,
     SyncReceipt,
@@ -26,9 +26,10 @@ from openrlhf.engines.base import (
 )
 from openrlhf.engines.hf_engine_cache import register_decode_attention
 from openrlhf.engines.hf_engine_decode import DecodeBatch, Row
-from openrlhf.engines.shared_memory import ShmBucketReader, checked_part, checksum
+from openrlhf.engines.weight_transfer import BucketReader
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.packable import is_padded
+from openrlhf.utils.tensors import fingerprint
 
 MAX_NUM_ROWS = 256
 PREFILL_TOKENS = 8192  # padded tokens of one prefill, at most (a longer prompt goes alone)
@@ -47,7 +48,7 @@ class HFEngine:
     """
 
     who = "the Hugging Face engine"
-    weight_transfer_backend = SHM_BACKEND
+    weight_route = SHARED_MEMORY
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class HFEngine:
         self.max_num_rows = max_num_rows
         self.weight_version = weight_version
         self._lock = threading.Lock()
-        self._reader = ShmBucketReader()
+        self._reader = BucketReader(torch.device("cpu"))
         self._received: dict[str, int] = {}
         self._is_current = True
 
@@ -125,7 +126,7 @@ class HFEngine:
             if name in self._received:
                 raise WeightSyncError(f"tensor {name} came twice")
             parameters[name].copy_(tensor)
-            self._received[name] = checksum(parameters[name], checked_part(bucket))
+            self._received[name] = fingerprint(parameters[name])
 
     def finish_weight_update(self, weight_version: int) -> SyncReceipt:
         """Check that every parameter came and is held bit by bit; there is no cache to drop."""

@@ -7,28 +7,31 @@ engine is made, for that takes seconds and its environment has to be set before.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from openrlhf.engines import vllm_cpu
 from openrlhf.engines.base import (
-    SHM_BACKEND,
+    SHARED_MEMORY,
     Completion,
     GenerationRequest,
     OnTokens,
     SyncReceipt,
     WatchedRequest,
     WeightBucket,
+    WeightRoute,
     refuse_running,
 )
-from openrlhf.engines.host_memory import share_one_heap
 from openrlhf.engines.step_loop import StepLoop
-from openrlhf.engines.vllm_stepper import VLLMStepper
-from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.errors import ConfigError, EngineError, WeightSyncError
+from openrlhf.utils.logging import warn_once
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
@@ -55,12 +58,21 @@ class VLLMEngineConfig:
     seed: int = 0
     trust_remote_code: bool = False
     enable_sleep: bool = False
-    weight_transfer_backend: str = SHM_BACKEND  # or "openrlhf_nccl", "openrlhf_ipc" between GPUs
+    weight_route: WeightRoute = SHARED_MEMORY
     num_threads: int | None = None  # of this process, on a CPU
     # Of a tensor parallel engine: "ray" (GPUs only), or vLLM's own processes.
     distributed_executor_backend: str = "mp"
     device_index: int = 0  # of the engine's GPU among those that the process sees
     block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
+
+
+def check_vllm_is_installed(*, instead: str) -> None:
+    """Raise ConfigError where vLLM is not; `instead` is what to type to do without it."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is to generate, and it is not installed. Type pip install '.[vllm]' in the "
+            f"checkout (make install on a machine without GPUs), or {instead}."
+        )
 
 
 class VLLMEngine:
@@ -74,8 +86,6 @@ class VLLMEngine:
         self._is_current = True  # False from the begin to the end of a weight update
         self._update_failed = False
         set_environment(config)
-        if not torch.cuda.is_available():
-            share_one_heap()  # before the engine has threads
         import vllm  # noqa: F401, PLC0415 - takes seconds, and reads the environment just set
 
         self._loop = StepLoop(lambda: VLLMStepper(config), "vLLM engine")
@@ -121,12 +131,12 @@ class VLLMEngine:
         return self._stepper.num_samples_done
 
     @property
-    def weight_transfer_backend(self) -> str:
-        """Which buckets this engine reads."""
-        return self.config.weight_transfer_backend
+    def weight_route(self) -> WeightRoute:
+        """How weights reach this engine."""
+        return self.config.weight_route
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Meet the trainer; with NCCL this waits until all of the group are there."""
+        """Join the trainer's group; wait until all are there."""
         self._loop.call(lambda: self._stepper.init_weight_transfer(init_info))
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
@@ -216,6 +226,213 @@ def set_environment(config: VLLMEngineConfig) -> None:
     """Environment variables that vLLM reads when it is imported; those already set are kept."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if config.num_threads is not None and not torch.cuda.is_available():
-        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-        torch.set_num_threads(config.num_threads)
+    vllm_cpu.set_num_threads(config.num_threads)
+
+
+class VLLMStepper:
+    """vLLM's LLMEngine behind the calls of the step loop."""
+
+    def __init__(self, config: VLLMEngineConfig) -> None:
+        import vllm  # noqa: PLC0415 - takes seconds
+        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - as above
+
+        from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
+
+        self.vllm, self.check_held = vllm, weight_receiver.check_held
+        set_num_threads = torch.set_num_threads
+        try:
+            args = engine_args(config, weight_receiver.BACKEND, weight_receiver.WORKER_EXTENSION)
+            vllm_config = args.create_engine_config()
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses {config}: {error}") from error
+        vllm_cpu.limit_cache(vllm_config)
+        self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        # vLLM disables this function for the whole process; the trainer may share it.
+        torch.set_num_threads = set_num_threads
+        # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
+        self.stance = "force_eager" if vllm_config.model_config.enforce_eager else "default"
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.engine.set_weight_version("0")
+        self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
+        self.watchers: dict[str, OnTokens] = {}
+        self.num_samples_done = 0
+        self.has_full_logprobs = all(self.engine.collective_rpc("report_full_logprobs"))
+
+    def add(self, key: str, asked: GenerationRequest | WatchedRequest) -> None:
+        """Hand a request to vLLM."""
+        request = asked.request if isinstance(asked, WatchedRequest) else asked
+        num_tokens = len(request.prompt_token_ids)
+        if not 0 < num_tokens < self.max_model_len:
+            raise EngineError(
+                f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 to "
+                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
+            )
+        if request.sampling.top_p < 1 and not self.has_full_logprobs:
+            raise EngineError(
+                f"--top_p is {request.sampling.top_p}, and vLLM {self.vllm.__version__} can only "
+                "report log-probs of what top-p leaves. Use --top_p 1 or another version of vLLM."
+            )
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        params = self._sampling_params(request)
+        if params.n < request.sampling.num_samples:
+            self.num_greedy_copies[key] = request.sampling.num_samples
+        if isinstance(asked, WatchedRequest):
+            params.output_kind = self.vllm.sampling_params.RequestOutputKind.CUMULATIVE
+            self.watchers[key] = asked.on_tokens
+        self.engine.add_request(key, prompt, params)
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        """One forward pass."""
+        with torch.compiler.set_stance(self.stance):
+            outputs = self.engine.step()
+        for output in outputs if self.watchers else ():
+            self._tell(output)
+        return [(out.request_id, self._completions(out)) for out in outputs if out.finished]
+
+    def _tell(self, output: Any) -> None:
+        """Show a watcher what there is of its sample; all of it is the answer."""
+        if output.finished:
+            self.watchers.pop(output.request_id, None)
+        elif output.request_id in self.watchers:
+            grown = output.outputs[0]
+            self.watchers[output.request_id](grown.token_ids, grown.logprobs.logprobs)
+
+    def _completions(self, output: Any) -> list[Completion]:
+        num_copies = self.num_greedy_copies.pop(output.request_id, 1)
+        completions = [completion(c) for c in output.outputs] * num_copies
+        self.num_samples_done += len(completions)
+        return completions
+
+    def has_work(self) -> bool:
+        """Whether requests are in flight."""
+        return self.engine.has_unfinished_requests()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drop requests."""
+        unwanted = list(keys)
+        self.engine.abort_request(unwanted)
+        for key in unwanted:
+            self.num_greedy_copies.pop(key, None)
+            self.watchers.pop(key, None)
+
+    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
+        """Tell every worker how to meet the trainer."""
+        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def begin(self) -> None:
+        """Start an update in every worker, also over an update that failed."""
+        self.engine.collective_rpc("abandon_weight_update")
+        self.engine.collective_rpc("start_weight_update")
+
+    def load(self, bucket: WeightBucket) -> None:
+        """Give one bucket to every worker."""
+        info = {"bucket": bucket}
+        self.engine.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    def finish(self, weight_version: int) -> dict[str, int]:
+        """End the update and drop the prefix cache; answers what every worker received."""
+        self.engine.collective_rpc("finish_weight_update")
+        if not self.check_held(self.engine.collective_rpc("held_sums")):
+            warn_once("what the engine holds after a sync cannot be compared for this model")
+        if not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError("the engine could not drop its prefix cache")
+        self.engine.set_weight_version(str(weight_version))
+        first, *others = self.engine.collective_rpc("weight_fingerprints")
+        if any(other != first for other in others):
+            raise WeightSyncError(
+                "the workers of a tensor parallel engine received different tensors"
+            )
+        return first
+
+    def sleep(self) -> None:
+        """Free device memory. The weights are dropped, not copied: they are sent again anyway.
+
+        On a CPU vLLM only notes that it sleeps.
+        """
+        self.engine.sleep(level=2)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Take device memory again, all or a part."""
+        self.engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any device memory is away."""
+        return self.engine.is_sleeping()
+
+    def shutdown(self) -> None:
+        """End the workers.
+
+        vLLM's own way would also destroy torch.distributed in this process, which a trainer and
+        other engines may share.
+        """
+        if self.engine is None:
+            return
+        client = self.engine.engine_core
+        client._finalizer.detach()
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+        self.engine = client = None
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _sampling_params(self, request: GenerationRequest) -> Any:
+        sampling = request.sampling
+        is_greedy = sampling.temperature == 0  # vLLM refuses several: they are all the same
+        return self.vllm.SamplingParams(
+            n=1 if is_greedy else sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # exactly the given ids stop
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,
+            output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -> Any:
+    """Return the engine's settings in vLLM's words."""
+    from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
+
+    own = asdict(config)
+    for name in ("num_threads", "weight_route"):
+        del own[name]
+    own["enable_sleep_mode"] = own.pop("enable_sleep")
+    if config.tensor_parallel_size == 1:
+        own["distributed_executor_backend"] = "uni"
+    index = own.pop("device_index")
+    own["device_ids"] = [index] if index else None
+    vllm_cpu.adapt_settings(own)
+    return EngineArgs(
+        **own,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=worker_extension,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        disable_log_stats=True,
+    )
+
+
+def completion(output: Any) -> Completion:
+    """vLLM's answer in our words; raises EngineError when a log-prob is missing."""
+    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"vLLM answered {len(token_ids)} tokens but {len(logprobs)} log-probs")
+    spans = output.weight_versions or []
+    starts = tuple((span.start, int(span.version)) for span in spans)
+    return Completion(
+        token_ids,
+        logprobs,
+        output.finish_reason,
+        weight_version=starts[-1][1] if starts else 0,
+        version_starts=starts if len(starts) > 1 else (),
+    )

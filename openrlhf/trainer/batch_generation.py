@@ -20,8 +20,8 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.engines.vllm_installed import check_head_size, check_vllm_is_installed
+from openrlhf.engines.vllm_cpu import check_head_size
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.sizes import head_size, num_positions

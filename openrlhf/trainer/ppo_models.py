@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
-from openrlhf.engines.vllm_installed import check_head_size
+from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
 from openrlhf.models.loading import is_value_model, load_config

@@ -31,7 +31,7 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.engines.vllm_installed import check_vllm_is_installed
+from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
 from openrlhf.models.sizes import num_positions

@@ -26,6 +26,13 @@ def fingerprint(tensor: Tensor) -> int:
     return total % 2**64
 
 
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of the raw bits as 64-bit words, mod 2^64: that of a tensor is the sum of its parts',
+    if those are whole words.
+    """
+    return int(_words(tensor).sum()) % 2**64
+
+
 def align(num_bytes: int) -> int:
     """The next place in a buffer where a tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

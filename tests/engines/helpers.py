@@ -17,9 +17,10 @@ from openrlhf.engines.base import (
     RolloutEngine,
     SamplingSettings,
     SyncReceipt,
+    WeightBucket,
 )
-from openrlhf.engines.shared_memory import ShmBucketWriter
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.weight_transfer import BucketBuffers, HostMemory
 
 PROMPT = tuple(range(20, 60))
 
@@ -81,6 +82,14 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
+def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors in shared memory."""
+    buffers = BucketBuffers(HostMemory())
+    buffers.bucket_bytes = bucket_bytes
+    for packed in buffers.pack(tensors):
+        yield packed.bucket(dict(buffers.handle()))
+
+
 def send(
     engine: RolloutEngine,
     tensors: Sequence[tuple[str, Tensor]],
@@ -90,9 +99,8 @@ def send(
     keep_running: bool = False,
 ) -> SyncReceipt:
     engine.begin_weight_update(keep_running=keep_running)
-    with ShmBucketWriter(bucket_bytes) as writer:
-        for bucket in writer.write(tensors):
-            engine.receive_bucket(bucket)
+    for bucket in buckets(tensors, bucket_bytes):
+        engine.receive_bucket(bucket)
     return engine.finish_weight_update(version)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm import _custom_ops
 
-from openrlhf.engines.vllm_plugin import ReceiptExtension
+from openrlhf.engines.weight_receiver import ReceiptExtension
 
 _custom_ops._supports_onednn = False
 

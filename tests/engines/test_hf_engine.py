@@ -10,10 +10,11 @@ import torch
 
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
-from openrlhf.engines.shared_memory import ShmBucketWriter, checksum
 from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
+    buckets,
     engine_greedy,
     greedy,
     largest_gap,
@@ -209,7 +210,7 @@ def test_three_updates_arrive(fixture, request):
     for version in (1, 2, 3):
         shake(trained, version)
         receipt = send(engine, weights(trained), version)
-        assert receipt.fingerprints == {n: checksum(t) for n, t in weights(trained)}
+        assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(trained)}
         assert receipt.weight_version == version
         assert receipt.is_cache_reset
         assert engine_greedy(engine) == greedy(trained)
@@ -256,12 +257,11 @@ def test_weights_never_change_under_a_call(tiny_model_dir):
 def test_a_dropped_bucket_is_detected(tiny_model_dir):
     engine = HFEngine.from_path(tiny_model_dir)
     engine.begin_weight_update()
-    with ShmBucketWriter(50_000) as writer:
-        for index, bucket in enumerate(writer.write(weights(load(tiny_model_dir)))):
-            if index != 1:
-                engine.receive_bucket(bucket)
-        with pytest.raises(WeightSyncError, match="incomplete update"):
-            engine.finish_weight_update(1)
+    for index, bucket in enumerate(buckets(weights(load(tiny_model_dir)), 50_000)):
+        if index != 1:
+            engine.receive_bucket(bucket)
+    with pytest.raises(WeightSyncError, match="incomplete update"):
+        engine.finish_weight_update(1)
 
 
 @pytest.mark.gpu
@@ -270,8 +270,8 @@ def test_on_a_gpu_logprobs_and_fingerprints_are_the_same(tiny_model_dir):
     model = load(tiny_model_dir)
     shake(model, 1)
     receipt = send(engine, weights(model), 1)
-    held = {name: checksum(p) for name, p in engine.model.named_parameters()}
-    assert held == receipt.fingerprints == {n: checksum(t) for n, t in weights(model)}
+    held = {name: fingerprint(p) for name, p in engine.model.named_parameters()}
+    assert held == receipt.fingerprints == {n: fingerprint(t) for n, t in weights(model)}
     for prompt, [answer] in zip(
         RAGGED, engine.generate([request(p, max_new_tokens=16) for p in RAGGED]), strict=True
     ):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from openrlhf.engines.base import Completion
-from openrlhf.engines.shared_memory import checksum
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, WeightSyncError
+from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
     engine_greedy,
@@ -95,7 +95,7 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
             assert is_there.wait(20)
             receipt = send(engine, weights(models[version]), version, keep_running=True)
             assert receipt.is_cache_reset
-            assert receipt.fingerprints == {n: checksum(t) for n, t in weights(models[version])}
+            assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(models[version])}
         answers = [answer for future in several for answer in future.result(60)]
         assert len(answers) == 4 and len({answer.token_ids for answer in answers}) == 4
         for answer in answers:

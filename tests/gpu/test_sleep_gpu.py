@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.engines.base import SHM_BACKEND
+from openrlhf.engines.base import WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.weight_sync import send_weights
-from openrlhf.trainer.ray.weight_transport import IPC_BACKEND, WeightTransport, make_transport
+from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint
 from tests.tiny import make_model
@@ -32,13 +31,12 @@ def sleeping_engine(path: Path, device: str) -> Iterator[tuple[RemoteEngine, Wei
         gpu_memory_utilization=SHARE,
         enforce_eager=True,
         enable_sleep=True,
-        weight_transfer_backend=IPC_BACKEND if device == "cuda" else SHM_BACKEND,
+        weight_route=WeightRoute("handles", device),
     )
     engine = RemoteEngine(config, "0" if device == "cuda" else "")
     transport = make_transport(
-        [engine], rank=0, tensor_parallel_size=1, device=torch.device(device), endpoint=endpoint
+        [engine], workers_per_engine=1, device=torch.device(device), endpoint=endpoint
     )
-    transport.connect([engine])
     try:
         yield engine, transport
     finally:
@@ -61,7 +59,7 @@ def test_weights_that_came_between_two_sleeps_are_what_is_sampled_with(tmp_path,
                     model.bfloat16()
             sent = [(name, tensor.to(device)) for name, tensor in weights(model)]
             with phases.sync():
-                send_weights(sent, [engine], version, writer=transport)
+                send_weights(sent, [engine], version, transport=transport)
             with phases.rollout():
                 [[answer]] = engine.generate([request(max_new_tokens=16)])
             model.float()
@@ -81,7 +79,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_takes_it_again(tmp_path):
         engine.wake_up(("weights",))
         only_weights, _ = torch.cuda.mem_get_info()
         assert only_weights - awake > 0.8 * SHARE * total  # the cache is still away
-        send_weights(sent, [engine], 1, writer=transport)
+        send_weights(sent, [engine], 1, transport=transport)
         engine.wake_up(("kv_cache",))
         again, _ = torch.cuda.mem_get_info()
         assert again == pytest.approx(awake, abs=0.02 * total)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from openrlhf.cli import train_ppo, train_ppo_ray
-from openrlhf.engines import vllm_installed
+from openrlhf.engines import vllm_engine
 from tests.integration.commands import argv
 from tests.tiny import write_jsonl
 
@@ -56,7 +56,7 @@ def without_vllm(name: str) -> object:
 def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], good: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_installed, "find_spec", without_vllm)
+    monkeypatch.setattr(vllm_engine, "find_spec", without_vllm)
     code, errors = run(capsys, GOOD, **{**good, "vllm_num_engines": "1"})
     assert (code, len(errors)) == (2, 1)
     for words in ("vLLM", "not installed", ".[vllm]", "make install", "--vllm_num_engines 0"):

@@ -155,15 +155,16 @@ finally:
 """
 
 
-def test_weights_go_through_ray_to_an_engine_on_another_machine(
-    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
+@pytest.mark.parametrize("way", ["", "--vllm_sync_with_ray"], ids=["broadcast", "objects"])
+def test_weights_reach_an_engine_on_another_machine(
+    way: str, tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
 ) -> None:
     flags = (
         "--advantage_estimator rloo --n_samples_per_prompt 2 --init_kl_coef 0 --label_key answer "
-        "--actor_learning_rate 1e-3 --vllm_sync_with_ray --rollout_batch_size 4"
+        "--actor_learning_rate 1e-3 --rollout_batch_size 4 "
     )
     words = argv(
-        flags,
+        flags + way,
         pretrain=tiny_model_dir,
         prompt_data=prompt_file,
         remote_rm_url=reward_file,

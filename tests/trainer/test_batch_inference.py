@@ -20,7 +20,7 @@ from openrlhf.cli.batch_inference import main
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.engines import vllm_installed
+from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.batch_generation import PromptTask, slice_of
 from openrlhf.trainer.batch_inference import run_batch_inference, summary
@@ -286,7 +286,7 @@ def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> 
 def test_vllm_that_is_not_installed_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"it is not installed\..*, or --eval_task generate"):
         run_batch_inference(config_of(folder, "generate_vllm", ""))
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from openrlhf.engines.vllm_args import engine_args
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, engine_args
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ray import utils, vllm_engine
 from openrlhf.trainer.ray.vllm_engine import LLMRayActor
@@ -51,7 +50,7 @@ def test_an_engine_takes_its_own_gpu_too(
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [1])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     LLMRayActor(VLLMEngineConfig(str(tiny_model_dir)), "vllm-0", str(tmp_path))
-    assert engine_args(started[0], "").device_ids == [1]
+    assert engine_args(started[0], "openrlhf", "").device_ids == [1]
 
 
 def test_a_gpu_that_torch_cannot_use_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

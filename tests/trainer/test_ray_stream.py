@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
@@ -12,8 +13,7 @@ from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import EnginePool, create_vllm_engines
-from openrlhf.trainer.ray.weight_sync import send_weights
-from openrlhf.trainer.ray.weight_transport import SharedMemoryTransport
+from openrlhf.trainer.ray.weight_sync import HandleTransport, send_weights
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
 from tests.trainer.stream_fakes import HeldSource, fetch, until
@@ -64,7 +64,7 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
     stream.submit((0, 4), records[4], tag="t")
     trained = load(tiny_model_dir)
     shake(trained, 1)
-    transport = SharedMemoryTransport(2**20)
+    transport = HandleTransport(torch.device("cpu"), num_readers=2)
     send_weights(weights(trained), engines, 1, writer=transport, keep_running=True)
     stream.submit((0, 5), records[5], tag="t")
     until(lambda: come() == 6)

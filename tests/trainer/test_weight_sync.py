@@ -1,151 +1,342 @@
-"""A sync is only over when every engine has shown what it holds."""
+"""How weights travel, and that a sync is only over when every engine has shown what it holds."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from openrlhf.engines.base import NamedTensors, SyncReceipt, WeightBucket
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.engines.base import NamedTensors, SyncReceipt, WeightBucket, WeightRoute
+from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader, HostMemory, Packed
 from openrlhf.errors import WeightSyncError
-from openrlhf.trainer.ray.weight_sync import send_weights
+from openrlhf.trainer.ray import weight_sync
+from openrlhf.trainer.ray.cluster import engine_config, role_counts, weight_route
+from openrlhf.trainer.ray.placement import ClusterView
+from openrlhf.trainer.ray.weight_sync import (
+    FetchedBuckets,
+    HandleTransport,
+    WeightTransport,
+    make_transport,
+    send_weights,
+)
 from openrlhf.utils.tensors import fingerprint
+from tests.gpu.engines import endpoint
 
-WEIGHTS = [("a.weight", torch.arange(6.0)), ("b.weight", torch.ones(2, 2))]
+LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
+NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
+TWO_NODES = ClusterView(num_gpus=16, num_cpus=128, max_gpus_per_node=8)
+
+CPU = torch.device("cpu")
+# In buckets of 128 bytes, at multiples of 64: a, b | odd, c | large (alone) | d
+WEIGHTS = [
+    ("a", torch.arange(4.0)),
+    ("b", torch.ones(3, 2)),
+    ("odd", torch.tensor([3.0], dtype=torch.bfloat16)),
+    ("c", torch.zeros(2)),
+    ("large", torch.full((8, 8), 2.0)),
+    ("d", torch.arange(6.0).view(2, 3).T),
+]
+BUCKETS = [("a", "b"), ("odd", "c"), ("large",), ("d",)]
 
 
-class InProcessWriter:
-    """Hands tensors over in the handle itself, one tensor a bucket."""
+def route(cluster: ClusterView, *, num_engines: int = 2, num_ranks: int = 2, **flags) -> tuple:
+    vllm = {"num_engines": num_engines} | {k: v for k, v in flags.items() if k != "colocate_all"}
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "m", "num_gpus_per_node": num_ranks},
+            "vllm": vllm,
+            "train": {"colocate_all": flags.get("colocate_all", False)},
+        }
+    )
+    counts = role_counts(config, cluster, has_critic=False, has_reference=False)
+    found = weight_route(config, counts)
+    return found.way, found.device_type
 
-    is_closed = False
-    fills_ahead = False
 
-    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
-        for name, tensor in tensors:
-            fingerprints[name] = fingerprint(tensor)
-            yield WeightBucket(
-                (name,), ("float32",), (tuple(tensor.shape),), (0,), tensor.nbytes, {"t": tensor}
-            )
+@pytest.mark.parametrize(("cluster", "device"), [(LAPTOP, "cpu"), (NODE, "cuda")])
+def test_colocated_engines_open_handles_and_separate_ones_receive_broadcasts(cluster, device):
+    assert route(cluster, colocate_all=True) == ("handles", device)
+    assert route(cluster) == ("broadcast", device)
+    assert route(cluster, sync_backend="gloo", colocate_all=True) == ("handles", "cpu")
+    assert route(cluster, sync_backend="gloo") == ("broadcast", "cpu")
+    assert route(TWO_NODES) == ("broadcast", "cuda")
+    # Two ranks of NCCL cannot share a GPU.
+    assert route(cluster, num_engines=4, colocate_all=True) == ("broadcast", "cpu")
 
-    def push(self, bucket: WeightBucket) -> None:
-        """Nothing to send."""
 
-    def close(self) -> None:
-        self.is_closed = True
+@pytest.mark.parametrize("cluster", [LAPTOP, NODE, TWO_NODES])
+@pytest.mark.parametrize("colocate", [False, True])
+def test_rays_object_store_is_a_way_on_every_cluster(cluster, colocate):
+    assert route(cluster, sync_with_ray=True, colocate_all=colocate) == ("objects", "cpu")
+
+
+def test_the_engine_is_started_with_it(tiny_model_dir):
+    config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tiny_model_dir)}})
+    way = WeightRoute("broadcast", "cuda")
+    assert engine_config(config, dtype=torch.bfloat16, weight_route=way).weight_route == way
+    assert engine_config(config, dtype=torch.float32).weight_route == WeightRoute("handles", "cpu")
 
 
 class FakeEngine:
-    """Keeps what it receives; can be told to misbehave."""
+    """Reads buckets as a worker of vLLM does and keeps copies; can be told to misbehave."""
 
     who = "vllm-0"
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, way: str = "handles", fault: str = "") -> None:
+        self.weight_route = WeightRoute(way)
         self.fault = fault
+        self.reader, self.fetcher = BucketReader(CPU), FetchedBuckets()
         self.held: dict[str, torch.Tensor] = {}
+        self.buckets: list[tuple[str, ...]] = []
+
+    def init_weight_transfer(self, info: dict) -> None:
+        self.info = info
+        rank, size = info["rank_offset"], info["world_size"]
+        group = BroadcastGroup(CPU, info["host"], info["port"], rank=rank, world_size=size)
+        self.reader.join(group)
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
         self.keeps_running = keep_running
         self.held.clear()
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
-        if self.fault == "drop" and self.held:
-            return
-        tensor = bucket.handle["t"]
-        self.held[bucket.names[0]] = tensor + 1 if self.fault == "corrupt" else tensor
+        if self.fault == "broken":
+            raise WeightSyncError(f"no room for {bucket.names[0]}")
+        self.buckets.append(bucket.names)
+        if "object" in bucket.handle:
+            bucket = self.fetcher.fetched(bucket)
+        for name, tensor in self.reader.read(bucket):
+            if not (self.fault == "drop" and name == "b"):
+                self.held[name] = tensor + 1 if self.fault == "corrupt" else tensor.clone()
 
     def finish_weight_update(self, weight_version: int) -> SyncReceipt:
         prints = {name: fingerprint(tensor) for name, tensor in self.held.items()}
-        receipt = SyncReceipt(weight_version, prints, is_cache_reset=True)
-        if self.fault == "stale":
-            return replace(receipt, weight_version=weight_version - 1)
-        return replace(receipt, is_cache_reset=self.fault != "cache")
+        version = weight_version - (self.fault == "stale")
+        return SyncReceipt(version, prints, is_cache_reset=self.fault != "cache")
 
 
-def test_good_engines_pass() -> None:
-    writer = InProcessWriter()
-    report = send_weights(WEIGHTS, [FakeEngine(), FakeEngine()], 3, writer=writer)
-    assert report.num_buckets == 2
-    assert report.num_bytes == 40
-    assert writer.is_closed
+def connected(engines: list[FakeEngine]) -> WeightTransport:
+    transport = make_transport(engines, workers_per_engine=1, device=CPU, endpoint=endpoint)
+    transport.buffers.bucket_bytes = 128
+    return transport
+
+
+@pytest.mark.parametrize("way", ["handles", "broadcast", "objects"])
+def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
+    if way == "objects":
+        request.getfixturevalue("ray_cluster")
+    engines = [FakeEngine(way), FakeEngine(way)]
+    transport = connected(engines)
+    for version in (1, 2, 3):
+        tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
+        report = send_weights(tensors, engines, version, transport=transport)
+        assert (report.num_buckets, report.num_bytes) == (4, 88 + 72 + 256 + 24)
+        for engine in engines:
+            assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors)
+    assert engines[0].buckets == BUCKETS * 3
+
+
+def test_the_workers_of_an_engine_follow_those_of_the_last_in_the_group():
+    engines = [FakeEngine("broadcast"), FakeEngine("broadcast")]
+    connected(engines)
+    assert [engine.info["rank_offset"] for engine in engines] == [1, 2]
+    assert {engine.info["world_size"] for engine in engines} == {3}
 
 
 @pytest.mark.parametrize("keep_running", [False, True])
-def test_engines_are_told_whether_running_requests_go_on(keep_running: bool) -> None:
+def test_engines_are_told_whether_running_requests_go_on(keep_running):
     engines = [FakeEngine(), FakeEngine()]
-    send_weights(WEIGHTS, engines, 3, writer=InProcessWriter(), keep_running=keep_running)
+    send_weights(WEIGHTS, engines, 3, transport=connected(engines), keep_running=keep_running)
     assert [engine.keeps_running for engine in engines] == [keep_running] * 2
 
 
+@pytest.mark.parametrize("way", ["handles", "broadcast"])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("drop", "did not receive 1 tensors, e.g. b.weight"),
-        ("corrupt", "2 tensors differ from the trainer's, e.g. a.weight"),
-        ("stale", "holds weight version 2, sent 3"),
-        ("cache", "kept its prefix cache"),
+        ("drop", "vllm-1 on node n did not receive 1 tensors, e.g. b"),
+        ("corrupt", "vllm-1 on node n: 6 tensors differ from the trainer's, e.g. a"),
+        ("stale", "vllm-1 on node n holds weight version 2, sent 3"),
+        ("cache", "vllm-1 on node n kept its prefix cache"),
+        ("broken", "no room for a"),
     ],
 )
-def test_an_engine_without_proof_is_refused_by_name(fault: str, message: str) -> None:
-    engine = FakeEngine(fault)
+def test_an_engine_without_proof_is_refused_by_name(way, fault, message):
+    engine = FakeEngine(way, fault)
     engine.who = "vllm-1 on node n"
-    with pytest.raises(WeightSyncError, match=f"^vllm-1 on node n.*{message}"):
-        send_weights(WEIGHTS, [FakeEngine(), engine], 3, writer=InProcessWriter())
-
-
-class OrderedWriter(InProcessWriter):
-    """Notes when a bucket is asked for."""
-
-    def __init__(self, *, fills_ahead: bool) -> None:
-        self.fills_ahead = fills_ahead
-        self.asked: list[str] = []
-        self.is_next_asked = threading.Event()
-
-    def write(self, tensors: NamedTensors, fingerprints: dict[str, int]) -> Iterator[WeightBucket]:
-        for bucket in super().write(tensors, fingerprints):
-            self.asked.append(bucket.names[0])
-            if len(self.asked) > 1:
-                self.is_next_asked.set()
-            yield bucket
+    engines = [FakeEngine(way), engine]
+    with pytest.raises(WeightSyncError, match=message):
+        send_weights(WEIGHTS, engines, 3, transport=connected(engines))
 
 
 class SlowEngine(FakeEngine):
-    """Notes what was asked of the writer by the time the first bucket has been read."""
+    """Notes which buckets were packed by the time it has read the first one."""
 
-    def __init__(self, writer: OrderedWriter, wait_s: float) -> None:
+    def __init__(self, packed: list[str], is_next_packed: threading.Event) -> None:
         super().__init__()
-        self.writer = writer
-        self.wait_s = wait_s
+        self.packed, self.is_next_packed = packed, is_next_packed
         self.seen: list[list[str]] = []
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         if not self.held:
-            self.writer.is_next_asked.wait(self.wait_s)
-        self.seen.append(list(self.writer.asked))
+            assert self.is_next_packed.wait(30)
+        self.seen.append(list(self.packed))
         super().receive_bucket(bucket)
 
 
+def test_a_bucket_is_packed_while_the_last_one_is_read():
+    packed: list[str] = []
+    is_next_packed = threading.Event()
+
+    class Noting(HandleTransport):
+        def address(self, bucket: Packed) -> dict[str, object]:
+            packed.append(bucket.bucket({}).names[0])
+            if len(packed) > 1:
+                is_next_packed.set()
+            return super().address(bucket)
+
+    engine = SlowEngine(packed, is_next_packed)
+    transport = Noting(CPU, num_readers=1)
+    transport.buffers.bucket_bytes = 128
+    send_weights(WEIGHTS, [engine], 3, transport=transport)
+    assert engine.seen[0] == ["a", "odd"]  # never two ahead
+
+
+class Place(HostMemory):
+    """Shared memory that is said to be that of a node or GPU of its own."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.name = place
+
+    @property
+    def place(self) -> str:
+        return self.name
+
+
+class Ranks:
+    """Collectives among threads; one that does not come fails the others."""
+
+    def __init__(self, size: int) -> None:
+        self.meeting = threading.Barrier(size, timeout=20)
+        self.things: dict[int, object] = {}
+        self.local = threading.local()
+        self.places: list[str] = []
+
+    def rank(self) -> int:
+        return self.local.rank
+
+    def memory_of(self, device: torch.device) -> Place:
+        return Place(self.places[self.local.rank])
+
+    def barrier(self) -> None:
+        self.meeting.wait()
+
+    def all_gather_object(self, thing: object) -> list[object]:
+        self.things[self.local.rank] = thing
+        self.meeting.wait()
+        everything = [self.things[rank] for rank in sorted(self.things)]
+        self.meeting.wait()
+        return everything
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Three ranks of a trainer."""
+    three = Ranks(3)
+    for name in ("rank", "barrier", "all_gather_object", "memory_of"):
+        monkeypatch.setattr(weight_sync, name, getattr(three, name))
+    yield three
+
+
+def engine_at(place: str) -> FakeEngine:
+    engine = FakeEngine()
+    engine.who = f"the engine on {place}"
+    engine.reader.memories = {"cpu": Place(place)}
+    return engine
+
+
+def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_rank: dict) -> list:
+    """Two updates from ranks at these places; return which of them packed anything."""
+
+    ranks.places = places
+
+    def run(rank: int) -> bool:
+        ranks.local.rank = rank
+        transport = HandleTransport(CPU, num_readers=len(engines))
+        transport.buffers.bucket_bytes = 128
+        tensors = of_rank.get(rank, WEIGHTS)
+        for version in (1, 2):
+            if rank == 0:
+                send_weights(tensors, engines, version, transport=transport)
+            else:
+                transport.follow(tensors)
+        return transport.buffers.is_used
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(run, range(3)))
+
+
 @pytest.mark.parametrize(
-    ("fills_ahead", "wait_s", "at_first"),
-    [(True, 30.0, ["a.weight", "b.weight"]), (False, 0.2, ["a.weight"])],
+    ("places", "used"),
+    [
+        (["GPU-0", "GPU-1", "GPU-2"], [True, True, False]),  # no engine reads the third rank
+        (["GPU-0", "GPU-1", "GPU-0"], [True, True, False]),  # nodes: the first rank of each packs
+    ],
 )
-def test_a_bucket_is_filled_while_the_last_is_read_where_that_is_safe(
-    fills_ahead: bool, wait_s: float, at_first: list[str]
-) -> None:
-    writer = OrderedWriter(fills_ahead=fills_ahead)
-    engine = SlowEngine(writer, wait_s)
-    send_weights([*WEIGHTS, ("c.weight", torch.zeros(3))], [engine], 3, writer=writer)
-    assert engine.seen[0] == at_first  # never two ahead
+def test_every_engine_reads_the_rank_beside_it(ranks, places, used):
+    engines = [engine_at("GPU-0"), engine_at("GPU-1")]
+    assert sync_from(ranks, engines, places, {}) == used
+    for engine in engines:
+        assert engine.buckets == BUCKETS * 2
+        assert all(torch.equal(engine.held[name], tensor) for name, tensor in WEIGHTS)
 
 
-def test_an_engine_that_fails_while_the_next_bucket_is_filled_fails_the_sync() -> None:
-    class Broken(FakeEngine):
+def differing() -> NamedTensors:
+    return [(name, tensor + 1 if name == "a" else tensor) for name, tensor in WEIGHTS]
+
+
+def test_a_rank_whose_copy_differs_is_found(ranks, monkeypatch):
+    engines = [engine_at("GPU-0"), engine_at("GPU-1")]
+    monkeypatch.setattr(ranks.meeting, "_timeout", 3)
+    with pytest.raises(WeightSyncError, match=r"^the engine on GPU-1: 1 tensors differ .* a$"):
+        sync_from(ranks, engines, ["GPU-0", "GPU-1", "GPU-2"], {1: differing()})
+
+
+def test_an_engine_without_a_rank_beside_it_says_what_to_type():
+    engine = engine_at("another node")
+    with pytest.raises(WeightSyncError, match="type --vllm_sync_with_ray"):
+        send_weights(WEIGHTS, [engine], 1, transport=connected([engine]))
+
+
+def test_a_failed_engine_is_named_while_its_peers_still_wait():
+    never = threading.Event()
+
+    class Stuck(FakeEngine):
         def receive_bucket(self, bucket: WeightBucket) -> None:
-            raise WeightSyncError(f"no room for {bucket.names[0]}")
+            never.wait(20)
 
-    writer = OrderedWriter(fills_ahead=True)
-    with pytest.raises(WeightSyncError, match="no room for"):
-        send_weights(WEIGHTS, [Broken()], 3, writer=writer)
-    assert writer.is_closed
+    engines = [Stuck(), FakeEngine(fault="broken")]
+    try:
+        with pytest.raises(WeightSyncError, match="no room"):
+            send_weights(WEIGHTS, engines, 1, transport=connected(engines))
+        assert not never.is_set()
+    finally:
+        never.set()
+
+
+def test_a_receipt_of_another_update_is_no_proof():
+    engine = FakeEngine()
+    real = engine.finish_weight_update
+
+    def of_the_last_update(version: int) -> SyncReceipt:
+        return replace(real(version), fingerprints={"a": 1})
+
+    engine.finish_weight_update = of_the_last_update  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"did not receive 5 tensors, e\.g\. b"):
+        send_weights(WEIGHTS, [engine], 1, transport=connected([engine]))

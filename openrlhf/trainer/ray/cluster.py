@@ -12,7 +12,7 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import SHM_BACKEND, RolloutEngine
+from openrlhf.engines.base import SHARED_MEMORY, RolloutEngine, WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.loading import load_config, resolve_dtype
@@ -24,7 +24,7 @@ from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch
-from openrlhf.trainer.ray.weight_transport import check_one_machine, choose_transport
+from openrlhf.trainer.ray.weight_sync import choose_route
 from openrlhf.utils.logging import notice
 from openrlhf.utils.progress import progress
 
@@ -174,7 +174,7 @@ class RayCluster:
         self.reward_pools: NodePools | None = None
         self.reward_actors: list[Any] = []
         self.watch = Watch()
-        self.weight_transfer_backend = weight_transfer_backend(config, counts)
+        self.weight_route = weight_route(config, counts)
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
         num_at_once = 2 if config.train.async_enable else 1
@@ -232,7 +232,7 @@ class RayCluster:
             engine_config(
                 self.config,
                 dtype=self.policy_dtype,
-                weight_transfer_backend=self.weight_transfer_backend,
+                weight_route=self.weight_route,
                 resume_step=self.resume_step,
                 # The workers of an engine lie on devices that Ray placed; it places no CPU ones.
                 executor="ray" if cluster.has_gpus else "mp",
@@ -266,9 +266,6 @@ class RayCluster:
                 engine.ready()
                 advance()
         self._watch_all()
-        if self.engines and self.weight_transfer_backend == SHM_BACKEND:
-            [actor] = [group for group in self.groups if group.role == "actor"]
-            check_one_machine([actor.nodes[0], *(engine.node for engine in self.engines)])
 
     def _watch_all(self) -> None:
         for group in self.groups:
@@ -288,19 +285,18 @@ class RayCluster:
         self.watch.start()
 
 
-def weight_transfer_backend(config: PPOConfig, counts: RoleCounts) -> str:
-    """How weights travel to the engines of this run; raises ConfigError when there is no way."""
+def weight_route(config: PPOConfig, counts: RoleCounts) -> WeightRoute:
+    """Return how weights travel to the engines of this run."""
     cluster = counts.cluster
     if cluster is None or not counts.num_engines:
-        return SHM_BACKEND
-    num_engine_gpus = counts.num_engines * config.vllm.tensor_parallel_size
-    return choose_transport(
-        config.vllm.sync_backend,
+        return SHARED_MEMORY
+    num_engine_devices = counts.num_engines * config.vllm.tensor_parallel_size
+    return choose_route(
         has_gpus=cluster.has_gpus,
         with_ray=config.vllm.sync_with_ray,
+        with_gloo=config.vllm.sync_backend == "gloo",
         is_colocated=config.engines_share_devices,
-        is_one_machine=cluster.num_gpus == cluster.max_gpus_per_node,
-        has_rank_on_every_engine_gpu=num_engine_gpus <= counts.ranks["actor"],
+        has_rank_on_every_engine_device=num_engine_devices <= counts.ranks["actor"],
     )
 
 
@@ -308,7 +304,7 @@ def engine_config(
     config: PPOConfig,
     *,
     dtype: torch.dtype,
-    weight_transfer_backend: str = SHM_BACKEND,
+    weight_route: WeightRoute = SHARED_MEMORY,
     resume_step: int = 0,
     executor: str = "mp",
 ) -> VLLMEngineConfig:
@@ -330,7 +326,7 @@ def engine_config(
         enable_sleep=config.vllm.enable_sleep and config.engines_share_devices,
         seed=config.train.seed + SEED_STRIDE * resume_step,
         trust_remote_code=config.trust_remote_code,
-        weight_transfer_backend=weight_transfer_backend,
+        weight_route=weight_route,
         distributed_executor_backend=executor,
     )
 

@@ -8,20 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.model_actor import ModelWorker
-
-
-class Sleeper(Protocol):
-    """What can give its device memory back."""
-
-    def sleep(self) -> None:
-        """Give memory back."""
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take memory again."""
 
 
 class DevicePhases:
@@ -32,7 +22,7 @@ class DevicePhases:
 
     def __init__(
         self,
-        engines: Iterable[Sleeper],
+        engines: Iterable[RolloutEngine],
         *,
         engines_sleep: bool,
         training_sleeps: bool,
@@ -48,7 +38,7 @@ class DevicePhases:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the engines hold no weights and wait for a sync."""
+        """Return True if the engines hold no weights and wait for a sync."""
         return "weights" not in self.awake
 
     def start(self) -> None:
@@ -99,7 +89,7 @@ class DevicePhases:
             self._on_all(lambda engine: engine.sleep())
             self.awake.clear()
 
-    def _on_all(self, call: Callable[[Sleeper], None]) -> None:
+    def _on_all(self, call: Callable[[RolloutEngine], None]) -> None:
         """Make the call on all engines at once: each may take a second."""
         with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
             list(pool.map(call, self.engines))

@@ -38,8 +38,7 @@ from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.model_actor import frees_cache
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
-from openrlhf.trainer.ray.weight_sync import send_weights
-from openrlhf.trainer.ray.weight_transport import WeightTransport, make_transport
+from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -240,32 +239,24 @@ class PolicyModelActor(TrainedWorker):
         start = time.monotonic()
         rank = self.strategy.topology.rank
         if self.transport is None:
-            self.transport = self._connect(engines, rank)
+            self.transport = make_transport(
+                engines,
+                workers_per_engine=self.config.vllm.tensor_parallel_size,
+                device=self.engine.device,
+                endpoint=self.master_endpoint,
+            )
         tensors = self.engine.gather_full_parameters()
         if rank == 0:
             send_weights(
                 tensors,
                 engines,
                 self.weight_version,
-                writer=self.transport,
+                transport=self.transport,
                 keep_running=keep_running,
             )
         else:
             self.transport.follow(tensors)
         return time.monotonic() - start
-
-    def _connect(self, engines: Sequence[RolloutEngine], rank: int) -> WeightTransport:
-        transport = make_transport(
-            engines,
-            rank=rank,
-            tensor_parallel_size=self.config.vllm.tensor_parallel_size,
-            device=self.engine.device,
-            endpoint=self.master_endpoint,
-        )
-        if rank == 0:
-            transport.connect(engines)
-            transport.share(self.engine.own_parameters())
-        return transport
 
     @frees_cache
     def generate(

@@ -17,12 +17,13 @@ from typing import Any, Protocol, runtime_checkable
 import ray
 
 from openrlhf.engines.base import (
-    SHM_BACKEND,
+    SHARED_MEMORY,
     Completion,
     GenerationRequest,
     RolloutEngine,
     SyncReceipt,
     WeightBucket,
+    WeightRoute,
 )
 from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
 from openrlhf.engines.request_gatherer import AnswersRequests
@@ -33,9 +34,9 @@ from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
-from openrlhf.trainer.ray.object_store import FetchedBuckets
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import node_address, own_gpu
+from openrlhf.trainer.ray.weight_sync import FetchedBuckets
 from openrlhf.utils.logging import is_terminal, redirect_framework_logs
 from openrlhf.utils.progress import counter, progress
 
@@ -98,7 +99,7 @@ class RayEngine:
 
     handle: Any
     name: str
-    weight_transfer_backend: str = SHM_BACKEND
+    weight_route: WeightRoute = SHARED_MEMORY
     timeout_s: float = CALL_TIMEOUT_S
     node: str = ""  # address of the engine's node; empty until it is up
 
@@ -195,7 +196,7 @@ def create_vllm_engines(
                 max_concurrency=MAX_CONCURRENT_CALLS,
             ),
             f"vllm-{index}",
-            config.weight_transfer_backend,
+            config.weight_route,
         )
         for index, slot in enumerate(slots)
     ]

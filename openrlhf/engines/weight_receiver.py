@@ -1,0 +1,277 @@
+"""The engine's side of a weight update, in every worker: vLLM's layerwise reload and a receipt.
+
+An update is complete or it fails: no tensor may come twice, be unknown or be missing. vLLM imports
+this module in every worker, for `WORKER_EXTENSION`, and finds the backend registered then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from openrlhf.engines import vllm_cpu
+from openrlhf.engines.base import WeightBucket
+from openrlhf.engines.vllm_logprobs import report_full_logprobs
+from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader
+from openrlhf.errors import WeightSyncError
+from openrlhf.utils.tensors import bit_sum, fingerprint
+
+BACKEND = "openrlhf"
+WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
+MAX_NAMES_SHOWN = 5
+WORD_BYTES = 8
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """How to join the trainer's broadcasts."""
+
+    device_type: str
+    host: str
+    port: int
+    rank_offset: int  # of the engine's first worker
+    world_size: int
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """What vLLM hands to every worker."""
+
+    bucket: WeightBucket
+
+
+class HeldSum(NamedTuple):
+    """Bit sums of one plain parameter in one worker, modulo 2^64."""
+
+    sent: int  # of the tensors it was made from
+    held: int
+    is_part: bool  # of a parameter that is split over the workers
+
+
+class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
+    """Receives buckets and loads them into the model of this worker."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reader = BucketReader(self.device)
+        self.fingerprints: dict[str, int] = {}
+        self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum
+        self.known_names: frozenset[str] = frozenset()  # of a whole update, once there was one
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join the trainer's group."""
+        device = self.device if init_info.device_type == "cuda" else torch.device("cpu")
+        rank = init_info.rank_offset + self.parallel_config.rank
+        group = BroadcastGroup(
+            device, init_info.host, init_info.port, rank=rank, world_size=init_info.world_size
+        )
+        self.reader.join(group)
+
+    def start_weight_update(self) -> None:
+        """Begin an update; drop what an earlier, unfinished one left behind."""
+        self.fingerprints, self.received = {}, {}
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights, info.load_numel = [], 0
+        initialize_layerwise_reload(self.model)
+        vllm_cpu.before_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket and wait until it has been read."""
+        self.receive_weights(self.parse_update_info(update_info))
+        self.reader.synchronize()
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Load the tensors of one bucket and note what came."""
+        try:
+            self.model.load_weights(self._noted(self.reader.read(update_info.bucket)))
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
+            name = next(reversed(self.fingerprints), "the first tensor")
+            raise WeightSyncError(f"the engine cannot load {name}: {error}") from error
+        for layer in self.model.modules():
+            _own_pending(layer)
+
+    def finish_weight_update(self) -> None:
+        """Make the weights live; raise WeightSyncError when some are missing."""
+        self.reader.close()
+        known = self.known_names
+        absent = sorted(known - self.fingerprints.keys()) if known else self._unfilled()
+        finalize_layerwise_reload(self.model, self.model_config)
+        vllm_cpu.after_reload(self.model)
+        if absent:
+            raise WeightSyncError(f"incomplete update: missing {_some(absent)}")
+        self.known_names = frozenset(self.fingerprints)
+
+    def shutdown(self) -> None:
+        """Let go of the trainer's memory."""
+        self.reader.close()
+
+    def held_sums(self) -> dict[str, HeldSum]:
+        """Return the sums of plain parameters, by their name in vLLM.
+
+        A parameter is left out where its layer is packed, its tensors have other names, its loader
+        changes values, or it is cut inside a word.
+        """
+        return {
+            name: found
+            for layer_name, layer in self.model.named_modules()
+            for leaf, param in layer._parameters.items()
+            if (found := self._held_sum(layer, param, name := f"{layer_name}.{leaf}")) is not None
+        }
+
+    def _held_sum(self, layer: nn.Module, param: Any, name: str) -> HeldSum | None:
+        if param is None or not _keeps_bits(param):
+            return None
+        sources = self._sources(name)
+        is_part = _is_part(layer, param)
+        dtypes = {self.received[s][0] if s in self.received else None for s in sources}
+        if dtypes != {param.dtype} or (is_part and not _is_cut_between_words(layer, param)):
+            return None
+        sent = sum(self.received[source][1] for source in sources)
+        return HeldSum(sent % 2**64, bit_sum(_plain_rows(layer, param.data)), is_part)
+
+    def _sources(self, name: str) -> list[str]:
+        """Return the tensors of a checkpoint that vLLM makes one parameter from."""
+        merged = getattr(self.model, "packed_modules_mapping", None) or {}
+        *prefix, module, leaf = name.rsplit(".", 2)
+        return [".".join([*prefix, part, leaf]) for part in merged.get(module, [module])]
+
+    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name in self.fingerprints:
+                raise WeightSyncError(f"tensor {name} came twice")
+            self.fingerprints[name] = fingerprint(tensor)
+            self.received[name] = (tensor.dtype, bit_sum(tensor))
+            yield name, tensor
+
+    def _unfilled(self) -> list[str]:
+        """Return the layers that did not get all their values; vLLM itself only warns of them."""
+        is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return [
+            name
+            for name, layer in self.model.named_modules()
+            if layer._parameters  # those with buffers only are made, not loaded
+            and (info := get_layerwise_info(layer)).can_load()
+            and (info.load_numel == 0 < (info.load_numel_total or 0) or _is_half_full(layer, info))
+            and not (is_tied and name.endswith(("lm_head", "embed_out")))
+        ]
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, __name__, WeightReceiver.__name__)
+
+
+class ReceiptExtension:
+    """Mixed into vLLM's worker (`worker_extension_cls`), to be called by name in every worker."""
+
+    def abandon_weight_update(self) -> None:
+        """Forget an update that failed or was never finished, so that a new one can begin."""
+        self._weight_update_active = False
+
+    def weight_fingerprints(self) -> dict[str, int]:
+        """Return the fingerprints of the tensors received in the last update, by name."""
+        return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined]
+
+    def held_sums(self) -> dict[str, HeldSum]:
+        """Return what the plain parameters hold and should hold."""
+        return self.weight_transfer_engine.held_sums()  # type: ignore[attr-defined]
+
+    def report_full_logprobs(self) -> bool:
+        """Report log-probs as they are before top-p; return False if this vLLM cannot."""
+        return report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+
+
+def check_held(workers: Sequence[dict[str, HeldSum]]) -> int:
+    """Raise WeightSyncError unless the workers of an engine hold together what was sent; return how
+    many parameters could be compared.
+    """
+    first = workers[0]
+    for name, (sent, _, is_part) in first.items():
+        sums = [worker[name].held for worker in workers if name in worker]
+        if len(sums) < len(workers) or any(worker[name].sent != sent for worker in workers):
+            raise WeightSyncError(f"the workers of the engine received different weights: {name}")
+        is_wrong = sum(sums) % 2**64 != sent if is_part else any(value != sent for value in sums)
+        if is_wrong:
+            raise WeightSyncError(f"{name} does not hold what was received")
+    return len(first)
+
+
+def _own_pending(layer: nn.Module) -> None:
+    """Copy what vLLM holds back for an incomplete layer: the buffer is used again."""
+    for _, bound in get_layerwise_info(layer).loaded_weights:
+        for key, value in bound.arguments.items():
+            if isinstance(value, Tensor) and key != "param" and not value.is_meta:
+                bound.arguments[key] = value.clone()
+
+
+def _is_half_full(layer: nn.Module, info: Any) -> bool:
+    """Return True if some values of a plain layer are missing; vLLM pads vocabularies itself."""
+    if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
+        return False
+    num_padded = 0
+    if isinstance(layer, VocabParallelEmbedding):
+        num_rows = layer.weight.shape[0]
+        num_extra = max(num_rows - layer.shard_indices.num_org_elements, 0)
+        held = [param for param in layer._parameters.values() if param is not None]
+        num_padded = sum(param.numel() // num_rows * num_extra for param in held)
+    return bool(info.load_numel + num_padded < info.load_numel_total)
+
+
+def _keeps_bits(param: Any) -> bool:
+    """Return True if the parameter is plain and its loader copies values as they are."""
+    loader = getattr(param, "weight_loader", default_weight_loader)
+    owner = getattr(loader, "__self__", None)
+    is_copy = loader is default_weight_loader
+    return param.numel() > 0 and (
+        is_copy or isinstance(owner, (LinearBase, VocabParallelEmbedding))
+    )
+
+
+def _plain_rows(layer: nn.Module, data: Tensor) -> Tensor:
+    """Return the rows that come from a checkpoint."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return data[: layer.shard_indices.num_org_elements]
+    return data
+
+
+def _is_part(layer: nn.Module, param: Tensor) -> bool:
+    if getattr(layer, "tp_size", 1) == 1:
+        return False
+    is_row_weight = isinstance(layer, RowParallelLinear) and param.ndim > 1
+    return is_row_weight or isinstance(layer, (ColumnParallelLinear, VocabParallelEmbedding))
+
+
+def _is_cut_between_words(layer: nn.Module, param: Tensor) -> bool:
+    has_copies = isinstance(layer, QKVParallelLinear) and layer.num_kv_head_replicas > 1
+    return not has_copies and param.shape[-1] * param.element_size() % WORD_BYTES == 0
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more
