@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -61,6 +62,7 @@ class Option:
     path: str  # dotted
     field: FieldInfo
     info: OptionInfo
+    default: Any
 
     @property
     def is_switch(self) -> bool:
@@ -69,7 +71,11 @@ class Option:
 
 
 class Base(BaseModel):
-    """A frozen part of the config tree; a name it does not have is refused."""
+    """A frozen part of the config tree; a name it does not have is refused.
+
+    The default of a section holds the defaults that its fields have there:
+    `adam: AdamConfig = AdamConfig(lr=1e-5)`.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -78,6 +84,17 @@ class Base(BaseModel):
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
     )
+
+    @model_validator(mode="after")
+    def fill_sections(self) -> Self:
+        """Put the defaults of every section in where nobody set a value."""
+        for name, info in type(self).model_fields.items():
+            default = info.default
+            if isinstance(default, BaseModel) and default.model_fields_set:
+                is_set = name in self.model_fields_set
+                section = getattr(self, name) if is_set else type(default)()
+                object.__setattr__(self, name, with_defaults(section, default))
+        return self
 
 
 def expand_home(path: str | None) -> str | None:
@@ -109,17 +126,21 @@ def switch(description: str, *names: str | Alias, default: bool = False, **detai
     return option(default, description, *names, **details)
 
 
-def walk(config_class: type[BaseModel], prefix: str = "") -> Iterator[Option]:
-    """Every leaf of the tree, in the order of declaration."""
+def walk(
+    config_class: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
+) -> Iterator[Option]:
+    """Yield every leaf of the tree, in the order of declaration; a section has its `defaults`."""
     for name, info in config_class.model_fields.items():
         section = info.annotation
+        own = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = getattr(defaults, name, own)
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from walk(section, f"{prefix}{name}.")
+            yield from walk(section, f"{prefix}{name}.", default)
         else:
             extra = info.json_schema_extra
             declared = extra.get("option") if isinstance(extra, dict) else None
             assert isinstance(declared, OptionInfo), f"{prefix}{name} is not declared with option()"
-            yield Option(prefix + name, info, declared)
+            yield Option(prefix + name, info, declared, default)
 
 
 def value_at(config: BaseModel, path: str) -> Any:
@@ -137,12 +158,10 @@ def is_given(config: BaseModel, path: str) -> bool:
 
 
 def is_changed(config: BaseModel, path: str) -> bool:
-    """Whether this leaf has another value than its default, whoever set it."""
-    *sections, leaf = path.split(".")
-    part: Any = config
-    for section in sections:
-        part = getattr(part, section)
-    return bool(getattr(part, leaf) != type(part).model_fields[leaf].get_default())
+    """Return True if a leaf has another value than its default, whoever set it."""
+    head, _, rest = path.partition(".")
+    default = type(config).model_fields[head].get_default(call_default_factory=True)  # type: ignore[call-arg]
+    return bool(value_at(config, path) != (value_at(default, rest) if rest else default))
 
 
 def with_value(config: ModelT, path: str, value: object) -> ModelT:
@@ -160,3 +179,14 @@ def with_default(config: ModelT, path: str, value: object) -> ModelT:
     if head not in config.model_fields_set:
         changed.model_fields_set.remove(head)
     return changed
+
+
+def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:
+    """Return a section with these defaults where nobody set a value."""
+    for name in defaults.model_fields_set:
+        default = getattr(defaults, name)
+        if isinstance(default, BaseModel):
+            config = with_default(config, name, with_defaults(getattr(config, name), default))
+        elif name not in config.model_fields_set:
+            config = with_default(config, name, default)
+    return config

@@ -1,7 +1,7 @@
 """Parts of the config tree that several commands share, from the optimizer to evaluation.
 
-Defaults and flat names are those of the 0.8 command lines; a command with another default
-subclasses the part.
+Defaults and flat names are those of the 0.8 command lines; a command with other defaults gives them
+to the part: `AdamConfig(lr=1e-5)`.
 """
 
 from __future__ import annotations
@@ -305,6 +305,11 @@ class LoggerConfig(Base):
     _home = field_validator("tensorboard_dir")(expand_home)
 
 
+def logger_of(project: str, stem: str) -> LoggerConfig:
+    """Return the logging of a command: its W&B project, and the name of its runs."""
+    return LoggerConfig(wandb=WandbConfig(project=project, run_name=timed_name(stem)))
+
+
 class EvalConfig(Base):
     """`eval.*`: held-out data."""
 
@@ -328,12 +333,12 @@ class TrainConfig(Base):
     )
     micro_batch_size: int = option(
         8,
-        "Samples in a micro-batch of one device.",
+        "Samples (or pairs) in a micro-batch of one device.",
         "micro_train_batch_size",
         "per_device_train_batch_size",
         gt=0,
     )
-    max_epochs: int = option(1, "Passes over the data.", "max_epochs", gt=0)
+    max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
     seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32, at_resume="free")
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"

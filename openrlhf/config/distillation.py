@@ -11,15 +11,12 @@ from typing import Literal
 
 from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.checks import is_blank
-from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.common import CheckpointConfig, EvalConfig, LoggerConfig, logger_of
 from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
-    AnsweredDataConfig,
-    EvalOnTestConfig,
-    SFTLoggerConfig,
+    PromptedDataConfig,
     SFTModelConfig,
     SupervisedConfig,
-    SupervisedDataConfig,
 )
 
 
@@ -71,30 +68,16 @@ class KDLossConfig(Base):
     )
 
 
-class KDDataConfig(SupervisedDataConfig, AnsweredDataConfig):
-    """`data.*` of train_kd."""
-
-    output_key: str | None = option(
-        "output", "Column of the answer; none: the last message of a chat.", "output_key"
-    )
-
-
-class KDCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_kd."""
-
-    path: str = option("./ckpt/checkpoints_kd", "Root of resumable checkpoints.", "ckpt_path")
-
-
 class KDConfig(SupervisedConfig):
     """Knowledge distillation (train_kd)."""
 
     model: SFTModelConfig = SFTModelConfig()
     teacher: TeacherConfig = TeacherConfig()
     kd: KDLossConfig = KDLossConfig()
-    data: KDDataConfig = KDDataConfig()
-    eval: EvalOnTestConfig = EvalOnTestConfig()
-    ckpt: KDCheckpointConfig = KDCheckpointConfig()
-    logger: SFTLoggerConfig = SFTLoggerConfig()
+    data: PromptedDataConfig = PromptedDataConfig(output_key="output")
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kd")
+    logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Defaults that follow: no language-model loss on own answers, room for the prompt."""

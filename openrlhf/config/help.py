@@ -34,8 +34,9 @@ def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) 
     """The help of a command called `name`, in lines of `width` characters where words allow it."""
     parts = [f"usage: {name} [-h] [OPTIONS]\n", f"{config_class.__doc__}\n", NOTES]
     names = other_names(config_class)
+    options = list(walk(config_class))
     for prefix, section in sections(config_class):
-        leaves = [option for option in walk(section, prefix) if is_leaf_of(option, prefix)]
+        leaves = [option for option in options if option.path.rpartition(".")[0] == prefix[:-1]]
         if leaves:
             about = f"  {section.__doc__}" if prefix else ""
             parts.append(f"{prefix.rstrip('.') or 'general'} options:{about}")
@@ -52,11 +53,6 @@ def sections(
     for name, info in config_class.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from sections(info.annotation, f"{prefix}{name}.")
-
-
-def is_leaf_of(option: Option, prefix: str) -> bool:
-    """Whether the option stands in the section itself and not in one below it."""
-    return "." not in option.path.removeprefix(prefix)
 
 
 def other_names(config_class: type[CommandConfig]) -> Mapping[str, list[str]]:
@@ -104,7 +100,7 @@ def kind_of(annotation: Any) -> str:
 
 def default_of(option: Option) -> str:
     """The default as it would be typed."""
-    default = option.field.get_default(call_default_factory=True)
+    default = option.default
     if default is None or isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, tuple):

@@ -22,17 +22,15 @@ from openrlhf.config.checks import (
     split_problems,
     universal_problems,
 )
-from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig, LoggerConfig, logger_of
 from openrlhf.config.notices import Caution
 from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
 from openrlhf.config.ppo_parts import (
     DEFAULT_GROUP_SIZE,
     GROUP_ESTIMATORS,
     AlgoConfig,
-    PPOCheckpointConfig,
     PPODataConfig,
     PPOEvalConfig,
-    PPOLoggerConfig,
     PPOTrainConfig,
     RolloutConfig,
     VLLMConfig,
@@ -56,8 +54,8 @@ class PPOConfig(RunConfig):
     data: PPODataConfig = PPODataConfig()
     eval: PPOEvalConfig = PPOEvalConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
-    ckpt: PPOCheckpointConfig = PPOCheckpointConfig()
-    logger: PPOLoggerConfig = PPOLoggerConfig()
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_ppo_ray")
+    logger: LoggerConfig = logger_of("openrlhf_train_ppo", "ppo")
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Defaults that follow: group size, micro-batch, placement, critic, room for the prompt."""

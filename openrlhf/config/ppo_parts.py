@@ -13,12 +13,8 @@ from pydantic import field_validator
 from openrlhf.config.base import Alias, Base, option, switch
 from openrlhf.config.checked_data import CheckedDataConfig
 from openrlhf.config.common import (
-    CheckpointConfig,
     EvalConfig,
-    LoggerConfig,
     TrainConfig,
-    WandbConfig,
-    timed_name,
 )
 
 Estimator = Literal[
@@ -430,22 +426,3 @@ class PPOEvalConfig(EvalConfig):
     n_samples_per_prompt: int = option(
         4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0
     )
-
-
-class PPOCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of PPO."""
-
-    path: str = option("./ckpt/checkpoints_ppo_ray", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class PPOWandbConfig(WandbConfig):
-    """`logger.wandb.*` of PPO."""
-
-    project: str = option("openrlhf_train_ppo", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("ppo"), "Name of the run.", "wandb_run_name")
-
-
-class PPOLoggerConfig(LoggerConfig):
-    """`logger.*` of PPO."""
-
-    wandb: PPOWandbConfig = PPOWandbConfig()

@@ -13,16 +13,15 @@ from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
+    EvalConfig,
     LoggerConfig,
-    WandbConfig,
-    timed_name,
+    TrainConfig,
+    logger_of,
 )
 from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import (
-    AnsweredDataConfig,
-    EvalOnTestConfig,
     ModelConfig,
-    OneByOneTrainConfig,
+    PromptedDataConfig,
     SupervisedConfig,
     SupervisedDataConfig,
 )
@@ -73,42 +72,17 @@ class RMModelConfig(ModelConfig):
     compute_fp32_loss_enable: bool = switch("Compute the loss in fp32.", "compute_fp32_loss")
 
 
-class RMAdamConfig(AdamConfig):
-    """`adam.*` of train_rm."""
-
-    lr: float = option(9e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
-
-
-class RMCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_rm."""
-
-    path: str = option("./ckpt/checkpoints_rm", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class RMWandbConfig(WandbConfig):
-    """`logger.wandb.*` of train_rm."""
-
-    project: str = option("openrlhf_train_rm", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("rm"), "Name of the run.", "wandb_run_name")
-
-
-class RMLoggerConfig(LoggerConfig):
-    """`logger.*` of train_rm."""
-
-    wandb: RMWandbConfig = RMWandbConfig()
-
-
 class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
     has_value_head: ClassVar[bool] = True
 
-    adam: RMAdamConfig = RMAdamConfig()
+    adam: AdamConfig = AdamConfig(lr=9e-6)
     model: RMModelConfig = RMModelConfig()
     data: PairDataConfig = PairDataConfig()
-    train: OneByOneTrainConfig = OneByOneTrainConfig()
-    ckpt: RMCheckpointConfig = RMCheckpointConfig()
-    logger: RMLoggerConfig = RMLoggerConfig()
+    train: TrainConfig = TrainConfig(micro_batch_size=1)
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_rm")
+    logger: LoggerConfig = logger_of("openrlhf_train_rm", "rm")
 
     def note_loss_is_in_fp32(self) -> Iterator[str]:
         """Scores leave the head in fp32, whatever the type of the weights."""
@@ -163,41 +137,16 @@ class DPORefConfig(RefConfig):
     )
 
 
-class DPOAdamConfig(AdamConfig):
-    """`adam.*` of train_dpo and train_kto."""
-
-    lr: float = option(1e-5, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
-
-
-class DPOCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_dpo."""
-
-    path: str = option("./ckpt/checkpoints_dpo", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class DPOWandbConfig(WandbConfig):
-    """`logger.wandb.*` of train_dpo."""
-
-    project: str = option("openrlhf_train_dpo", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("exp"), "Name of the run.", "wandb_run_name")
-
-
-class DPOLoggerConfig(LoggerConfig):
-    """`logger.*` of train_dpo."""
-
-    wandb: DPOWandbConfig = DPOWandbConfig()
-
-
 class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
-    adam: DPOAdamConfig = DPOAdamConfig()
+    adam: AdamConfig = AdamConfig(lr=1e-5)
     model: DPOModelConfig = DPOModelConfig()
     ref: DPORefConfig = DPORefConfig()
     data: PairDataConfig = PairDataConfig()
-    eval: EvalOnTestConfig = EvalOnTestConfig()
-    ckpt: DPOCheckpointConfig = DPOCheckpointConfig()
-    logger: DPOLoggerConfig = DPOLoggerConfig()
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_dpo")
+    logger: LoggerConfig = logger_of("openrlhf_train_dpo", "exp")
 
     def derived(self) -> Iterator[tuple[str, object]]:
         """Defaults that follow: the loss of --ipo, and label smoothing where a loss needs some."""
@@ -248,14 +197,6 @@ class DPOConfig(SupervisedConfig):
 class KTOModelConfig(ModelConfig):
     """`model.*` of train_kto."""
 
-    model_name_or_path: str | None = option(
-        "bigscience/bloomz-1b7",
-        "Model to start from: hub id or path.",
-        "pretrain",
-        "model_name_or_path",
-        opens="model",
-        at_resume="refused",
-    )
     beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
     desirable_loss_weight: float = option(
         1.0, "Weight of good answers.", "desirable_loss_weight", "desirable_weight", ge=0
@@ -265,41 +206,22 @@ class KTOModelConfig(ModelConfig):
     )
 
 
-class KTODataConfig(SupervisedDataConfig, AnsweredDataConfig):
+class KTODataConfig(PromptedDataConfig):
     """`data.*` of train_kto."""
 
     label_key: str = option("label", "Column of the label: 1 good, 0 bad.", "label_key")
 
 
-class KTOCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_kto."""
-
-    path: str = option("./ckpt/checkpoints_kto", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class KTOWandbConfig(WandbConfig):
-    """`logger.wandb.*` of train_kto."""
-
-    project: str = option("openrlhf_train_dpo", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("rm"), "Name of the run.", "wandb_run_name")
-
-
-class KTOLoggerConfig(LoggerConfig):
-    """`logger.*` of train_kto."""
-
-    wandb: KTOWandbConfig = KTOWandbConfig()
-
-
 class KTOConfig(SupervisedConfig):
     """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
 
-    adam: DPOAdamConfig = DPOAdamConfig()
-    model: KTOModelConfig = KTOModelConfig()
+    adam: AdamConfig = AdamConfig(lr=1e-5)
+    model: KTOModelConfig = KTOModelConfig(model_name_or_path="bigscience/bloomz-1b7")
     ref: RefConfig = RefConfig()
     data: KTODataConfig = KTODataConfig()
-    eval: EvalOnTestConfig = EvalOnTestConfig()
-    ckpt: KTOCheckpointConfig = KTOCheckpointConfig()
-    logger: KTOLoggerConfig = KTOLoggerConfig()
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kto")
+    logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
 
     def check_some_answers_count(self) -> Iterator[str]:
         """With two weights of zero nothing is learnt."""

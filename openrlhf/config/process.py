@@ -13,14 +13,13 @@ from openrlhf.config.base import option
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
+    EvalConfig,
     LoggerConfig,
-    WandbConfig,
-    timed_name,
+    TrainConfig,
+    logger_of,
 )
 from openrlhf.config.supervised import (
-    EvalOnTestConfig,
     ModelConfig,
-    OneByOneTrainConfig,
     SupervisedConfig,
     SupervisedDataConfig,
 )
@@ -47,41 +46,16 @@ class PRMDataConfig(SupervisedDataConfig):
     label_key: str = option("label", "Column of the labels, one for each step end.", "label_key")
 
 
-class PRMAdamConfig(AdamConfig):
-    """`adam.*` of train_prm."""
-
-    lr: float = option(1e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
-
-
-class PRMCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_prm."""
-
-    path: str = option("./ckpt/checkpoints_prm", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class PRMWandbConfig(WandbConfig):
-    """`logger.wandb.*` of train_prm."""
-
-    project: str = option("openrlhf_train_prm", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("prm"), "Name of the run.", "wandb_run_name")
-
-
-class PRMLoggerConfig(LoggerConfig):
-    """`logger.*` of train_prm."""
-
-    wandb: PRMWandbConfig = PRMWandbConfig()
-
-
 class PRMConfig(SupervisedConfig):
     """Process reward model (train_prm)."""
 
-    adam: PRMAdamConfig = PRMAdamConfig()
+    adam: AdamConfig = AdamConfig(lr=1e-6)
     model: PRMModelConfig = PRMModelConfig()
     data: PRMDataConfig = PRMDataConfig()
-    train: OneByOneTrainConfig = OneByOneTrainConfig()
-    eval: EvalOnTestConfig = EvalOnTestConfig()
-    ckpt: PRMCheckpointConfig = PRMCheckpointConfig()
-    logger: PRMLoggerConfig = PRMLoggerConfig()
+    train: TrainConfig = TrainConfig(micro_batch_size=1)
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_prm")
+    logger: LoggerConfig = logger_of("openrlhf_train_prm", "prm")
 
     def check_step_end_is_named(self) -> Iterator[str]:
         """Nothing else in a text says where a step ends."""

@@ -249,22 +249,12 @@ class ChatDataConfig(Base):
     )
 
 
-class ChatSamplingConfig(SamplingConfig):
-    """`rollout.*` of interactive_chat."""
-
-    top_p: float = option(0.9, "Nucleus sampling.", "top_p", gt=0, le=1)
-    temperature: float = option(0.2, "Sampling temperature; 0: greedy.", "temperature", ge=0)
-    repetition_penalty: float = option(
-        1.2, "Above 1: tokens that were there are less likely.", "repetition_penalty", gt=0
-    )
-
-
 class ChatConfig(CommandConfig):
     """Talk to a model in the terminal (interactive_chat)."""
 
     model: ServedModelConfig = ServedModelConfig()
     data: ChatDataConfig = ChatDataConfig()
-    rollout: ChatSamplingConfig = ChatSamplingConfig()
+    rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)
     csft: CSFTConfig = CSFTConfig()
     ds: LoadConfig = LoadConfig()
 

@@ -24,12 +24,10 @@ from openrlhf.config.checks import (
 from openrlhf.config.common import (
     CheckpointConfig,
     DeepSpeedConfig,
-    EvalConfig,
     LoggerConfig,
     OptimizerConfig,
     TrainConfig,
-    WandbConfig,
-    timed_name,
+    logger_of,
 )
 from openrlhf.config.run import RunConfig
 
@@ -132,61 +130,14 @@ class SupervisedDataConfig(DatasetConfig):
     )
 
 
-class EvalOnTestConfig(EvalConfig):
-    """`eval.*` of commands whose evaluation data is the split `test`."""
-
-    split: str = option(
-        "test", "Split of the evaluation data.", "eval_split", only_with="eval.dataset"
-    )
+class PromptedDataConfig(SupervisedDataConfig, AnsweredDataConfig):
+    """`data.*` of commands that train on prompts with answers."""
 
 
-class SFTDataConfig(SupervisedDataConfig, AnsweredDataConfig):
+class SFTDataConfig(PromptedDataConfig):
     """`data.*` of train_sft."""
 
     multiturn: bool = switch("Learn every assistant turn.", "multiturn")
-
-
-class SupervisedTrainConfig(TrainConfig):
-    """`train.*` of supervised commands."""
-
-    max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-
-
-class OneByOneTrainConfig(SupervisedTrainConfig):
-    """`train.*` of commands whose samples are large: pairs, or long solutions."""
-
-    micro_batch_size: int = option(
-        1,
-        "Samples (or pairs) in a micro-batch of one device.",
-        "micro_train_batch_size",
-        "per_device_train_batch_size",
-        gt=0,
-    )
-
-
-class SFTTrainConfig(SupervisedTrainConfig):
-    """`train.*` of train_sft."""
-
-    max_epochs: int = option(2, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-
-
-class SFTCheckpointConfig(CheckpointConfig):
-    """`ckpt.*` of train_sft."""
-
-    path: str = option("./ckpt/checkpoints_sft", "Root of resumable checkpoints.", "ckpt_path")
-
-
-class SFTWandbConfig(WandbConfig):
-    """`logger.wandb.*` of train_sft."""
-
-    project: str = option("openrlhf_train_sft", "W&B project.", "wandb_project")
-    run_name: str = option(lambda: timed_name("sft"), "Name of the run.", "wandb_run_name")
-
-
-class SFTLoggerConfig(LoggerConfig):
-    """`logger.*` of train_sft."""
-
-    wandb: SFTWandbConfig = SFTWandbConfig()
 
 
 class SupervisedConfig(RunConfig, OptimizerConfig):
@@ -196,7 +147,7 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
 
     model: ModelConfig = ModelConfig()
     data: SupervisedDataConfig = SupervisedDataConfig()
-    train: SupervisedTrainConfig = SupervisedTrainConfig()
+    train: TrainConfig = TrainConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
     def check_model_is_named(self) -> Iterator[str]:
@@ -244,9 +195,9 @@ class SFTConfig(SupervisedConfig):
 
     model: SFTModelConfig = SFTModelConfig()
     data: SFTDataConfig = SFTDataConfig()
-    train: SFTTrainConfig = SFTTrainConfig()
-    ckpt: SFTCheckpointConfig = SFTCheckpointConfig()
-    logger: SFTLoggerConfig = SFTLoggerConfig()
+    train: TrainConfig = TrainConfig(max_epochs=2)
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_sft")
+    logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def check_multiturn_has_a_template(self) -> Iterator[str]:
         """Turns are found from the chat template, which message lists take unasked."""
