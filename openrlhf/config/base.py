@@ -132,7 +132,7 @@ def walk(
     """Yield every leaf of the tree, in the order of declaration; a section has its `defaults`."""
     for name, info in config_class.model_fields.items():
         section = info.annotation
-        own = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        own = info.get_default(call_default_factory=True)
         default = getattr(defaults, name, own)
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from walk(section, f"{prefix}{name}.", default)
@@ -160,7 +160,7 @@ def is_given(config: BaseModel, path: str) -> bool:
 def is_changed(config: BaseModel, path: str) -> bool:
     """Return True if a leaf has another value than its default, whoever set it."""
     head, _, rest = path.partition(".")
-    default = type(config).model_fields[head].get_default(call_default_factory=True)  # type: ignore[call-arg]
+    default = type(config).model_fields[head].get_default(call_default_factory=True)
     return bool(value_at(config, path) != (value_at(default, rest) if rest else default))
 
 

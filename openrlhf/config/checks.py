@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-    from openrlhf.config.ppo_models import ActorConfig
-    from openrlhf.config.supervised import ModelConfig
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 
 # The names of transformers.SchedulerType; written out because importing transformers takes seconds.
 SCHEDULERS = (
@@ -77,10 +73,11 @@ def decay_problems(optim: OptimizerConfig, rate_flag: str) -> Iterator[str]:
         )
 
 
-def router_loss_problems(model: ModelConfig | ActorConfig) -> Iterator[str]:
+def router_loss_problems(
+    coef: float, *, is_checkpointed: bool, is_reentrant: bool
+) -> Iterator[str]:
     """The reentrant variant of checkpointing runs layers without a graph."""
-    is_reentrant = model.gradient_checkpointing_reentrant
-    if model.aux_loss_coef > 0 and model.gradient_checkpointing_enable and is_reentrant:
+    if coef > 0 and is_checkpointed and is_reentrant:
         yield (
             "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
             "would have no gradient. Type --gradient_checkpointing alone."

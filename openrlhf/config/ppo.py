@@ -24,14 +24,17 @@ from openrlhf.config.checks import (
 )
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig, LoggerConfig, logger_of
 from openrlhf.config.notices import Caution
-from openrlhf.config.ppo_models import ActorConfig, CriticConfig, RefConfig, RewardConfig
 from openrlhf.config.ppo_parts import (
     DEFAULT_GROUP_SIZE,
     GROUP_ESTIMATORS,
+    ActorConfig,
     AlgoConfig,
+    CriticConfig,
     PPODataConfig,
     PPOEvalConfig,
     PPOTrainConfig,
+    RefConfig,
+    RewardConfig,
     RolloutConfig,
     VLLMConfig,
 )
@@ -362,7 +365,12 @@ class PPOConfig(RunConfig):
 
     def check_router_loss_has_a_gradient(self) -> Iterator[str]:
         """Through the layers of the policy."""
-        yield from router_loss_problems(self.actor)
+        actor = self.actor
+        yield from router_loss_problems(
+            actor.aux_loss_coef,
+            is_checkpointed=actor.gradient_checkpointing_enable,
+            is_reentrant=actor.gradient_checkpointing_reentrant,
+        )
 
     def note_group_size(self) -> Iterator[str]:
         """The default number of samples depends on the estimator."""

@@ -69,7 +69,11 @@ class RMModelConfig(ModelConfig):
     margin_loss_enable: bool = switch(
         "Subtract the column `margin` from the difference.", "margin_loss"
     )
-    compute_fp32_loss_enable: bool = switch("Compute the loss in fp32.", "compute_fp32_loss")
+    compute_fp32_loss_enable: bool = switch(
+        "Accepted for old commands: the loss is always in fp32.",
+        "compute_fp32_loss",
+        unused="here: the loss is always in fp32",
+    )
 
 
 class RMConfig(SupervisedConfig):
@@ -83,11 +87,6 @@ class RMConfig(SupervisedConfig):
     train: TrainConfig = TrainConfig(micro_batch_size=1)
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_rm")
     logger: LoggerConfig = logger_of("openrlhf_train_rm", "rm")
-
-    def note_loss_is_in_fp32(self) -> Iterator[str]:
-        """Scores leave the head in fp32, whatever the type of the weights."""
-        if self.model.compute_fp32_loss_enable:
-            yield "--compute_fp32_loss changes nothing: the loss is always in fp32."
 
 
 class DPOModelConfig(ModelConfig):

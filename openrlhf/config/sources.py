@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,22 @@ import yaml
 from openrlhf.config.base import walk
 from openrlhf.config.flags import flag_table, is_sequence, nearest_name, raw_values, yaml_words
 from openrlhf.config.local_paths import LISTS
-from openrlhf.config.other_names import remedy_for
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
+
+# Well-known names of other libraries, and what stands for them here.
+REMEDIES = {
+    "epsilon": "Type --eps_clip.",
+    "fp16": "Type --ds.param_dtype fp16.",
+    "gradient_accumulation_steps": (
+        "It follows from --train_batch_size and --micro_train_batch_size: leave it out."
+    ),
+    "max_completion_length": "Type --generate_max_len.",
+    "max_prompt_length": "Type --prompt_max_len.",
+    "model": "Type --pretrain.",
+    "num_generations": "Type --n_samples_per_prompt.",
+    "num_iterations": "Type --max_epochs.",
+}
 
 
 @dataclass(frozen=True)
@@ -239,3 +252,15 @@ def _read_value(reading: Reading, name: str, source: str, value: object) -> None
     else:
         raw = tuple(value) if isinstance(value, list) else value
         reading.values |= {option.path: Given(raw, source) for option in options}
+
+
+def remedy_for(name: str, known: Container[str]) -> str | None:
+    """What to type for a name of another library, if this command knows those flags."""
+    remedy = REMEDIES.get(name)
+    is_fitting = remedy is not None and all(flag in known for flag in flags_in(remedy))
+    return remedy if is_fitting else None
+
+
+def flags_in(remedy: str) -> list[str]:
+    """The flags that a remedy names, without their dashes."""
+    return re.findall(r"--([a-z0-9_]+(?:\.[a-z0-9_]+)*)", remedy)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from openrlhf.config.base import Base, is_given, option, switch
-from openrlhf.config.checked_data import CheckedDataConfig
 from openrlhf.config.checks import (
     batch_problems,
     decay_problems,
@@ -22,6 +21,7 @@ from openrlhf.config.checks import (
     universal_problems,
 )
 from openrlhf.config.common import (
+    CheckedDataConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     LoggerConfig,
@@ -172,7 +172,12 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
 
     def check_router_loss_has_a_gradient(self) -> Iterator[str]:
         """The reentrant variant runs layers without a graph."""
-        yield from router_loss_problems(self.model)
+        model = self.model
+        yield from router_loss_problems(
+            model.aux_loss_coef,
+            is_checkpointed=model.gradient_checkpointing_enable,
+            is_reentrant=model.gradient_checkpointing_reentrant,
+        )
 
     def check_learning_rate_schedule(self) -> Iterator[str]:
         """The schedule has a name that exists, and a decay has somewhere to go."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from openrlhf.config.checked_data import CheckedDataConfig
+from openrlhf.config.common import CheckedDataConfig
 from openrlhf.errors import ConfigError, DataError
 
 PIECE = 2**20  # bytes that are read at a time

@@ -18,7 +18,7 @@ from openrlhf.algorithms.policy_loss import (
     sapo_loss,
     value_loss,
 )
-from openrlhf.config.ppo_models import POLICY_LOSS_NAMES
+from openrlhf.config.ppo_parts import POLICY_LOSS_NAMES
 
 
 def loss_terms(function, ratios, advantages, **clip):

@@ -6,6 +6,7 @@ users see.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ import pytest
 from pydantic import BaseModel
 
 from openrlhf.config.base import Option, value_at, walk
-from openrlhf.config.cli import build, parse_config
+from openrlhf.config.cli import build, literal_choices, parse_config
 from openrlhf.config.distillation import KDConfig
-from openrlhf.config.flags import flag_table
+from openrlhf.config.flags import flag_table, leaf_types
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
@@ -131,6 +132,37 @@ def test_another_default_changes_nothing_about_resuming():
                 extra, own = field.json_schema_extra, section.model_fields[name].json_schema_extra
                 if isinstance(extra, dict) and (rule := extra["option"].at_resume):
                     assert own["option"].at_resume == rule, (section, name)
+
+
+BOUNDS = {"gt": ("above", 0), "ge": ("at least", -1), "lt": ("below", 0), "le": ("at most", 1)}
+
+
+def said_of(config_class: type[CommandConfig], option: Option, word: object) -> list[str]:
+    reading = read_all(config_class, [f"--{option.path}", str(word)])
+    return [*reading.problems, *build(config_class, reading.values)[1].values()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_value_is_one_line_with_flag_value_and_remedy(command):
+    for option in walk(COMMANDS[command]):
+        if str in leaf_types(option) and not literal_choices(option.field.annotation):
+            continue  # any text will do
+        [line] = said_of(COMMANDS[command], option, "nonsense")
+        assert re.fullmatch(rf"--{option.path} (must be|takes) .*: nonsense\. Type .*\.", line)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_value_out_of_range_is_one_line_that_names_the_bound(command):
+    for option in walk(COMMANDS[command]):
+        kind = float if float in leaf_types(option) else int
+        for bound in option.field.metadata:
+            for name, (words, step) in BOUNDS.items():
+                if (limit := getattr(bound, name, None)) is not None:
+                    limit, typed = kind(limit), math.ceil(limit) + step
+                    assert said_of(COMMANDS[command], option, typed) == [
+                        f"--{option.path} must be {words} {limit}: {typed}. Type a value {words} "
+                        f"{limit}."
+                    ]
 
 
 def test_default_run_folders_differ_by_command_and_time(monkeypatch):

@@ -23,7 +23,7 @@ def refused(line, config_class=PPOConfig, needs=PPO_NEEDS):
 
 
 def test_the_list_is_this():
-    assert [later.path for later in UNIMPLEMENTED] == [
+    assert list(UNIMPLEMENTED) == [
         "actor.freeze_visual_encoder",
         "data.max_images_per_prompt",
     ]
@@ -31,7 +31,7 @@ def test_the_list_is_this():
 
 def test_every_path_of_the_list_is_a_field():
     known = {option.path for tree in (PPOConfig, SFTConfig) for option in walk(tree)}
-    assert {later.path for later in UNIMPLEMENTED} <= known
+    assert UNIMPLEMENTED.keys() <= known
 
 
 @pytest.mark.parametrize(
