@@ -219,14 +219,14 @@ def examples_of(config: Any) -> Sized:
     if isinstance(config, BatchInferenceConfig):
         return load_rows(config.data.dataset)
     recipes = {
-        SFTConfig: sft_trainer.SFTRecipe,
-        RMConfig: rm_trainer.RMRecipe,
-        DPOConfig: dpo_trainer.DPORecipe,
-        KTOConfig: kto_trainer.KTORecipe,
-        PRMConfig: prm_trainer.PRMRecipe,
-        KDConfig: kd_trainer.KDRecipe,
+        SFTConfig: sft_trainer.SFTTrainer,
+        RMConfig: rm_trainer.RMTrainer,
+        DPOConfig: dpo_trainer.DPOTrainer,
+        KTOConfig: kto_trainer.KTOTrainer,
+        PRMConfig: prm_trainer.PRMTrainer,
+        KDConfig: kd_trainer.KDTrainer,
     }
-    return supervised_run.prepare_inputs(recipes[type(config)](), config).samples
+    return supervised_run.prepare_inputs(recipes[type(config)], config).samples
 
 
 @pytest.mark.parametrize("block", cases("yaml"))

@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[DPOConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.dpo_trainer import run_dpo  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import dpo_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_dpo(parsed.config)
+    supervised_run.run_supervised(dpo_trainer.DPOTrainer, parsed.config)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[KDConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.kd_trainer import run_kd  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import kd_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_kd(parsed.config)
+    supervised_run.run_supervised(kd_trainer.KDTrainer, parsed.config)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[KTOConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.kto_trainer import run_kto  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import kto_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_kto(parsed.config)
+    supervised_run.run_supervised(kto_trainer.KTOTrainer, parsed.config)
 
 
 if __name__ == "__main__":

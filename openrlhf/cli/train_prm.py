@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[PRMConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.prm_trainer import run_prm  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import prm_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_prm(parsed.config)
+    supervised_run.run_supervised(prm_trainer.PRMTrainer, parsed.config)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[RMConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.rm_trainer import run_rm  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import rm_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_rm(parsed.config)
+    supervised_run.run_supervised(rm_trainer.RMTrainer, parsed.config)
 
 
 if __name__ == "__main__":

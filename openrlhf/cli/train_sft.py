@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[SFTConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.sft_trainer import run_sft  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.trainer import sft_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
-    run_sft(parsed.config)
+    supervised_run.run_supervised(sft_trainer.SFTTrainer, parsed.config)
 
 
 if __name__ == "__main__":

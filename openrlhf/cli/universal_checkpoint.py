@@ -5,7 +5,6 @@ goes on from it without waiting: `python -m openrlhf.cli.universal_checkpoint --
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num_workers", type=int, default=4, help="processes that convert")
     args = parser.parse_args(argv)
     from openrlhf.distributed import engine_state  # noqa: PLC0415 - --help must not import torch
-    from openrlhf.distributed.checkpoint import CheckpointStore  # noqa: PLC0415 - as above
+    from openrlhf.distributed.checkpoints import CheckpointStore  # noqa: PLC0415 - as above
 
-    saved = CheckpointStore(args.ckpt_path, max_num=1, max_gib=math.inf).latest()
+    saved = CheckpointStore(args.ckpt_path).latest()
     if saved is None:
         parser.error(f"there is no checkpoint in {args.ckpt_path}. Type the --ckpt_path of a run.")
     for facts in sorted(saved.path.glob(f"*/{engine_state.ENGINE}")):

@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 
 
 def import_deepspeed() -> ModuleType:
-    """DeepSpeed, told which accelerator to use: it decides while it is imported."""
+    """Import DeepSpeed, told which accelerator to use: it decides while it is imported."""
     import deepspeed  # noqa: PLC0415 - DS_ACCELERATOR must be set before this import
     from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
 
@@ -45,7 +45,7 @@ def import_deepspeed() -> ModuleType:
 
 
 def device_of(topology: Topology) -> torch.device:
-    """The device of this rank; Ray may show a process one GPU only, whatever its local rank."""
+    """Return the device of this rank; Ray may show a process one GPU, whatever its local rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", topology.local_rank % torch.cuda.device_count())
@@ -54,8 +54,8 @@ def device_of(topology: Topology) -> torch.device:
 def init_process_group(
     topology: Topology, *, rank_timeout_s: float = RANK_TIMEOUT_S
 ) -> torch.device:
-    """Join the world (NCCL on CUDA, gloo on CPU) and answer this rank's device; a second call only
-    answers. A collective fails after three times `rank_timeout_s`.
+    """Join the world (NCCL on CUDA, gloo on CPU) and return this rank's device; a second call only
+    returns it. A collective fails after three times `rank_timeout_s`.
     """
     timeout = timedelta(seconds=PATIENCE * rank_timeout_s)
     device = device_of(topology)
@@ -91,7 +91,7 @@ def init_process_group(
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """A block in which a collective that fails is an error that says what became of a rank."""
+    """Turn the failure of a collective in the block into an error that names the rank."""
     try:
         yield
     except RuntimeError as error:

@@ -1,13 +1,12 @@
-"""Small collectives over named numbers and picklable objects; in a world of one each is the
-identity.
+"""Small collectives over named numbers, picklable objects and work on files; in a world of one each
+is the identity.
 
 Numbers travel as float64, in the order of their sorted names: every rank must bring the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -19,7 +18,7 @@ Thing = TypeVar("Thing")
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks in the group; 1 when no group was started."""
+    """Return the number of ranks in the group; 1 when no group was started."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -29,26 +28,26 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is the first rank, the one that writes what is written once."""
+    """Return True on the first rank, the one that writes what is written once."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def all_reduce_sum(
     values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """The sum of every number over the ranks."""
+    """Return the sum of every number over the ranks."""
     return _all_reduce(values, dist.ReduceOp.SUM, group)
 
 
 def all_reduce_max(
     values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """The largest of every number over the ranks."""
+    """Return the largest of every number over the ranks."""
     return _all_reduce(values, dist.ReduceOp.MAX, group)
 
 
 def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -> list[Thing]:
-    """Every rank's object, in the order of the ranks."""
+    """Return every rank's object, in the order of the ranks."""
     size = world_size(group)
     if size == 1:
         return [thing]
@@ -58,7 +57,7 @@ def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -
 
 
 def broadcast_object(thing: Thing, *, source: int = 0) -> Thing:
-    """The object of the source rank; what other ranks pass is ignored."""
+    """Return the object of the source rank; what other ranks pass is ignored."""
     if world_size() == 1:
         return thing
     box = [thing]
@@ -66,22 +65,26 @@ def broadcast_object(thing: Thing, *, source: int = 0) -> Thing:
     return box[0]
 
 
-@contextmanager
-def noting(problems: list[str]) -> Iterator[None]:
-    """A block of work on files whose failure is noted, so that the ranks can agree on what to do.
+def together(work: Callable[[], Thing]) -> Thing:
+    """Return what this rank's work on files returns; raise CheckpointError on every rank if it
+    failed on any, so that all go on or none.
 
     torch reports a full disk as RuntimeError.
     """
+    problems, result = [], None
     try:
-        yield
+        result = work()
     except (OSError, RuntimeError, CheckpointError) as error:
         problems.append(str(error) or type(error).__name__)
+    everyones = [problem for part in all_gather_object(problems) for problem in part]
+    if everyones:
+        raise CheckpointError(" ".join(dict.fromkeys(everyones)))
+    return result  # type: ignore[return-value] - without a problem there is a result
 
 
-def gather_problems(problems: Sequence[str]) -> list[str]:
-    """What went wrong on any rank, each once: every rank answers the same, so all go on or none."""
-    gathered = all_gather_object(list(problems))
-    return list(dict.fromkeys(problem for part in gathered for problem in part))
+def on_main(work: Callable[[], Thing]) -> Thing:
+    """Return, on every rank, what the main rank's work on files returns; as `together`."""
+    return broadcast_object(together(lambda: work() if is_main() else None))  # type: ignore[return-value]
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

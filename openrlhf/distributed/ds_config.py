@@ -48,7 +48,7 @@ FLAG_OF_BATCHES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the configuration needs to know of the model and the machine."""
+    """Size and type of a model, and the ranks that hold it."""
 
     dtype: torch.dtype
     num_parameters: int
@@ -59,7 +59,7 @@ class ModelFacts:
 def training_config(
     ds: DeepSpeedConfig, optim: OptimizerConfig, facts: ModelFacts
 ) -> dict[str, object]:
-    """The DeepSpeed configuration of a model that is trained."""
+    """Return the DeepSpeed configuration of a model that is trained."""
     stage = effective_stage(ds, facts)
     config = {
         **_common(facts),
@@ -93,8 +93,8 @@ def _for_muon(config: dict[str, object]) -> dict[str, object]:
 def inference_config(
     ds: DeepSpeedConfig, facts: ModelFacts, *, offload: bool = False
 ) -> dict[str, object]:
-    """The DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its weights in
-    CPU memory.
+    """Return the DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its
+    weights in CPU memory.
     """
     zero = _zero(ds.model_copy(update={"adam_offload": False}), facts, 3)
     if offload:
@@ -103,7 +103,7 @@ def inference_config(
 
 
 def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
-    """The stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
+    """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
 
     On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
     stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in

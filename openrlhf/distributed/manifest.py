@@ -1,8 +1,8 @@
 """When a folder counts: files, sizes and SHA-256 sums in a manifest, and one rename at the end.
 
 A writer fills `tmp-<name>`; `seal` flushes it, writes the manifest and gives it its name. A folder
-whose manifest does not agree with its files, to the byte, is not taken. Knows files only: neither
-what is in them nor how many processes wrote them.
+whose files do not match its manifest, to the byte, is not read. Knows files only: neither what is
+in them nor how many processes wrote them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from openrlhf.errors import CheckpointError
@@ -25,7 +25,7 @@ MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side 
 
 
 def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
-    """Flush a folder, write its manifest (`facts` beside the files), and give it its name.
+    """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`.
 
     A folder that has the name already is replaced.
     """
@@ -34,12 +34,8 @@ def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
         name: {"size": (temporary / name).stat().st_size, "sha256": digest}
         for name, digest in zip(names, _digests(temporary, names), strict=True)
     }
-    for name in names:
-        _flush(temporary / name)
     write_json(temporary / MANIFEST, {**facts, "files": files})
-    for folder in [*temporary.rglob("*"), temporary]:
-        if folder.is_dir():
-            _flush(folder)
+    flush(temporary)
     if final.exists():
         replaced = final.with_name(f"{TEMPORARY}replaced-{final.name}")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -48,73 +44,66 @@ def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         os.rename(temporary, final)
-    _flush(final.parent)
+    flush_one(final.parent)
 
 
 def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
-    """The manifest of a folder whose files are those it names; raises CheckpointError.
+    """Return the manifest of a folder; raise CheckpointError if its files are not those it names.
 
-    `contents` reads every byte; without it the sizes have to do.
+    `contents` reads every byte; without it only the sizes are compared.
     """
-    manifest = read_manifest(path)
-    files = manifest["files"]
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {name: (e["size"], e["sha256"]) for name, e in manifest["files"].items()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is not a complete checkpoint: no {MANIFEST}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error}).") from None
     found = set(_files_in(path))
     for name in sorted(found | set(files)):
         if name not in files:
             raise CheckpointError(f"{path / name} is not in the manifest.")
         size = (path / name).stat().st_size if name in found else None
-        if size != files[name]["size"]:
+        if size != files[name][0]:
             raise CheckpointError(
                 f"{path / name}: {'missing' if size is None else f'{size} bytes'}, "
-                f"the manifest says {files[name]['size']} bytes."
+                f"the manifest says {files[name][0]} bytes."
             )
     names = sorted(files) if contents else []
     for name, digest in zip(names, _digests(path, names), strict=True):
-        if digest != files[name]["sha256"]:
+        if digest != files[name][1]:
             raise CheckpointError(f"{path / name} has changed since it was written.")
     return manifest
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a folder, nothing checked but its own form."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        names = [PurePosixPath(name) for name in manifest["files"]]
-        is_sound = all(
-            isinstance(entry["size"], int) and isinstance(entry["sha256"], str)
-            for entry in manifest["files"].values()
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is not a complete checkpoint: no {MANIFEST}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error}).") from None
-    if not is_sound or any(name.is_absolute() or ".." in name.parts for name in names):
-        raise CheckpointError(f"{path / MANIFEST} names files outside its folder, or wrong sizes.")
-    return manifest
-
-
 def num_bytes(path: Path) -> int:
-    """Size of all files of a folder; files that vanish meanwhile count nothing."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(folder, name), follow_symlinks=False).st_size
-            except FileNotFoundError:
-                continue
-    return total
+    """Return the size of all files in a folder."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file that survives a power cut once its folder is flushed."""
-    with path.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content))
+    flush_one(path)
+
+
+def flush(path: Path) -> None:
+    """Make a file, or a folder and all that is in it, survive a power cut."""
+    for entry in [*path.rglob("*"), path]:
+        flush_one(entry)
+
+
+def flush_one(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _files_in(path: Path) -> list[str]:
-    """Names of the files below a folder, relative; a link could point anywhere and is refused.
+    """Relative names of the files below a folder; a link could point anywhere and is refused.
 
     Folders in it with a manifest of their own, and what becomes such a folder, are left out.
     """
@@ -132,23 +121,13 @@ def _files_in(path: Path) -> list[str]:
 
 
 def _digests(path: Path, names: Iterable[str]) -> list[str]:
-    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(_sha256, [path / name for name in names]))
 
 
 def _sha256(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(CHUNK_BYTES)
-    view = memoryview(buffer)
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Whether the ranks that a launcher started are alive: each hears from the next one now and then.
+"""A watch over the ranks that a launcher started: each hears from the next one now and then.
 
 One that was stopped (SIGSTOP, a paused container) says nothing. It is warned of after a while. At
 the deadline the rank that hears nothing leaves, for no signal gets it out of a collective, and the
@@ -29,7 +29,7 @@ SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
 @contextmanager
 def watching_ranks(deadline_s: float) -> Iterator[None]:
-    """A block in which the ranks hear from one another; all of them enter it."""
+    """Have the ranks hear from one another during the block; all of them enter it."""
     if world_size() == 1:
         yield
         return

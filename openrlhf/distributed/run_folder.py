@@ -88,7 +88,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A block that two processes of one machine do not enter at the same time."""
+    """Keep other processes of this machine out of the block."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # network file systems cannot lock a folder
@@ -152,7 +152,7 @@ def move_aside(root: Path, paths: Iterable[Path]) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; None where there is none that can be read."""
+    """Return the content of a file; None if there is none that can be read."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):

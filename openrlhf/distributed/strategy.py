@@ -1,4 +1,4 @@
-"""How models are trained and held on this machine: one object that starts the process group and
+"""The training back end of a process: one object that starts the process group and
 wraps models.
 
 Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
@@ -32,12 +32,16 @@ from openrlhf.distributed.ds_config import (
     inference_config,
     training_config,
 )
-from openrlhf.distributed.muon import make_muon, muon_groups
-from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.optimizer import (
+    LearningRate,
+    make_muon,
+    muon_groups,
+    parameter_groups,
+)
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
+from openrlhf.distributed.weights import base_model_of, hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.progress import progress
@@ -96,7 +100,7 @@ class DeepSpeedStrategy:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes."""
+        """True on the rank that prints and writes."""
         return self.topology.is_main
 
     def prepare_train(
@@ -192,11 +196,11 @@ class DeepSpeedStrategy:
             raise ConfigError(problems)
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums over the data-parallel ranks."""
+        """Return sums over the data-parallel ranks."""
         return collectives.all_reduce_sum(values, group=self.dp_group)
 
     def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
-        """Maxima over the data-parallel ranks."""
+        """Return maxima over the data-parallel ranks."""
         return collectives.all_reduce_max(values, group=self.dp_group)
 
     def barrier(self) -> None:
@@ -244,27 +248,8 @@ def set_seed(seed: int, *, full_determinism: bool = False) -> None:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether the Hugging Face model inside was loaded in 4 bits."""
+    """Return True if the Hugging Face model inside was loaded in 4 bits."""
     return getattr(base_model_of(hf_model_of(model)), "is_quantized", False) is True
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in a decayed group and one without decay: biases and the weights of
-    norms.
-    """
-    decayed, undecayed, matrices = [], [], ids_of_matrices(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (decayed if id(parameter) in matrices else undecayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    # One flat buffer per group under ZeRO: without decay the split would cost and say nothing.
-    if weight_decay == 0.0 and len(groups) == 2:
-        return [{"params": decayed + undecayed, "weight_decay": 0.0}]
-    return groups
 
 
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:

@@ -84,7 +84,7 @@ def is_split(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def whole_layers(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block in which the layers of these parameters are whole on every rank.
+    """Make the layers of these parameters whole on every rank during the block.
 
     The parts keep their place in memory, which ZeRO's buffers share.
     """
@@ -104,7 +104,7 @@ def whole_layers(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Norm of the gradients of a model, (), whose layers may be split."""
+    """Return the norm of the gradients of a model, (), whose layers may be split."""
     parts = [p.grad for p in parameters if is_split(p)]
     if not parts:
         return get_total_norm([p.grad for p in parameters])

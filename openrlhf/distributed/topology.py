@@ -1,4 +1,4 @@
-"""Who holds what: the one place that reads RANK, WORLD_SIZE and LOCAL_RANK and divides the world.
+"""The place of a rank in the world: the one module that reads RANK, WORLD_SIZE and LOCAL_RANK.
 
 A rank has a place on three axes: dp (which data), cp (which slice of a sequence), tp (which slice
 of a weight). Neighbours share a weight first, then a sequence: rank = (dp_rank * cp_size + cp_rank)
@@ -86,7 +86,7 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes."""
+        """True on the rank that prints and writes."""
         return self.rank == 0
 
     def shard(self, items: Sequence[Item]) -> list[Item]:

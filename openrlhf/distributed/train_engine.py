@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from openrlhf.distributed import collectives, engine_state, offload
-from openrlhf.distributed.export_names import as_stored
-from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.optimizer import LearningRate
 from openrlhf.distributed.tensor_parallel import total_norm
-from openrlhf.distributed.weights import base_model_of, full_parameters, hf_model_of
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -196,8 +195,3 @@ class EvalEngine:
     def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter; every rank must iterate."""
         return stored_parameters(self.module)
-
-
-def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name in a saved file, full tensor) of the Hugging Face model inside."""
-    return as_stored(base_model_of(hf_model_of(module)), full_parameters(module))

@@ -6,7 +6,7 @@ no data set: what a label is, was decided before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from openrlhf.algorithms.language_loss import PRMTerms, prm_losses
 from openrlhf.models.actor import Actor, ChunkedHead
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import Batch, PackedBatch
 
 CHUNK_MARKERS = 256  # whose logits over the whole vocabulary exist at the same time
 
 
 @dataclass(frozen=True)
-class MarkedBatch:
+class MarkedBatch(Batch):
     """Packed texts and the labels of their M markers."""
 
     packed: PackedBatch
@@ -42,16 +42,6 @@ class MarkedBatch:
         """Number of markers of each text, (B,) int64."""
         owner_M = torch.bucketize(self.marker_index, self.packed.cu_seqlens[1:].long(), right=True)
         return owner_M.bincount(minlength=len(self.packed.seq_lengths))
-
-    def to(self, device: torch.device | str) -> MarkedBatch:
-        """The same batch on another device."""
-        return replace(
-            self,
-            packed=self.packed.to(device),
-            marker_index=self.marker_index.to(device),
-            labels=self.labels.to(device),
-            reward_tokens=None if self.reward_tokens is None else self.reward_tokens.to(device),
-        )
 
 
 class MarkerTerms(NamedTuple):

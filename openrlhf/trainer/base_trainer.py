@@ -1,8 +1,8 @@
 """The one supervised loop: epochs, optimizer steps over global batches, evaluation, logging.
 
-A recipe subclasses it and says what a sample counts for, how samples become a batch, and what the
-loss of a batch is; where batches come from and how they are spread over ranks is the same for all.
-The order of samples is a pure function of seed and epoch, so every rank knows every batch.
+A recipe subclasses it: which rows are its samples, which model is trained, what a sample counts
+for, how samples become a batch, and the loss of a batch. The rest is the same for all. The order of
+samples is a pure function of seed and epoch, so every rank knows every batch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
-from typing_extensions import NotRequired
+from torch import Tensor, nn
+from typing_extensions import NotRequired, Self
 
 from openrlhf.algorithms.balancing import (
     balanced_partitions,
@@ -23,34 +24,34 @@ from openrlhf.algorithms.balancing import (
     token_budget_batches,
 )
 from openrlhf.config.run import RunConfig
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import EpochSampler
+from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.distributed.collectives import all_gather_object
+from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
+from openrlhf.models.actor import Actor
+from openrlhf.models.adapters import add_lora
+from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
+from openrlhf.utils.tokenizer import Tokenizer
 from openrlhf.utils.tracking import Tracker
 
 MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
 
 SampleT = TypeVar("SampleT")
 SampleT_co = TypeVar("SampleT_co", covariant=True)
-
-
-class Batch(Protocol):
-    """What a model takes: a packed row, perhaps with columns beside it."""
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same on another device."""
-
-
 BatchT = TypeVar("BatchT", bound=Batch)
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 
 class SampleSet(Protocol[SampleT_co]):
-    """Samples by index, and how many tokens each has."""
+    """Samples by index, with the number of tokens of each."""
 
     @property
     def lengths(self) -> Tensor:
@@ -63,7 +64,7 @@ class SampleSet(Protocol[SampleT_co]):
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come; what comes next follows from it, whatever the number of ranks."""
+    """The progress of a run; the next batch follows from it, whatever the number of ranks."""
 
     global_step: int = 0
     epoch: int = 0
@@ -122,25 +123,55 @@ class LoopSettings:
 
 
 class LoopParts(TypedDict):
-    """What the loop of every trainer is given, whatever its loss."""
+    """The arguments of every trainer, whatever its loss."""
 
     samples: SampleSet[Any]
     settings: LoopSettings
     tracker: Tracker
     eval_samples: NotRequired[SampleSet[Any] | None]
+    aux_loss_coef: NotRequired[float]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank does in one pass over a batch."""
+class Inputs:
+    """Everything that is read and checked before a model is loaded."""
 
-    micro_batches: list[list[int]]  # rows of the sample set
-    num_micro_batches: int  # of the rank that has most: ranks with fewer run empty ones
-    num_tokens: int  # of the whole batch, all ranks
+    run_dir: Path
+    model_path: str
+    tokenizer: Tokenizer
+    samples: TokenizedDataset[Any]
+    eval_samples: TokenizedDataset[Any] | None
+
+
+@dataclass(frozen=True)
+class SupervisedRun(Generic[ConfigT]):
+    """The parts of a trainer, once its model is ready to train."""
+
+    config: ConfigT
+    inputs: Inputs
+    strategy: DeepSpeedStrategy
+    model: nn.Module  # the module that `engine` wraps
+    engine: TrainEngine
+    settings: LoopSettings
+    tracker: Tracker
+
+    @property
+    def loop(self) -> LoopParts:
+        """The arguments of every trainer."""
+        return LoopParts(
+            samples=self.inputs.samples,
+            eval_samples=self.inputs.eval_samples,
+            settings=self.settings,
+            tracker=self.tracker,
+            aux_loss_coef=self.config.model.aux_loss_coef,
+        )
 
 
 class BaseTrainer(ABC, Generic[SampleT, BatchT]):
-    """Trains one model on samples; subclasses give the loss."""
+    """Trains one model on samples; a recipe gives samples, model and loss."""
+
+    name: ClassVar[str]  # of the command
+    sample_set: ClassVar[type[TokenizedDataset[Any]]]
 
     def __init__(
         self,
@@ -151,6 +182,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         settings: LoopSettings,
         tracker: Tracker,
         eval_samples: SampleSet[SampleT] | None = None,
+        aux_loss_coef: float = 0.0,  # of the router loss of a mixture of experts
     ) -> None:
         self.strategy = strategy
         self.engine = engine
@@ -158,6 +190,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.eval_samples = eval_samples
         self.settings = settings
         self.tracker = tracker
+        self.aux_loss_coef = aux_loss_coef
         self.num_updates = settings.num_updates(len(samples))
         self.position = Position()
         self.pending = Metrics()  # of the steps since the last line that was logged
@@ -165,36 +198,71 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self._num_bad_steps = 0
         self._lengths = samples.lengths.tolist()
 
+    @classmethod
+    def check(cls, config: Any, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError for what only the tokenizer and the files can tell."""
+
+    @classmethod
+    def other_models(cls, config: Any) -> Sequence[str]:
+        """Return the models beside the trained one that read every sample."""
+        return ()
+
+    @classmethod
+    def load_model(cls, config: Any, model_path: str) -> nn.Module:
+        """Load the module to train."""
+        return load_actor(config, model_path)
+
+    @classmethod
+    def of(cls, run: SupervisedRun[Any]) -> Self:
+        """Build the trainer of a run."""
+        return cls(run.strategy, run.engine, **run.loop)
+
+    def export(self, run: SupervisedRun[Any], path: Path) -> None:
+        """Write the trained model at `path` in Hugging Face format; all ranks call."""
+        export_hf(run.engine, hf_part(run.model), run.inputs.tokenizer, path)
+
     @abstractmethod
     def counts(self, samples: Sequence[SampleT]) -> dict[str, float]:
-        """What these samples add to each denominator of the loss, such as `{"num_tokens": 17}`."""
+        """Return what samples add to each denominator of the loss, such as `{"num_tokens": 17}`."""
 
     @abstractmethod
     def collate(self, samples: Sequence[SampleT]) -> BatchT:
-        """Samples as one packed batch."""
+        """Pack samples into one batch."""
 
     @abstractmethod
     def empty_sample(self) -> SampleT:
-        """The smallest sample there can be; stands in, weighted zero, where a rank has none."""
+        """Return the smallest sample there can be, which counts nothing where a rank has none."""
 
     @abstractmethod
     def compute_loss(
         self, batch: BatchT, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """The batch's part, (), of the loss of the whole step, and its metrics.
+        """Return the batch's part, (), of the loss of the whole step, and its metrics.
 
         `denominators` are the counts of the step over all micro-batches and ranks.
         """
 
     def prepare(self, rows: Sequence[int], samples: SampleSet[SampleT]) -> dict[str, float]:
-        """Numbers that need a whole batch before its loss; they join the denominators. All ranks
-        call, with the same rows.
+        """Return numbers that need a whole batch before its loss; they join the denominators. All
+        ranks call, with the same rows.
         """
         return {}
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """Numbers to report beside the reduced metrics of an evaluation."""
+        """Return numbers to report beside the reduced metrics of an evaluation."""
         return {}
+
+    def add_router_loss(
+        self, loss_sum: Tensor, aux_loss_S: Tensor | None, weights_S: Tensor, metrics: Metrics
+    ) -> Tensor:
+        """Return the sum of the losses with the router losses of S sequences added, each as many
+        times as its weight says.
+        """
+        if not self.aux_loss_coef or aux_loss_S is None:
+            return loss_sum
+        aux_sum, total = (aux_loss_S * weights_S).sum(), weights_S.sum().item()
+        metrics.add("aux_loss", aux_sum.item() / total, weight=total)
+        return loss_sum + self.aux_loss_coef * aux_sum
 
     @property
     def global_step(self) -> int:
@@ -203,7 +271,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every epoch is done."""
+        """True once every epoch is done."""
         return self.position.epoch >= self.settings.max_epochs
 
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
@@ -223,15 +291,15 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.tracker.close()
 
     def batches_left(self) -> Iterator[list[int]]:
-        """Rows of every global batch from where the run stands to its end."""
+        """Yield the rows of every global batch from where the run stands to its end."""
         start = self.position.num_samples
         for epoch in range(self.position.epoch, self.settings.max_epochs):
             yield from self.batches(epoch, start=start)
             start = 0
 
     def batches(self, epoch: int, *, start: int = 0) -> Iterator[list[int]]:
-        """Rows of every global batch of an epoch, from its `start`th sample on; the same on every
-        rank.
+        """Yield the rows of every global batch of an epoch, from its `start`th sample on; the same
+        on every rank.
         """
         sampler = EpochSampler(len(self.samples), self.settings.seed)
         order = sampler.order(epoch).tolist()[start:]
@@ -239,73 +307,81 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             yield [order[place] for place in batch]
 
     def eval_batches(self, num_samples: int) -> list[list[int]]:
-        """Rows of every batch of an evaluation: batches of a step's size, in file order."""
+        """Return the rows of every batch of an evaluation: of a step's size, in file order."""
         return fixed_batches(num_samples, self.settings.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands, as JSON; the same on every rank."""
+        """Return where the loop stands, as JSON; the same on every rank."""
         return {"position": asdict(self.position), "num_bad_steps": self._num_bad_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         self.position = Position(**state["position"])
         self._num_bad_steps = state["num_bad_steps"]
         left = self.settings.num_updates_from(self.position, len(self.samples))
         self.num_updates = self.global_step + left
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
-        """One optimizer step over a global batch; answers this rank's metrics."""
+        """Do one optimizer step over a global batch; return this rank's metrics."""
         start = time.monotonic()
         self.engine.train()
-        share = self.share_of(rows, self._lengths)
-        micro_batches = [[self.samples[row] for row in part] for part in share.micro_batches]
+        micro_batches = [
+            [self.samples[row] for row in part] for part in self.share_of(rows, self._lengths)
+        ]
         denominators = self._denominators(micro_batches) | self.prepare(rows, self.samples)
         metrics = Metrics()
-        count = share.num_micro_batches
+        count = len(micro_batches)
         with progress(f"step {self.global_step + 1}", count, is_shown=count > 1) as advance:
-            for index in range(count):
-                own = micro_batches[index] if index < len(micro_batches) else []
-                loss = self._micro_loss(own, denominators, metrics)
+            for index, samples in enumerate(micro_batches):
+                loss = self._micro_loss(samples, denominators, metrics)
                 self.engine.backward(loss, is_last_micro_batch=index == count - 1)
                 advance()
         if not self._step(rows, metrics):
             return Metrics()
         seconds = time.monotonic() - start
         metrics.add("timing/step_total", seconds)
-        metrics.add("tokens_per_s", share.num_tokens / seconds, weight=seconds)
+        num_tokens = sum(self._lengths[row] for row in rows)
+        metrics.add("tokens_per_s", num_tokens / seconds, weight=seconds)
         return metrics
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the whole evaluation set, all ranks together."""
+        """Return metrics over the whole evaluation set, all ranks together."""
         assert self.eval_samples is not None, "there is no evaluation set"
         self.engine.eval()
         lengths, metrics = self.eval_samples.lengths.tolist(), Metrics()
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             for rows in self.eval_batches(len(lengths)):
-                share = self.share_of(rows, lengths)
                 numbers = self.prepare(rows, self.eval_samples)
-                for index in range(share.num_micro_batches):
-                    part = share.micro_batches[index] if index < len(share.micro_batches) else []
+                for part in self.share_of(rows, lengths):
                     samples = [self.eval_samples[row] for row in part]
                     self._micro_loss(samples, self.counts(samples) | numbers, metrics)
                 advance(len(rows))
         values = self._reduced(metrics)
         return {f"eval/{name}": v for name, v in {**values, **self.summarise(values)}.items()}
 
-    def share_of(self, rows: Sequence[int], lengths: Sequence[int]) -> Share:
-        """This rank's micro-batches of a batch: tokens are balanced over the ranks."""
+    def share_of(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Return this rank's micro-batches of a batch: tokens are balanced over the ranks, and as
+        many micro-batches as the busiest rank has, empty ones at the end.
+        """
         own_lengths = [lengths[row] for row in rows]
         topology = self.strategy.topology
         plans = [
             [[part[i] for i in cut] for cut in self.settings.cut([own_lengths[i] for i in part])]
             for part in balanced_partitions(own_lengths, topology.dp_size)
         ]
-        return Share(
-            micro_batches=[[rows[i] for i in part] for part in plans[topology.dp_rank]],
-            num_micro_batches=max(len(plan) for plan in plans),
-            num_tokens=sum(own_lengths),
-        )
+        own, count = plans[topology.dp_rank], max(len(plan) for plan in plans)
+        return [[rows[i] for i in part] for part in own] + [[] for _ in range(count - len(own))]
+
+    def own_batches(
+        self, samples: SampleSet[SampleT], rows: Sequence[int], lengths: Sequence[int]
+    ) -> Iterator[tuple[list[int], BatchT]]:
+        """Yield this rank's micro-batches of rows with the rows in them; one without rows holds the
+        empty sample, and its results do not count.
+        """
+        for part in self.share_of(rows, lengths):
+            batch = self.collate([samples[row] for row in part] or [self.empty_sample()])
+            yield part, batch.to(self.engine.device)
 
     def _denominators(self, micro_batches: Sequence[Sequence[SampleT]]) -> dict[str, float]:
         samples = [sample for part in micro_batches for sample in part]
@@ -314,7 +390,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     def _micro_loss(
         self, samples: Sequence[SampleT], denominators: Mapping[str, float], metrics: Metrics
     ) -> Tensor:
-        """The loss of one micro-batch; one that is empty still runs, for its collectives."""
+        """Return the loss of one micro-batch; one that is empty still runs, for its collectives."""
         batch = self.collate(samples or [self.empty_sample()]).to(self.engine.device)
         if samples:
             loss, own = self.compute_loss(batch, denominators)
@@ -342,7 +418,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return True
 
     def is_due(self, interval: int) -> bool:
-        """Whether what is done every `interval` steps, and after the last, is to be done now."""
+        """Return True if what is done every `interval` steps, and after the last, is due."""
         return self.global_step % interval == 0 or self.global_step == self.num_updates
 
     def _is_evaluation_due(self) -> bool:
@@ -366,8 +442,44 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.tracker.log(self.global_step, values)
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
-        """The metrics of all ranks as numbers."""
+        """Return the metrics of all ranks as numbers."""
         merged = Metrics()
         for part in all_gather_object(metrics, group=self.strategy.dp_group):
             merged.merge(part)
         return merged.values()
+
+
+def load_options(config: SupervisedConfig) -> LoadOptions:
+    """Return how a supervised command loads its models."""
+    ds = config.ds
+    return LoadOptions(
+        attn_implementation=ds.attention,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+        use_liger_kernel=ds.use_liger_kernel,
+    )
+
+
+def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:
+    """Load the policy to train, with an adapter and gradient checkpointing when asked for.
+
+    Without dropout the model computes the same in training and evaluation, as losses against a
+    reference need it; an adapter's own dropout stays.
+    """
+    model = load_causal_lm(model_path, **load_options(config))
+    if not has_dropout:
+        disable_dropout(model)
+    with_aux_loss = config.model.aux_loss_coef > 0
+    actor = Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)
+    if config.model.gradient_checkpointing_enable:
+        actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
+    return actor
+
+
+def hf_part(module: nn.Module) -> nn.Module:
+    """Return the Hugging Face model inside an actor or a value-head model."""
+    model = getattr(module, "model", None)
+    assert isinstance(model, nn.Module), f"{type(module).__name__} holds no model"
+    return model

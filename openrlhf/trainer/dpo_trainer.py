@@ -7,11 +7,10 @@ over pairs; `nll_loss` is a mean over the tokens of better answers, with a weigh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.preference_loss import (
     PairLogps,
@@ -21,39 +20,30 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.preference import DPOConfig
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat, PreferencePair
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.models.actor import Actor, TokenStats
-from openrlhf.trainer.base_trainer import LoopParts
-from openrlhf.trainer.pair_batch import PairBatch, ReferencedPairs, by_side, empty_pair
+from openrlhf.models.actor import TokenStats
+from openrlhf.trainer.base_trainer import LoopParts, SupervisedRun
+from openrlhf.trainer.preference_batch import (
+    PreferenceBatch,
+    Referenced,
+    ReferencedSamples,
+    by_side,
+    empty_pair,
+    pack_pairs,
+)
 from openrlhf.trainer.reference import Reference, ReferencedTrainer, make_reference
 from openrlhf.trainer.same_tokens import check_same_tokens
-from openrlhf.trainer.supervised_run import (
-    Progress,
-    Recipe,
-    SupervisedRun,
-    load_actor,
-    run_supervised,
-)
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from datasets import Dataset
 
+class DPOTrainer(ReferencedTrainer[Any]):
+    """A preference loss; `reference` is None for losses of the policy alone."""
 
-@dataclass(frozen=True)
-class AddedLosses:
-    """Weights of what is added to the preference loss."""
-
-    nll_coef: float = 0.0  # language-model loss of better answers
-    aux_coef: float = 0.0  # router loss of a mixture of experts
-
-
-class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
-    """A preference loss; `reference` is None for losses that look at the policy alone."""
+    name = "dpo"
+    sample_set = PreferenceDataset
 
     def __init__(
         self,
@@ -63,7 +53,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
         loss: PreferenceLoss,
         reference: Reference | None = None,
         precompute: bool = False,  # ask the reference once, before the first step
-        added: AddedLosses | None = None,
+        nll_coef: float = 0.0,  # of the language-model loss of better answers
         **loop: Unpack[LoopParts],
     ) -> None:
         super().__init__(strategy, engine, **loop)
@@ -71,39 +61,64 @@ class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
         self.loss = loss
         self.reference = reference if loss.needs_reference else None
         self.precompute = precompute
-        self.added = added or AddedLosses()
+        self.nll_coef = nll_coef
 
-    def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
-        """Pairs, and tokens of better answers."""
-        num_tokens = sum(int(sample.chosen_mask.sum()) for sample in samples)
-        return {"num_pairs": float(len(samples)), "num_chosen_tokens": float(num_tokens)}
-
-    def collate(self, samples: Sequence[PreferencePair]) -> PairBatch:
-        """One row of both sides of all pairs."""
-        return PairBatch.of(samples)
-
-    def empty_sample(self) -> PreferencePair:
-        """Two answers of one token."""
-        is_referenced = self.loss.needs_reference and self.reference is None
-        return empty_pair(is_referenced=is_referenced)
-
-    def keep_answers(self, ask: Reference) -> None:
-        """Keep the reference's log-probs of both sides of every pair."""
-        self.samples = ReferencedPairs(self.samples, self.ask_all(self.samples, ask))
-        if self.eval_samples is not None:
-            self.eval_samples = ReferencedPairs(
-                self.eval_samples, self.ask_all(self.eval_samples, ask)
+    @classmethod
+    def check(cls, config: DPOConfig, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError unless another reference has the policy's tokens."""
+        for path in cls.other_models(config):
+            check_same_tokens(
+                tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
             )
 
+    @classmethod
+    def other_models(cls, config: DPOConfig) -> Sequence[str]:
+        path = config.ref.model_name_or_path
+        return (path,) if config.has_reference and path else ()
+
+    @classmethod
+    def of(cls, run: SupervisedRun[DPOConfig]) -> Self:
+        config = run.config
+        path = config.ref.model_name_or_path or run.inputs.model_path
+        return cls(
+            run.strategy,
+            run.engine,
+            loss=loss_of(config),
+            reference=make_reference(run, path) if config.has_reference else None,
+            precompute=config.ref.precompute_log_probs,
+            nll_coef=config.model.nll_loss_coef,
+            **run.loop,
+        )
+
+    def counts(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return the numbers of pairs and of tokens of better answers."""
+        pairs = [s.sample if isinstance(s, Referenced) else s for s in samples]
+        num_tokens = sum(int(pair.chosen_mask.sum()) for pair in pairs)
+        return {"num_pairs": float(len(pairs)), "num_chosen_tokens": float(num_tokens)}
+
+    def collate(self, samples: Sequence[Any]) -> PreferenceBatch:
+        """One row of both sides of all pairs."""
+        return pack_pairs(samples)
+
+    def empty_sample(self) -> PreferencePair | Referenced[PreferencePair]:
+        """Two answers of one token."""
+        return Referenced(empty_pair(), (0.0, 0.0)) if self.is_precomputed else empty_pair()
+
+    def keep_sums(self) -> None:
+        self.samples = ReferencedSamples(self.samples, self.sums_of_all(self.samples))
+        if self.eval_samples is not None:
+            sums = self.sums_of_all(self.eval_samples)
+            self.eval_samples = ReferencedSamples(self.eval_samples, sums)
+
     def compute_loss(
-        self, batch: PairBatch, denominators: Mapping[str, float]
+        self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """Sum of the pairs' losses / pairs of the step, plus what else is added to it."""
-        ref_sums = self._reference_sums(batch)
+        ref_sums = self.reference_sums(batch)
         stats = cast(TokenStats, self.engine(batch.packed))
-        sums, lengths = response_sums(batch.packed, stats.logprobs), batch.packed.num_targets
+        lengths = batch.packed.num_targets
         pairs = PairLogps(
-            *by_side(sums),
+            *by_side(segment_sum(stats.logprobs, lengths)),
             *by_side(lengths),
             *((None, None) if ref_sums is None else by_side(ref_sums)),
         )
@@ -119,18 +134,15 @@ class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
         }
         for name, values_B in losses.items():
             metrics.add(name, values_B.detach().mean().item(), weight=len(batch))
-        loss = terms.losses_B.sum() / denominators["num_pairs"]
-        if self.added.nll_coef:
-            loss = loss + self.added.nll_coef * self._nll_loss(pairs, denominators, metrics)
-        if self.added.aux_coef and stats.aux_loss is not None:
-            aux_loss = stats.aux_loss.mean()  # a pair's is that of its two sides
-            metrics.add("aux_loss", aux_loss.item(), weight=len(batch))
-            share = len(batch) / denominators["num_pairs"]
-            loss = loss + self.added.aux_coef * aux_loss * share
+        halves_S = lengths.new_full(lengths.shape, 0.5, dtype=terms.losses_B.dtype)
+        loss_sum = self.add_router_loss(terms.losses_B.sum(), stats.aux_loss, halves_S, metrics)
+        loss = loss_sum / denominators["num_pairs"]
+        if self.nll_coef:
+            loss = loss + self.nll_coef * self._nll_loss(pairs, denominators, metrics)
         return loss, metrics
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """How much better the chosen side is rewarded."""
+        """Return how much better the chosen side is rewarded."""
         return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
 
     @staticmethod
@@ -140,76 +152,9 @@ class DPOTrainer(ReferencedTrainer[PreferencePair, PairBatch]):
         metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
         return nll_sum / max(denominators["num_chosen_tokens"], 1.0)
 
-    def _reference_sums(self, batch: PairBatch) -> Tensor | None:
-        """(2B,) log-prob sums of the reference; None where the loss has none."""
-        if batch.ref_sums is not None or self.reference is None:
-            return batch.ref_sums
-        return self.reference(batch.packed)
-
-
-def response_sums(batch: PackedBatch, logprobs: Tensor) -> Tensor:
-    """Log-probs of target tokens, (N,), summed over each sequence, (B,)."""
-    return segment_sum(logprobs, batch.num_targets)
-
-
-class DPORecipe(Recipe[DPOConfig]):
-    """train_dpo."""
-
-    name = "dpo"
-
-    def make_samples(
-        self,
-        config: DPOConfig,
-        rows: Dataset,
-        tokenizer: Tokenizer,
-        progress: Progress | None,
-    ) -> PreferenceDataset:
-        """A better and a worse answer to each prompt."""
-        form = PreferenceFormat.of(config.data)
-        return PreferenceDataset(rows, tokenizer, form, progress=progress)
-
-    def check(self, config: DPOConfig, tokenizer: Tokenizer) -> None:
-        """Another reference has the policy's tokens."""
-        path = config.ref.model_name_or_path
-        if config.has_reference and path:
-            check_same_tokens(
-                tokenizer, path, "--ref_pretrain", remote_code=config.trust_remote_code
-            )
-
-    def other_models(self, config: DPOConfig) -> Sequence[str]:
-        """The reference, where it is another model."""
-        path = config.ref.model_name_or_path
-        return (path,) if config.has_reference and path else ()
-
-    def load_model(self, config: DPOConfig, model_path: str) -> Actor:
-        """The causal language model as a policy."""
-        return load_actor(config, model_path, has_dropout=False)
-
-    def make_trainer(self, run: SupervisedRun[DPOConfig]) -> DPOTrainer:
-        """The loss that was named, and its reference."""
-        config, model = run.config, run.config.model
-        path = config.ref.model_name_or_path or run.inputs.model_path
-        reference = None
-        if config.has_reference:
-            reference = make_reference(run, path, offload=config.ref.offload)
-        return DPOTrainer(
-            run.strategy,
-            run.engine,
-            loss=loss_of(config),
-            reference=reference,
-            precompute=config.ref.precompute_log_probs,
-            added=AddedLosses(model.nll_loss_coef, model.aux_loss_coef),
-            **run.loop,
-        )
-
-
-def run_dpo(config: DPOConfig) -> None:
-    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
-    run_supervised(DPORecipe(), config)
-
 
 def loss_of(config: DPOConfig) -> PreferenceLoss:
-    """The named loss with its numbers."""
+    """Return the named loss with its numbers."""
     model = config.model
     options = PreferenceOptions(
         beta=model.beta,

@@ -6,49 +6,119 @@ student's own when it is on policy; evaluation is on the data's in either case.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.distillation import KDConfig
-from openrlhf.datasets.command_data import kd_format
-from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.sft_dataset import SFTExample
+from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import gathered
-from openrlhf.engines.base import SamplingSettings
+from openrlhf.engines.base import GenerationRequest, RolloutEngine, SamplingSettings
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.sizes import num_positions
-from openrlhf.trainer.base_trainer import LoopParts
-from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
-from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
-from openrlhf.trainer.sft_trainer import SFTTrainer
-from openrlhf.trainer.supervised_run import (
-    Progress,
-    Recipe,
+from openrlhf.trainer.base_trainer import (
+    LoopParts,
+    SampleSet,
     SupervisedRun,
     hf_part,
     load_actor,
     load_options,
-    run_supervised,
 )
+from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+
+class StudentAnswers:
+    """A set of samples in which rows that were answered have the student's answer.
+
+    Each answer has a seed of its own from step and row, so it is the same whatever the number of
+    ranks.
+    """
+
+    def __init__(
+        self,
+        samples: SampleSet[SFTExample],
+        engine: RolloutEngine,
+        sampling: SamplingSettings,
+        *,
+        max_len: int,  # tokens of prompt and answer
+        seed: int = 42,
+    ) -> None:
+        self._samples = samples
+        self._engine = engine
+        self._sampling = sampling
+        self._max_len = max_len
+        self._seed = seed
+        self._answered: dict[int, SFTExample] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> SFTExample:
+        return self._answered.get(index) or self._samples[index]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of every sample, (len,) int64."""
+        lengths = self._samples.lengths.clone()
+        for row, example in self._answered.items():
+            lengths[row] = len(example.token_ids)
+        return lengths
+
+    def answer(self, rows: Sequence[int], step: int, strategy: DeepSpeedStrategy) -> None:
+        """Generate answers to the prompts of rows and forget all others; all ranks call."""
+        topology = strategy.topology
+        own_rows = rows[topology.dp_rank :: topology.dp_size]
+        requests = [self._request(row, step) for row in own_rows]
+        answers = self._engine.generate(requests) if requests else []
+        own = {
+            row: request.prompt_token_ids + completion.token_ids
+            for row, request, [completion] in zip(own_rows, requests, answers, strict=True)
+        }
+        self._answered = {}
+        for part in all_gather_object(own):
+            for row, token_ids in part.items():
+                if row not in self._answered:  # ranks that share rows take those of the first
+                    self._answered[row] = self._example(row, token_ids)
+
+    def _request(self, row: int, step: int) -> GenerationRequest:
+        prompt = self._prompt(row)
+        room = min(self._sampling.max_new_tokens, self._max_len - len(prompt))
+        draw = random.Random(f"{self._seed} {step} {row}").getrandbits(31)
+        sampling = replace(self._sampling, max_new_tokens=room, seed=draw)
+        return GenerationRequest(str(row), prompt, sampling)
+
+    def _prompt(self, row: int) -> tuple[int, ...]:
+        """Return what stands before the data's answer; it leaves room for one token at least."""
+        sample = self._samples[row]
+        return tuple(sample.token_ids[: int(sample.loss_mask.int().argmax())].tolist())
+
+    def _example(self, row: int, token_ids: Sequence[int]) -> SFTExample:
+        mask = torch.ones(len(token_ids), dtype=torch.bool)
+        mask[: len(self._prompt(row))] = False
+        return SFTExample(torch.tensor(token_ids), mask)
 
 
 class KDTrainer(SFTTrainer):
     """The loss against a teacher on the answers of the data."""
+
+    name = "kd"
 
     def __init__(
         self,
@@ -56,62 +126,20 @@ class KDTrainer(SFTTrainer):
         engine: TrainEngine,
         *,
         teacher: EvalEngine,
-        aux_loss_coef: float = 0.0,
+        answers: StudentAnswers | None = None,  # on policy: in place of the data's
         **loop: Unpack[LoopParts],
     ) -> None:
-        super().__init__(strategy, engine, aux_loss_coef=aux_loss_coef, **loop)
+        super().__init__(strategy, engine, **loop)
         self.teacher = teacher
+        self.answers = answers
+        if answers is not None:
+            self.samples = answers
 
-    def compute_loss(
-        self, batch: PackedBatch, denominators: Mapping[str, float]
-    ) -> tuple[Tensor, Metrics]:
-        """Sum over tokens / tokens of the step, plus the router loss of experts."""
-        terms = self._terms(batch)
-        num_tokens, total = len(terms.logprobs), denominators["num_tokens"]
-        values = {
-            "gpt_loss": -terms.logprobs.mean().item(),
-            "distil_loss": terms.divergence.mean().item(),
-        }
-        loss_sum, coef = terms.loss, self.aux_loss_coef
-        if coef and terms.aux_loss is not None:
-            aux_sum = (terms.aux_loss * batch.num_targets).sum()
-            values["aux_loss"] = aux_sum.item() / num_tokens
-            loss_sum = loss_sum + coef * aux_sum
-        metrics = Metrics()
-        for name, value in {**values, "loss": loss_sum.item() / num_tokens}.items():
-            metrics.add(name, value, weight=num_tokens)
-        return loss_sum / total, metrics
-
-    def _terms(self, batch: PackedBatch) -> StudentTerms:
-        hidden_NK = self.teacher(batch)
-        teacher = self.teacher.module
-        with gathered(teacher.head_parameters):  # under ZeRO-3 they are whole only in its forward
-            return self.engine(batch, as_head(teacher.head, hidden_NK))
-
-
-class OnPolicyKDTrainer(KDTrainer):
-    """The same loss on answers that the student gives before every step."""
-
-    def __init__(self, answers: StudentAnswers, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.samples = self.answers = answers
-
-    def train_step(self, rows: Sequence[int]) -> Metrics:
-        """Sample answers, then one optimizer step on them."""
-        metrics = Metrics()
-        with timed("generation", metrics):
-            self.answers.answer(rows, self.global_step, self.strategy)
-        self._lengths = self.answers.lengths.tolist()
-        return metrics.merge(super().train_step(rows))
-
-
-class KDRecipe(Recipe[KDConfig]):
-    """train_kd."""
-
-    name = "kd"
-
-    def check(self, config: KDConfig, tokenizer: Tokenizer) -> None:
-        """The teacher has the student's vocabulary; answers are sampled from whole weights."""
+    @classmethod
+    def check(cls, config: KDConfig, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError unless the teacher has the student's vocabulary, and answers can be
+        sampled from whole weights.
+        """
         remote = config.trust_remote_code
         check_same_tokens(tokenizer, teacher_path(config), "--teacher_model", remote_code=remote)
         own_path = config.model.model_name_or_path or ""
@@ -123,48 +151,63 @@ class KDRecipe(Recipe[KDConfig]):
         if config.kd.on_policy_enable:
             check_room(config, (own_path, teacher_path(config)))
 
-    def other_models(self, config: KDConfig) -> Sequence[str]:
-        """The teacher."""
+    @classmethod
+    def other_models(cls, config: KDConfig) -> Sequence[str]:
         return (teacher_path(config),)
 
-    def make_samples(
-        self,
-        config: KDConfig,
-        rows: Dataset,
-        tokenizer: Tokenizer,
-        progress: Progress | None,
-    ) -> SFTDataset:
-        """Dialogues, prompts with answers, or plain text."""
-        return SFTDataset(rows, tokenizer, kd_format(config), progress=progress)
-
-    def load_model(self, config: KDConfig, model_path: str) -> Student:
-        """The causal language model that learns."""
+    @classmethod
+    def load_model(cls, config: KDConfig, model_path: str) -> Student:
         method = Distillation(kind=config.kd.divergence)
         model = load_actor(config, model_path).model
         with_aux_loss = config.model.aux_loss_coef > 0
         return Student(model, coef=config.kd.coef, method=method, with_aux_loss=with_aux_loss)
 
-    def make_trainer(self, run: SupervisedRun[KDConfig]) -> KDTrainer:
-        """The loss, and the frozen teacher."""
+    @classmethod
+    def of(cls, run: SupervisedRun[KDConfig]) -> Self:
         config = run.config
         model = load_causal_lm(teacher_path(config), **load_options(config))
-        parts = {
-            "teacher": run.strategy.prepare_eval(Teacher(model), offload=config.teacher.offload),
-            "aux_loss_coef": config.model.aux_loss_coef,
+        return cls(
+            run.strategy,
+            run.engine,
+            teacher=run.strategy.prepare_eval(Teacher(model), offload=config.teacher.offload),
+            answers=make_answers(run) if config.kd.on_policy_enable else None,
             **run.loop,
+        )
+
+    def train_step(self, rows: Sequence[int]) -> Metrics:
+        """Sample answers if on policy, then do one optimizer step."""
+        metrics = Metrics()
+        if self.answers is not None:
+            with timed("generation", metrics):
+                self.answers.answer(rows, self.global_step, self.strategy)
+            self._lengths = self.answers.lengths.tolist()
+        return metrics.merge(super().train_step(rows))
+
+    def compute_loss(
+        self, batch: PackedBatch, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """Sum over tokens / tokens of the step, plus the router loss of experts."""
+        terms = self._terms(batch)
+        num_tokens, total = len(terms.logprobs), denominators["num_tokens"]
+        values = {
+            "gpt_loss": -terms.logprobs.mean().item(),
+            "distil_loss": terms.divergence.mean().item(),
         }
-        if not config.kd.on_policy_enable:
-            return KDTrainer(run.strategy, run.engine, **parts)
-        return OnPolicyKDTrainer(make_answers(run), run.strategy, run.engine, **parts)
+        metrics = Metrics()
+        loss_sum = self.add_router_loss(terms.loss, terms.aux_loss, batch.num_targets, metrics)
+        for name, value in {**values, "loss": loss_sum.item() / num_tokens}.items():
+            metrics.add(name, value, weight=num_tokens)
+        return loss_sum / total, metrics
+
+    def _terms(self, batch: PackedBatch) -> StudentTerms:
+        hidden_NK = self.teacher(batch)
+        teacher = self.teacher.module
+        with gathered(teacher.head_parameters):  # under ZeRO-3 they are whole only in its forward
+            return self.engine(batch, as_head(teacher.head, hidden_NK))
 
 
-def run_kd(config: KDConfig) -> None:
-    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
-    run_supervised(KDRecipe(), config)
-
-
-def make_answers(run: SupervisedRun[KDConfig]) -> StudentAnswers:
-    """The data's prompts, to be answered by the model that is trained."""
+def make_answers(run: SupervisedRun[Any]) -> StudentAnswers:
+    """Return the data's prompts, to be answered by the model that is trained."""
     config, inputs = run.config, run.inputs
     sampling = SamplingSettings(
         temperature=config.kd.temperature,
@@ -173,8 +216,13 @@ def make_answers(run: SupervisedRun[KDConfig]) -> StudentAnswers:
             inputs.model_path, inputs.tokenizer, trust_remote_code=config.trust_remote_code
         ),
     )
-    settings = AnswerSettings(sampling, max_len=config.data.max_len, seed=config.train.seed)
-    return StudentAnswers(inputs.samples, HFEngine(unwrap_peft(hf_part(run.model))), settings)
+    return StudentAnswers(
+        inputs.samples,
+        HFEngine(unwrap_peft(hf_part(run.model))),
+        sampling,
+        max_len=config.data.max_len,
+        seed=config.train.seed,
+    )
 
 
 def check_room(config: KDConfig, paths: Sequence[str]) -> None:
@@ -189,7 +237,7 @@ def check_room(config: KDConfig, paths: Sequence[str]) -> None:
 
 
 def teacher_path(config: KDConfig) -> str:
-    """Hub id or path of the teacher."""
+    """Return the hub id or path of the teacher."""
     path = config.teacher.model_name_or_path
     assert path is not None, "KDConfig.check_teacher_is_named"
     return path

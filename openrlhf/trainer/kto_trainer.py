@@ -8,11 +8,11 @@ micro-batches change it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.preference_loss import (
     KTOOptions,
@@ -22,41 +22,31 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.preference import KTOConfig
-from openrlhf.datasets.command_data import kto_format
 from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedExample,
     UnpairedPreferenceDataset,
 )
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.models.actor import Actor
 from openrlhf.models.sizes import num_positions
-from openrlhf.trainer.base_trainer import LoopParts, SampleSet
-from openrlhf.trainer.labelled_batch import (
-    LabelledBatch,
-    MismatchedPairs,
-    ReferencedAnswers,
+from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun, hf_part
+from openrlhf.trainer.preference_batch import (
+    PreferenceBatch,
+    Referenced,
+    ReferencedSamples,
     empty_answer,
     mismatched_pairs,
+    pack_answers,
 )
 from openrlhf.trainer.reference import Reference, ReferencedTrainer, evaluating, make_reference
-from openrlhf.trainer.supervised_run import (
-    Progress,
-    Recipe,
-    SupervisedRun,
-    hf_part,
-    load_actor,
-    run_supervised,
-)
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
-class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
+class KTOTrainer(ReferencedTrainer[Any]):
     """The loss on single answers."""
+
+    name = "kto"
+    sample_set = UnpairedPreferenceDataset
 
     def __init__(
         self,
@@ -67,7 +57,6 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
         options: KTOOptions,
         max_len: int,  # tokens of a mismatched pair
         precompute: bool = False,  # ask the reference once, before the first step
-        aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
     ) -> None:
         super().__init__(strategy, engine, **loop)
@@ -75,138 +64,16 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample, LabelledBatch]):
         self.precompute = precompute
         self.options = options
         self.max_len = max_len
-        self.aux_loss_coef = aux_loss_coef
 
-    def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
-        """Answers."""
-        return {"num_samples": float(len(samples))}
-
-    def collate(self, samples: Sequence[UnpairedExample]) -> LabelledBatch:
-        """One row of all answers."""
-        return LabelledBatch.of(samples)
-
-    def empty_sample(self) -> UnpairedExample:
-        """A prompt and a response of one token each."""
-        return empty_answer(is_referenced=self.reference is None)
-
-    def keep_answers(self, ask: Reference) -> None:
-        """Keep the reference's log-probs of every answer, and of the mismatched pairs of every
-        batch that is left.
-        """
-        self.samples = self._referenced(self.samples, ask, self.batches_left())
-        if self.eval_samples is not None:
-            batches = self.eval_batches(len(self.eval_samples))
-            self.eval_samples = self._referenced(self.eval_samples, ask, batches)
-
-    def _referenced(
-        self, samples: SampleSet[UnpairedExample], ask: Reference, batches: Iterable[list[int]]
-    ) -> ReferencedAnswers:
-        # Asked batch by batch: how sequences are packed decides their last bits, and a run that
-        # goes on starts at another batch.
-        pairs = MismatchedPairs(samples, batches, max_len=self.max_len)
-        sums = self.ask_all(pairs, ask, pairs.spans.values()).flatten().tolist()
-        pair_sums = {rows: [sums[i] for i in span] for rows, span in pairs.spans.items()}
-        return ReferencedAnswers(samples, self.ask_all(samples, ask), pair_sums)
-
-    def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
-        """The reference point of the batch."""
-        pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
-        return {"reference_point": self.reference_point(pairs)}
-
-    @torch.no_grad()
-    def reference_point(self, pairs: Sequence[UnpairedExample]) -> float:
-        """How far the policy is from the reference on mismatched pairs, over all ranks."""
-        if not pairs:
-            return 0.0
-        share = self.share_of(range(len(pairs)), [len(pair.token_ids) for pair in pairs])
-        kl_sum = 0.0
-        with evaluating(self.engine):
-            for index in range(share.num_micro_batches):
-                part = share.micro_batches[index] if index < len(share.micro_batches) else []
-                batch = self.collate([pairs[i] for i in part] or [self.empty_sample()])
-                own = kto_kl_sum(*self._logprobs(batch.to(self.engine.device))[:2])
-                kl_sum += own.item() if part else 0.0
-        total = self.strategy.all_reduce_sum({"kl_sum": kl_sum})["kl_sum"]
-        return kto_reference_point(torch.tensor(total), len(pairs)).item()
-
-    def compute_loss(
-        self, batch: LabelledBatch, denominators: Mapping[str, float]
-    ) -> tuple[Tensor, Metrics]:
-        """Sum of the answers' losses / answers of the step, plus the router loss of experts."""
-        policy_B, ref_B, aux_loss = self._logprobs(batch)
-        reference_point = denominators["reference_point"]
-        losses_B, rewards_B = kto_losses(
-            policy_B,
-            ref_B,
-            is_desirable_B=batch.is_desirable,
-            reference_point=torch.tensor(reference_point, device=policy_B.device),
-            options=self.options,
-        )
-        num_samples, total = len(losses_B), denominators["num_samples"]
-        metrics = self._metrics(losses_B.detach(), rewards_B, batch.is_desirable)
-        metrics.add("kl", reference_point, weight=num_samples)
-        loss_sum = losses_B.sum()
-        if self.aux_loss_coef and aux_loss is not None:
-            metrics.add("aux_loss", aux_loss.mean().item(), weight=num_samples)
-            loss_sum = loss_sum + self.aux_loss_coef * aux_loss.sum()
-        metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
-        return loss_sum / total, metrics
-
-    def summarise(self, values: dict[str, float]) -> dict[str, float]:
-        """How much better wanted answers are rewarded than unwanted ones, where there are both."""
-        if not {"chosen_reward", "reject_reward"} <= values.keys():
-            return {}
-        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
-
-    def _logprobs(self, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs of whole responses, (B,), of policy and reference, and the router loss."""
-        num_targets_B = batch.packed.num_targets
-        ref_B = batch.ref_sums
-        if ref_B is None:
-            assert self.reference is not None, "nothing was computed before training"
-            ref_B = self.reference(batch.packed)
-        stats = self.engine(batch.packed)
-        return segment_sum(stats.logprobs, num_targets_B), ref_B, stats.aux_loss
-
-    @staticmethod
-    def _metrics(losses_B: Tensor, rewards_B: Tensor, is_desirable_B: Tensor) -> Metrics:
-        metrics = Metrics()
-        metrics.add("kto_loss", losses_B.mean().item(), weight=len(losses_B))
-        parts = {"chosen_reward": is_desirable_B, "reject_reward": ~is_desirable_B}
-        for name, mask_B in parts.items():
-            if mask_B.any():
-                metrics.add(name, rewards_B[mask_B].mean().item(), weight=int(mask_B.sum()))
-        return metrics
-
-
-class KTORecipe(Recipe[KTOConfig]):
-    """train_kto."""
-
-    name = "kto"
-
-    def make_samples(
-        self,
-        config: KTOConfig,
-        rows: Dataset,
-        tokenizer: Tokenizer,
-        progress: Progress | None,
-    ) -> UnpairedPreferenceDataset:
-        """Prompts with an answer and its label."""
-        return UnpairedPreferenceDataset(rows, tokenizer, kto_format(config), progress=progress)
-
-    def load_model(self, config: KTOConfig, model_path: str) -> Actor:
-        """The causal language model as a policy."""
-        return load_actor(config, model_path, has_dropout=False)
-
-    def make_trainer(self, run: SupervisedRun[KTOConfig]) -> KTOTrainer:
-        """The loss, and the frozen model that the policy starts from."""
+    @classmethod
+    def of(cls, run: SupervisedRun[KTOConfig]) -> Self:
         model, max_len = run.config.model, run.config.data.max_len
         # Rows are held against the model's positions; a long prompt with a long response is not.
         limit = num_positions(hf_part(run.model).config) or max_len
-        return KTOTrainer(
+        return cls(
             run.strategy,
             run.engine,
-            reference=make_reference(run, run.inputs.model_path, offload=run.config.ref.offload),
+            reference=make_reference(run, run.inputs.model_path),
             options=KTOOptions(
                 beta=model.beta,
                 desirable_weight=model.desirable_loss_weight,
@@ -214,11 +81,101 @@ class KTORecipe(Recipe[KTOConfig]):
             ),
             max_len=min(max_len, limit),
             precompute=run.config.ref.precompute_log_probs,
-            aux_loss_coef=model.aux_loss_coef,
             **run.loop,
         )
 
+    def counts(self, samples: Sequence[Any]) -> dict[str, float]:
+        """Return the number of answers."""
+        return {"num_samples": float(len(samples))}
 
-def run_kto(config: KTOConfig) -> None:
-    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
-    run_supervised(KTORecipe(), config)
+    def collate(self, samples: Sequence[Any]) -> PreferenceBatch:
+        """One row of all answers."""
+        return pack_answers(samples)
+
+    def empty_sample(self) -> UnpairedExample | Referenced[UnpairedExample]:
+        """A prompt and a response of one token each."""
+        return Referenced(empty_answer(), (0.0,)) if self.is_precomputed else empty_answer()
+
+    def keep_sums(self) -> None:
+        self.samples = self._referenced(self.samples, self.batches_left())
+        if self.eval_samples is not None:
+            batches = self.eval_batches(len(self.eval_samples))
+            self.eval_samples = self._referenced(self.eval_samples, batches)
+
+    def _referenced(
+        self, samples: SampleSet[UnpairedExample], batches: Iterable[list[int]]
+    ) -> ReferencedSamples[UnpairedExample]:
+        # Asked batch by batch: how sequences are packed decides their last bits, and a run that
+        # goes on starts at another batch.
+        pair_sums: dict[tuple[int, ...], list[list[float]]] = {}
+        for rows in batches:
+            pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
+            if pairs and tuple(rows) not in pair_sums:  # another epoch may have the same batch
+                lengths = [len(pair.token_ids) for pair in pairs]
+                pair_sums[tuple(rows)] = self.sums_of(pairs, range(len(pairs)), lengths)
+        return ReferencedSamples(samples, self.sums_of_all(samples), pair_sums)
+
+    def prepare(self, rows: Sequence[int], samples: SampleSet[Any]) -> dict[str, float]:
+        """The reference point of the batch."""
+        if not isinstance(samples, ReferencedSamples):
+            pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
+            return {"reference_point": self.reference_point(pairs)}
+        answers = mismatched_pairs(rows, samples.samples, max_len=self.max_len)
+        sums = samples.pair_sums.get(tuple(rows), ())
+        referenced = [Referenced(*found) for found in zip(answers, sums, strict=True)]
+        return {"reference_point": self.reference_point(referenced)}
+
+    @torch.no_grad()
+    def reference_point(self, pairs: Sequence[Any]) -> float:
+        """Return the KL estimate of policy and reference on mismatched pairs, over all ranks."""
+        if not pairs:
+            return 0.0
+        answers = [pair.sample if isinstance(pair, Referenced) else pair for pair in pairs]
+        lengths = [len(answer.token_ids) for answer in answers]
+        kl_sum = 0.0
+        with evaluating(self.engine):
+            for part, batch in self.own_batches(pairs, range(len(pairs)), lengths):
+                own = kto_kl_sum(*self._logprobs(batch)[:2])
+                kl_sum += own.item() if part else 0.0
+        total = self.strategy.all_reduce_sum({"kl_sum": kl_sum})["kl_sum"]
+        return kto_reference_point(torch.tensor(total), len(pairs)).item()
+
+    def compute_loss(
+        self, batch: PreferenceBatch, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, Metrics]:
+        """Sum of the answers' losses / answers of the step, plus the router loss of experts."""
+        policy_B, ref_B, aux_loss_B = self._logprobs(batch)
+        reference_point = denominators["reference_point"]
+        losses_B, rewards_B = kto_losses(
+            policy_B,
+            ref_B,
+            is_desirable_B=batch.labels,
+            reference_point=torch.tensor(reference_point, device=policy_B.device),
+            options=self.options,
+        )
+        num_samples, metrics = len(losses_B), Metrics()
+        metrics.add("kto_loss", losses_B.detach().mean().item(), weight=num_samples)
+        parts = {"chosen_reward": batch.labels, "reject_reward": ~batch.labels}
+        for name, mask_B in parts.items():
+            if mask_B.any():
+                metrics.add(name, rewards_B[mask_B].mean().item(), weight=int(mask_B.sum()))
+        metrics.add("kl", reference_point, weight=num_samples)
+        ones_B = torch.ones_like(losses_B)
+        loss_sum = self.add_router_loss(losses_B.sum(), aux_loss_B, ones_B, metrics)
+        metrics.add("loss", loss_sum.item() / num_samples, weight=num_samples)
+        return loss_sum / denominators["num_samples"], metrics
+
+    def summarise(self, values: dict[str, float]) -> dict[str, float]:
+        """Return how much better wanted answers are rewarded than unwanted ones."""
+        if not {"chosen_reward", "reject_reward"} <= values.keys():
+            return {}
+        return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
+
+    def _logprobs(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log-probs of whole responses, (B,), of policy and reference, and the router
+        losses.
+        """
+        ref_B = self.reference_sums(batch)
+        assert ref_B is not None, "KTO has a reference"
+        stats = self.engine(batch.packed)
+        return segment_sum(stats.logprobs, batch.packed.num_targets), ref_B, stats.aux_loss

@@ -39,7 +39,7 @@ def run_lora_combiner(config: LoraCombinerConfig) -> None:
 
 
 def tokenizer_of(config: LoraCombinerConfig, base: str, adapter: Path) -> Tokenizer:
-    """The tokenizer that was saved with the adapter, or else the base's."""
+    """Return the tokenizer that was saved with the adapter, or else the base's."""
     has_own = (adapter / "tokenizer_config.json").is_file()
     path = str(adapter) if has_own else base
     return load_tokenizer(path, trust_remote_code=config.trust_remote_code)

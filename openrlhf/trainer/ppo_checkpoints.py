@@ -15,17 +15,9 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.distributed import collectives
-from openrlhf.distributed.checkpoint import Saved, Staged
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.distributed.collectives import is_main, on_main
 from openrlhf.distributed.manifest import TEMPORARY
-from openrlhf.distributed.run_checkpoints import (
-    CheckpointSaver,
-    DataFacts,
-    Opened,
-    on_main,
-    open_checkpoints,
-    raise_all,
-)
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_state import RunState
@@ -41,29 +33,20 @@ from openrlhf.utils.progress import progress
 RUN = "run"  # the controller's own state, in state.json
 
 
-def open_run(config: PPOConfig, inputs: RunInputs) -> Opened:
+def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
     """Find what the run goes on from, before a model is loaded; all controllers call.
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
+    best_metric(config, inputs.eval_prompts)  # refuses a name that no evaluation logs
     facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts), config.train.seed)
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
-    opened = open_checkpoints(ckpt, facts, config, describe=_place_of)
-    if best_metric(config, inputs.eval_prompts) is not None:
-        _tidy_best(opened)
-    return opened
+    return open_checkpoints(ckpt, facts, config)
 
 
-def _place_of(saved: Saved) -> str:
-    cursor = saved.state[RUN]["sampler"]["cursor"]
-    return (
-        f"step {saved.step}, episode {cursor['episode'] + 1}, {cursor['position']} prompts into it"
-    )
-
-
-def is_at_end(opened: Opened, config: PPOConfig) -> bool:
-    """Whether the checkpoint that a run goes on from has every episode behind it."""
+def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:
+    """Return True if the checkpoint that a run goes on from has every episode behind it."""
     saved = opened.saved
     if saved is None:
         return False
@@ -94,19 +77,9 @@ def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | 
     return found[0]
 
 
-def _tidy_best(opened: Opened) -> None:
-    """Move a best model away that is another run's."""
-
-    def tidy() -> Path | None:
-        return None if opened.resume_step is not None else opened.store.set_best_aside()
-
-    aside, problems = on_main(tidy)
-    raise_all(problems)
-    if aside is not None and collectives.is_main():
-        warn(f"the best model of another run was moved to {aside}.")
-
-
-def check_is_shared(config: PPOConfig, opened: Opened, groups: Mapping[str, WorkerGroup]) -> None:
+def check_is_shared(
+    config: PPOConfig, opened: RunCheckpoints, groups: Mapping[str, WorkerGroup]
+) -> None:
     """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
     ckpt = config.ckpt
     if ckpt.save_steps <= 0 and ckpt.best_metric_key in ("", "none") and opened.saved is None:
@@ -119,8 +92,7 @@ def check_is_shared(config: PPOConfig, opened: Opened, groups: Mapping[str, Work
         probe.touch()
         return str(probe)
 
-    path, problems = on_main(touch)
-    raise_all(problems)
+    path = on_main(touch)
     answers = [
         who
         for role in TRAINED_ROLES
@@ -141,21 +113,18 @@ class PPOCheckpoints:
 
     def __init__(
         self,
-        config: PPOConfig,
-        opened: Opened,
+        opened: RunCheckpoints,
         groups: Mapping[str, WorkerGroup],
         phases: DevicePhases,
         *,
         best_metric: str | None,
     ) -> None:
-        self.config = config
         self.opened = opened
         self.groups = {role: groups[role] for role in TRAINED_ROLES if role in groups}
         self.phases = phases
-        self.saver = CheckpointSaver(opened.store, config.ckpt)
-        self.kept: dict[str, Any] | None = None  # what was last saved or taken up
+        self.kept: dict[str, Any] | None = None  # what was last saved or loaded
         self.best_metric = best_metric  # None: the best model is not kept
-        self.best = self._best_so_far()
+        self.best = None if best_metric is None else on_main(self._best_so_far)
 
     def resume(self, state: RunState) -> None:
         """Put models, optimizers, random numbers and the controller where they were."""
@@ -170,16 +139,18 @@ class PPOCheckpoints:
         state.load_state_dict(saved.state[RUN])
         state.load_groups(saved.path)
         self.kept = state.state_dict()
-        if not all(has_same_ranks) and collectives.is_main():
+        if not all(has_same_ranks) and is_main():
             warn("another number of ranks goes on: the same prompts, other random numbers.")
 
     def is_due(self, state: RunState, *, is_last: bool = False) -> bool:
-        """Whether to save now: every `--save_steps` steps, and at the end what was not yet."""
-        if not self.saver.is_on or state.global_step == 0:
+        """Return True if it is time to save: every `--save_steps` steps, and at the end what was
+        not saved yet.
+        """
+        if not self.opened.is_on or state.global_step == 0:
             return False
         if is_last:
             return self.kept != state.state_dict()
-        return state.global_step % self.config.ckpt.save_steps == 0
+        return state.global_step % self.opened.config.save_steps == 0
 
     def save_last(self, state: RunState) -> str:
         """Save a run that was asked to stop, between two steps; return what became of it and how
@@ -188,28 +159,32 @@ class PPOCheckpoints:
         if state.global_step == 0:
             return "no step is done, and nothing was saved"
         is_saved = self.kept == state.state_dict()
-        outcome = self.saver.save_last(
-            lambda: is_saved or self.save(state), resume_step=self.opened.resume_step
-        )
+        outcome = self.opened.save_last(lambda: is_saved or self.save(state))
         return f"step {state.global_step} is done, {outcome}"
 
     def save(self, state: RunState) -> bool:
-        """Save now, between two steps; return whether it was.
+        """Save now, between two steps; return True if it was saved.
 
         Raises CheckpointError when it failed several times in a row.
         """
         groups = state.finished_groups()
         content = state.state_dict()
 
-        def write_groups(staged: Staged) -> None:
+        def write(folder: Path) -> None:
+            for role, group in self.groups.items():
+                with self.phases.update(group):  # states that were moved away come back
+                    self._call(role, TrainedWorker.save_states, folder)
             if groups is not None:
-                groups.write(staged.states)
+                groups.write(folder)
 
-        is_saved = self.saver.save(
+        cursor = content["sampler"]["cursor"]
+        episode, position = cursor["episode"] + 1, cursor["position"]
+        place = f"step {state.global_step}, episode {episode}, {position} prompts into it"
+        is_saved = self.opened.save(
             state.global_step,
-            write=(self._write, write_groups),
+            write=write,
             export=lambda path: self._call("actor", PolicyModelActor.export, path),
-            state=lambda: {RUN: content, **self.opened.notes},
+            state={RUN: content, "place": place},
         )
         self.kept = content if is_saved else self.kept
         return is_saved
@@ -221,14 +196,14 @@ class PPOCheckpoints:
             return
         best = {"metric": self.best_metric, "value": value}
         with self.phases.turn:  # scoring and training are in turn on shared devices
-            is_saved = self.saver.save_best(
+            is_saved = self.opened.save_best(
                 global_step,
                 lambda path: self._call("actor", PolicyModelActor.export_policy, path),
                 best,
             )
         if is_saved:
             self.best = best
-            if collectives.is_main():
+            if is_main():
                 notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
 
     def find(self, step: int) -> Path | None:
@@ -236,25 +211,16 @@ class PPOCheckpoints:
         return self.opened.store.find(step)
 
     def _best_so_far(self) -> dict[str, Any] | None:
-        """What is known of the best model; one by another metric is no match for any."""
-
-        def look() -> dict[str, Any] | None:
-            best = self.opened.store.best()
-            if best is not None and best["metric"] != self.best_metric:
-                self.opened.store.set_best_aside()
-                return None
+        """Return the best evaluation so far; one of another run, or by another metric, is moved
+        aside with its model.
+        """
+        store = self.opened.store
+        best = store.best()
+        if self.opened.saved is not None and (best or {}).get("metric") == self.best_metric:
             return best
-
-        if self.best_metric is None or self.opened.resume_step is None:
-            return None
-        best, problems = on_main(look)
-        raise_all(problems)
-        return best
-
-    def _write(self, staged: Staged) -> None:
-        for role, group in self.groups.items():
-            with self.phases.update(group):  # states that were moved away come back
-                self._call(role, TrainedWorker.save_states, staged.states)
+        if (aside := store.set_best_aside()) is not None:
+            warn(f"the best model of another run, or by another metric, was moved to {aside}.")
+        return None
 
     def _call(self, role: str, method: Any, path: Path) -> None:
         self.groups[role].call(method, str(path))

@@ -19,7 +19,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed.backend import naming_lost_ranks
-from openrlhf.distributed.run_checkpoints import Opened, export_final
+from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.attention_note import say_attention
@@ -152,7 +152,7 @@ def _run(
     config: PPOConfig,
     inputs: RunInputs,
     cluster: RayCluster | LocalCluster,
-    opened: Opened,
+    opened: RunCheckpoints,
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
     say_notices(schedule_notes(config, schedule))
@@ -185,7 +185,7 @@ def _run(
     )
     samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
     metric = best_metric(config, inputs.eval_prompts)
-    checkpoints = PPOCheckpoints(config, opened, groups, phases, best_metric=metric)
+    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=metric)
     opened.clear_folder(inputs.run_dir, config)
     parts = _assemble(config, inputs, cluster, checkpoints, groups, samples)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)

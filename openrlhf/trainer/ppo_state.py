@@ -1,4 +1,4 @@
-"""What the controller itself knows of a run: everything of it that a checkpoint keeps.
+"""The controller's own state of a run, all of which a checkpoint keeps.
 
 The trainers own one and work on it; models, optimizers and random numbers are the workers' part.
 """
@@ -22,7 +22,7 @@ from openrlhf.utils.metrics import Metrics
 
 @dataclass
 class RunState:
-    """Where an RL run stands."""
+    """The progress of an RL run."""
 
     sampler: StepSampler | RolloutQueue
     kl_controller: KLController

@@ -7,14 +7,12 @@ micro-batches and ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from openrlhf.config.process import PRMConfig
-from openrlhf.datasets.command_data import prm_format
 from openrlhf.datasets.process_reward_dataset import (
     ProcessExample,
     ProcessRewardDataset,
@@ -23,20 +21,10 @@ from openrlhf.datasets.process_reward_dataset import (
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.process_reward import MarkedBatch, StepJudge
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts
-from openrlhf.trainer.supervised_run import (
-    Progress,
-    Recipe,
-    SupervisedRun,
-    load_actor,
-    run_supervised,
-)
+from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SupervisedRun, load_actor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
@@ -44,22 +32,33 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     none.
     """
 
+    name = "prm"
+    sample_set = ProcessRewardDataset
+
     def __init__(
         self,
         strategy: DeepSpeedStrategy,
         engine: TrainEngine,
         *,
         reward_tokens: Sequence[int] = (),
-        aux_loss_coef: float = 0.0,
         **loop: Unpack[LoopParts],
     ) -> None:
         super().__init__(strategy, engine, **loop)
         self.reward_tokens = torch.tensor(reward_tokens) if reward_tokens else None
         self.places = {token_id: place for place, token_id in enumerate(reward_tokens)}
-        self.aux_loss_coef = aux_loss_coef
+
+    @classmethod
+    def load_model(cls, config: PRMConfig, model_path: str) -> StepJudge:
+        model = load_actor(config, model_path).model
+        return StepJudge(model, with_aux_loss=config.model.aux_loss_coef > 0)
+
+    @classmethod
+    def of(cls, run: SupervisedRun[PRMConfig]) -> Self:
+        reward_tokens = reward_token_ids(run.config, run.inputs.tokenizer)
+        return cls(run.strategy, run.engine, reward_tokens=reward_tokens, **run.loop)
 
     def counts(self, samples: Sequence[ProcessExample]) -> dict[str, float]:
-        """Markers."""
+        """Return the number of markers."""
         return {"num_markers": float(sum(len(sample.labels) for sample in samples))}
 
     def collate(self, samples: Sequence[ProcessExample]) -> MarkedBatch:
@@ -94,10 +93,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         metrics = Metrics()
         metrics.add("prm_loss", loss_sum.item() / num_markers, weight=num_markers)
         metrics.add("acc", terms.is_correct.float().mean().item(), weight=num_markers)
-        if self.aux_loss_coef and terms.aux_loss is not None:
-            aux_sum = (terms.aux_loss * batch.num_markers).sum()
-            metrics.add("aux_loss", aux_sum.item() / num_markers, weight=num_markers)
-            loss_sum = loss_sum + self.aux_loss_coef * aux_sum
+        loss_sum = self.add_router_loss(loss_sum, terms.aux_loss, batch.num_markers, metrics)
         metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
         return loss_sum / total, metrics
 
@@ -111,44 +107,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         return 1.0 - places.float() if len(self.places) == 2 else places
 
 
-class PRMRecipe(Recipe[PRMConfig]):
-    """train_prm."""
-
-    name = "prm"
-
-    def make_samples(
-        self,
-        config: PRMConfig,
-        rows: Dataset,
-        tokenizer: Tokenizer,
-        progress: Progress | None,
-    ) -> ProcessRewardDataset:
-        """Texts with a label for each step."""
-        return ProcessRewardDataset(rows, tokenizer, prm_format(config), progress=progress)
-
-    def load_model(self, config: PRMConfig, model_path: str) -> StepJudge:
-        """The causal language model as a judge."""
-        model = load_actor(config, model_path).model
-        return StepJudge(model, with_aux_loss=config.model.aux_loss_coef > 0)
-
-    def make_trainer(self, run: SupervisedRun[PRMConfig]) -> PRMTrainer:
-        """The loss at markers."""
-        model = run.config.model
-        return PRMTrainer(
-            run.strategy,
-            run.engine,
-            reward_tokens=reward_token_ids(run.config, run.inputs.tokenizer),
-            aux_loss_coef=model.aux_loss_coef,
-            **run.loop,
-        )
-
-
-def run_prm(config: PRMConfig) -> None:
-    """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
-    run_supervised(PRMRecipe(), config)
-
-
 def reward_token_ids(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a label may be, the good one first; empty for any token."""
+    """Return what a label may be, the good one first; empty for any token."""
     tokens = config.model.reward_tokens or ()
     return tuple(single_token_id(tokenizer, text, flag="--reward_tokens") for text in tokens)

@@ -1,50 +1,53 @@
-"""What every supervised command does around its loop: read, check, load, train, export.
+"""The steps of every supervised command around its loop: read, check, load, train, export.
 
-A recipe says how rows become samples, which model is trained and which trainer trains it; the order
-of the steps is the same for all. Everything a user can get wrong in data is raised before a model
-is loaded.
+A recipe is the class of its trainer. Everything a user can get wrong in data is raised before a
+model is loaded.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.datasets.command_data import supervised_data
-from openrlhf.datasets.conventions import Recognised, as_recognised, news, undecided
+from openrlhf.datasets.command_data import row_format, supervised_data
+from openrlhf.datasets.conventions import as_recognised, news, undecided
 from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.token_cache import giving_way
-from openrlhf.distributed import collectives
+from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.distributed.backend import naming_lost_ranks
-from openrlhf.distributed.export import check_room, export_hf
+from openrlhf.distributed.checkpoints import (
+    DataFacts,
+    RunCheckpoints,
+    export_final,
+    open_checkpoints,
+)
+from openrlhf.distributed.export import check_room
 from openrlhf.distributed.rank_watch import watching_ranks
-from openrlhf.distributed.run_checkpoints import DataFacts, Opened, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.models.actor import Actor
-from openrlhf.models.adapters import add_lora
 from openrlhf.models.attention_note import say_attention
 from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
 from openrlhf.models.kernels import check_here
-from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm, load_config
+from openrlhf.models.loading import load_config
 from openrlhf.models.router_loss import check_has_experts
 from openrlhf.models.sizes import num_positions
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings, SampleSet
-from openrlhf.trainer.checkpointing import Checkpointer, is_at_end, open_checkpoints
+from openrlhf.trainer.base_trainer import (
+    BaseTrainer,
+    Inputs,
+    LoopSettings,
+    SupervisedRun,
+    hf_part,
+)
+from openrlhf.trainer.checkpointing import Checkpointer, is_at_end
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
@@ -53,7 +56,6 @@ from openrlhf.utils.logging import (
     print_banner,
     redirect_framework_logs,
     say_notices,
-    warn,
 )
 from openrlhf.utils.progress import counter, hide_bars
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -64,100 +66,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
-Progress = Callable[[int, int], None]  # rows done, rows in all
-EVALUATION = "evaluation"  # among the settings in a checkpoint: the hash of its evaluation data
+Recipe = type[BaseTrainer[Any, Any]]
 
 
-class RowSamples(SampleSet[Any], Recognised, Protocol):
-    """Samples made from the rows of a data set."""
-
-    notices: list[str]  # what a person should be told about left-out rows, one line each
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all tokens and labels, to notice on resume that the data changed."""
-
-    def check_fits(self, limits: ModelLimits) -> None:
-        """Raise DataError where a model of these sizes cannot read a sample."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is read and checked before a model is loaded."""
-
-    run_dir: Path
-    model_path: str
-    tokenizer: Tokenizer
-    samples: RowSamples
-    eval_samples: RowSamples | None
-
-
-@dataclass(frozen=True)
-class SupervisedRun(Generic[ConfigT]):
-    """What a trainer is made of, once its model is ready to train."""
-
-    config: ConfigT
-    inputs: Inputs
-    strategy: DeepSpeedStrategy
-    model: nn.Module  # the module that `engine` wraps
-    engine: TrainEngine
-    settings: LoopSettings
-    tracker: Tracker
-
-    @property
-    def loop(self) -> LoopParts:
-        """What the loop of every trainer takes."""
-        return LoopParts(
-            samples=self.inputs.samples,
-            eval_samples=self.inputs.eval_samples,
-            settings=self.settings,
-            tracker=self.tracker,
-        )
-
-
-class Recipe(ABC, Generic[ConfigT]):
-    """What one command adds to a supervised run."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def make_samples(
-        self, config: ConfigT, rows: Dataset, tokenizer: Tokenizer, progress: Progress | None
-    ) -> RowSamples:
-        """Rows as samples; raises DataError that lists the bad ones."""
-
-    @abstractmethod
-    def load_model(self, config: ConfigT, model_path: str) -> nn.Module:
-        """The module to train, from its checkpoint."""
-
-    @abstractmethod
-    def make_trainer(self, run: SupervisedRun[ConfigT]) -> BaseTrainer[Any, Any]:
-        """The loop with this command's loss."""
-
-    def check(self, config: ConfigT, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError for what only the tokenizer and the files can tell."""
-
-    def other_models(self, config: ConfigT) -> Sequence[str]:
-        """Models beside the trained one that read every sample."""
-        return ()
-
-    def banner(self, config: ConfigT) -> Mapping[str, object]:
-        """Facts to print under `training` at the start."""
-        return {}
-
-    def export(self, run: SupervisedRun[ConfigT], path: Path) -> None:
-        """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(run.engine, hf_part(run.model), run.inputs.tokenizer, path)
-
-
-def run_supervised(recipe: Recipe[ConfigT], config: ConfigT) -> None:
+def run_supervised(recipe: Recipe, config: ConfigT) -> None:
     """Train as `config` says and leave the model in `config.ckpt.output_dir`."""
     topology = Topology.from_env(local_rank=config.local_rank)
     with holding_folders(config.ckpt) if topology.is_main else nullcontext():
         _run(recipe, config, topology)
 
 
-def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
+def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     run_dir = Path(config.ckpt.output_dir)
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
@@ -182,22 +101,20 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
             say_notices(new, about="evaluation: ")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
-    opened = open_checkpoints(config.ckpt, facts, config)
-    opened = with_evaluation(opened, inputs.eval_samples)
+    evaluation = None if inputs.eval_samples is None else inputs.eval_samples.fingerprint
+    opened = open_checkpoints(config.ckpt, facts, config, evaluation=evaluation)
     if opened.is_done(run_dir, is_at_end=is_at_end(opened, config.train.max_epochs)):
         strategy.shut_down()
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
     check_room(hf_part(run.model), run_dir)
-    trainer = recipe.make_trainer(run)
-    checkpointer = Checkpointer(
-        trainer, opened, config.ckpt, export=lambda path: recipe.export(run, path)
-    )
+    trainer = recipe.of(run)
+    checkpointer = Checkpointer(trainer, opened, export=lambda path: trainer.export(run, path))
     checkpointer.resume()
     if strategy.is_main:  # what is refused leaves the folder as it was
         unsaid = undecided(config, inputs.samples, inputs.eval_samples)
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
-        say_start(recipe, run, trainer)
+        say_start(run, trainer)
     try:
         with (
             stopping.patiently(config.ckpt.grace_s),
@@ -208,29 +125,15 @@ def _run(recipe: Recipe[ConfigT], config: ConfigT, topology: Topology) -> None:
     except stopping.Interrupted:
         strategy.shut_down()
         raise
-    export_final(lambda path: recipe.export(run, path), run_dir)
+    export_final(lambda path: trainer.export(run, path), run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")
     strategy.shut_down()
 
 
-def with_evaluation(opened: Opened, samples: RowSamples | None) -> Opened:
-    """The checkpoints with a note of the evaluation data; where a run goes on with other data than
-    before, that is said.
-    """
-    saved, now = opened.saved, None if samples is None else samples.fingerprint
-    before = None if saved is None else saved.state.get("settings", {}).get(EVALUATION)
-    if saved is not None and collectives.is_main() and None not in (before, now) and before != now:
-        warn(
-            f"the evaluation data changed since {saved.path} was written: its metrics of before "
-            "and of now are not of the same samples"
-        )
-    return replace(opened, settings={**opened.settings, EVALUATION: now})
-
-
-def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool = True) -> Inputs:
-    """Tokenizer and data; everything a user can get wrong in them is raised here.
+def prepare_inputs(recipe: Recipe, config: ConfigT, *, goes_first: bool = True) -> Inputs:
+    """Read tokenizer and data; raise what a user can get wrong in them.
 
     Of the ranks on a machine the one that goes first tokenises and shows it; the others wait for
     what it leaves in the cache.
@@ -279,7 +182,7 @@ def prepare_inputs(recipe: Recipe[ConfigT], config: ConfigT, *, goes_first: bool
 
 
 def _configs(
-    recipe: Recipe[ConfigT], config: ConfigT, model_path: str, gathered: Gathered
+    recipe: Recipe, config: ConfigT, model_path: str, gathered: Gathered
 ) -> dict[str, PretrainedConfig]:
     """The configs of the models that read the rows, by path."""
     found: dict[str, PretrainedConfig] = {}
@@ -309,24 +212,24 @@ def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
 
 
 def _samples(
-    recipe: Recipe[ConfigT],
+    recipe: Recipe,
     config: ConfigT,
     tokenizer: Tokenizer,
     rows: Dataset,
     *,
     is_shown: bool,
     what: str = "rows",
-) -> RowSamples:
+) -> TokenizedDataset[Any]:
     with counter(f"tokenising {what}", is_shown=is_shown) as show:
-        return recipe.make_samples(config, rows, tokenizer, show)
+        return recipe.sample_set(rows, tokenizer, row_format(config), progress=show)
 
 
 def prepare_run(
-    recipe: Recipe[ConfigT],
+    recipe: Recipe,
     config: ConfigT,
     inputs: Inputs,
     strategy: DeepSpeedStrategy,
-    opened: Opened,
+    opened: RunCheckpoints,
 ) -> SupervisedRun[ConfigT]:
     """Load the model, wrap it for training, open the sinks."""
     settings = LoopSettings.of(config)
@@ -346,46 +249,8 @@ def prepare_run(
     return SupervisedRun(config, inputs, strategy, model, engine, settings, tracker)
 
 
-def load_options(config: SupervisedConfig) -> LoadOptions:
-    """How a supervised command loads its models."""
-    ds = config.ds
-    return LoadOptions(
-        attn_implementation=ds.attention,
-        dtype=ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in_4bit=ds.load_in_4bit,
-        experts_implementation=ds.experts_implementation,
-        use_liger_kernel=ds.use_liger_kernel,
-    )
-
-
-def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:
-    """The policy to train: with an adapter and gradient checkpointing when they are asked for.
-
-    Without dropout the model answers the same in training and evaluation, as losses against a
-    reference need it; an adapter's own dropout stays.
-    """
-    model = load_causal_lm(model_path, **load_options(config))
-    if not has_dropout:
-        disable_dropout(model)
-    with_aux_loss = config.model.aux_loss_coef > 0
-    actor = Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)
-    if config.model.gradient_checkpointing_enable:
-        actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
-    return actor
-
-
-def hf_part(module: nn.Module) -> nn.Module:
-    """The Hugging Face model inside an actor or a value-head model."""
-    model = getattr(module, "model", None)
-    assert isinstance(model, nn.Module), f"{type(module).__name__} holds no model"
-    return model
-
-
-def say_start(
-    recipe: Recipe[ConfigT], run: SupervisedRun[ConfigT], trainer: BaseTrainer[Any, Any]
-) -> None:
-    """The banner: model, data, batch arithmetic, run folder."""
+def say_start(run: SupervisedRun[Any], trainer: BaseTrainer[Any, Any]) -> None:
+    """Print the banner: model, data, batch arithmetic, run folder."""
     parameters = list(run.engine.module.parameters())
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
@@ -412,7 +277,6 @@ def say_start(
             "training": {
                 "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
                 "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
-                **recipe.banner(run.config),
                 "run folder": inputs.run_dir,
             },
         }

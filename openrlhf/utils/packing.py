@@ -8,15 +8,27 @@ is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class PackedBatch:
+class Batch:
+    """What a model takes: tensors, and batches, that move to a device together."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same batch on another device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor | Batch)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class PackedBatch(Batch):
     """B sequences with T tokens in all; N of the tokens are targets (their log-prob or value is
     wanted).
     """
@@ -67,9 +79,3 @@ class PackedBatch:
         counts = torch.zeros(len(self.seq_lengths), dtype=torch.int64, device=self.token_ids.device)
         owner = torch.bucketize(self.predict_index, self.cu_seqlens[1:].long(), right=True)
         return counts.index_add_(0, owner, torch.ones_like(owner))
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
-        return replace(
-            self, token_ids=self.token_ids.to(device), target_mask=self.target_mask.to(device)
-        )

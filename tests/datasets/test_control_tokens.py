@@ -15,17 +15,18 @@ from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
 from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.datasets.command_data import row_format
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.batch_generation import PromptTask
 from openrlhf.trainer.batch_scoring import ScoreTask
-from openrlhf.trainer.dpo_trainer import DPORecipe
-from openrlhf.trainer.kd_trainer import KDRecipe
-from openrlhf.trainer.kto_trainer import KTORecipe
-from openrlhf.trainer.prm_trainer import PRMRecipe
-from openrlhf.trainer.rm_trainer import RMRecipe
-from openrlhf.trainer.sft_trainer import SFTRecipe
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.kd_trainer import KDTrainer
+from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.prm_trainer import PRMTrainer
+from openrlhf.trainer.rm_trainer import RMTrainer
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_reward_model, write_jsonl
 
@@ -37,27 +38,27 @@ ASKED_IDS, ANSWER_IDS, END = [3, 1, 4], [1, 3], [1]  # of the six control tokens
 WHOLE_IDS = ASKED_IDS + ANSWER_IDS + END
 TEXT = "--input_key text --pretrain_mode"
 CASES = {
-    "sft": (SFTConfig, SFTRecipe, "", ANSWERED, WHOLE_IDS),
+    "sft": (SFTConfig, SFTTrainer, "", ANSWERED, WHOLE_IDS),
     "sft_keys": (
         SFTConfig,
-        SFTRecipe,
+        SFTTrainer,
         "--input_key q --output_key a",
         {"q": ASKED, "a": ANSWER},
         WHOLE_IDS,
     ),
-    "sft_text": (SFTConfig, SFTRecipe, "", {"text": ASKED + ANSWER}, WHOLE_IDS),
+    "sft_text": (SFTConfig, SFTTrainer, "", {"text": ASKED + ANSWER}, WHOLE_IDS),
     "pretrain": (
         SFTConfig,
-        SFTRecipe,
+        SFTTrainer,
         TEXT,
         {"text": ASKED + ANSWER},
         WHOLE_IDS,
     ),
-    "rm": (RMConfig, RMRecipe, "", PAIR, WHOLE_IDS),
-    "dpo": (DPOConfig, DPORecipe, "", PAIR, WHOLE_IDS),
-    "kto": (KTOConfig, KTORecipe, "", {**ANSWERED, "label": 1}, WHOLE_IDS),
-    "kd": (KDConfig, KDRecipe, "--teacher_model {model}", ANSWERED, WHOLE_IDS),
-    "prm": (PRMConfig, PRMRecipe, "--placeholder_token ! --reward_tokens + -", STEPS, ASKED_IDS),
+    "rm": (RMConfig, RMTrainer, "", PAIR, WHOLE_IDS),
+    "dpo": (DPOConfig, DPOTrainer, "", PAIR, WHOLE_IDS),
+    "kto": (KTOConfig, KTOTrainer, "", {**ANSWERED, "label": 1}, WHOLE_IDS),
+    "kd": (KDConfig, KDTrainer, "--teacher_model {model}", ANSWERED, WHOLE_IDS),
+    "prm": (PRMConfig, PRMTrainer, "--placeholder_token ! --reward_tokens + -", STEPS, ASKED_IDS),
     "generate": (BatchInferenceConfig, PromptTask, "--eval_task generate", ANSWERED, ASKED_IDS),
     "score": (
         BatchInferenceConfig,
@@ -91,7 +92,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
         task = how(config)
         samples = task.prompts if how is PromptTask else task.examples
     else:
-        samples = how().make_samples(config, load_rows(str(data)), tokenizer, None)
+        samples = how.sample_set(load_rows(str(data)), tokenizer, row_format(config))
     ids = samples._content.stores[0][0].tolist()
     return samples.notices, [token_id for token_id in ids if token_id < 6]
 
@@ -131,5 +132,5 @@ def test_text_that_is_rendered_already_has_the_ids_of_its_tokenizer(tmp_path, mo
     data = write_jsonl(tmp_path / "data.jsonl", [row])
     config = parse_config(SFTConfig, f"--pretrain {model} --dataset {data}".split()).config
     tokenizer = load_tokenizer(str(model))
-    samples = SFTRecipe().make_samples(config, load_rows(str(data)), tokenizer, None)
+    samples = SFTTrainer.sample_set(load_rows(str(data)), tokenizer, row_format(config))
     assert samples[0].token_ids.tolist() == tokenizer(text).input_ids

@@ -13,19 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.distributed import checkpoint, manifest
-from openrlhf.distributed.checkpoint import CheckpointStore
-from openrlhf.distributed.engine_state import refuse_code
+from openrlhf.distributed import checkpoints, manifest
+from openrlhf.distributed.checkpoints import (
+    CheckpointStore,
+    random_state,
+    set_random_state,
+    superfluous,
+)
+from openrlhf.distributed.engine_state import refuse_code_in
 from openrlhf.distributed.manifest import seal, verify
-from openrlhf.distributed.random_state import random_state, set_random_state
-from openrlhf.distributed.rotation import Entry, superfluous
 from openrlhf.errors import CheckpointError
 
 GIB = 1024**3
 
 
 def fill(folder: Path, text: str = "weights") -> Path:
-    (folder / "model").mkdir(parents=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "shard.pt").write_text(text)
     (folder / "empty").write_text("")
     return folder
@@ -36,12 +39,12 @@ def make_store(root: Path, max_num: int = 3, max_gib: float = 1.0) -> Checkpoint
 
 
 def save(store: CheckpointStore, step: int, *, has_export: bool = False) -> None:
-    staged = store.stage(step)
-    (staged.states / "shard.pt").write_text(f"weights of {step}")
+    states, export = store.stage(step)
+    (states / "shard.pt").write_text(f"weights of {step}")
     if has_export:
-        staged.export.mkdir()
-        (staged.export / "config.json").write_text("{}")
-    store.commit(staged, {"cursor": step})
+        export.mkdir()
+        (export / "config.json").write_text("{}")
+    store.commit(step, {"cursor": step})
 
 
 def latest_step(store: CheckpointStore) -> int | None:
@@ -90,9 +93,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 ) -> None:
     store = make_store(tmp_path)
     for step in (1, 2):
-        staged = store.stage(step)
-        fill(staged.states)
-        store.commit(staged, {"cursor": step})
+        fill(store.stage(step)[0])
+        store.commit(step, {"cursor": step})
     DAMAGES[damage](tmp_path / "global_step2")
     with pytest.raises(CheckpointError, match="global_step2"):
         verify(tmp_path / "global_step2")
@@ -124,8 +126,8 @@ def die_at(moment: str, root: Path) -> None:
     """Save step 2 with an export and be killed at a moment of it."""
     store, rename = make_store(root), os.rename
     if moment == "between files":
-        staged = store.stage(2)
-        (staged.states / "shard.pt").write_text("half of")
+        states, _ = store.stage(2)
+        (states / "shard.pt").write_text("half of")
         die()
     if moment == "before the rename":
         os.rename = die  # type: ignore[assignment]
@@ -149,13 +151,9 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, mome
     store.remove_torn()
     assert not any(path.name.startswith("tmp-") for path in tmp_path.iterdir())
     store.set_aside(after_step=1)
-    assert [entry.step for entry in store.entries()] == [1]
+    assert store.steps() == [1]
     save(store, 2, has_export=True)
     assert latest_step(store) == 2
-
-
-def entries(*sizes: int) -> list[Entry]:
-    return [Entry(step, Path(str(step)), None, size) for step, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +171,8 @@ def entries(*sizes: int) -> list[Entry]:
 def test_the_oldest_beyond_the_budget_go(
     sizes: list[int], max_num: int, max_bytes: int, gone: list[int]
 ) -> None:
-    found = superfluous(entries(*sizes), max_num=max_num, max_bytes=max_bytes)
-    assert [entry.step for entry in found] == gone
+    found = superfluous(dict(enumerate(sizes)), max_num=max_num, max_bytes=max_bytes)
+    assert found == gone
 
 
 def test_states_and_exports_rotate_together(tmp_path: Path) -> None:
@@ -192,15 +190,15 @@ def test_exports_count_towards_the_size_budget(tmp_path: Path) -> None:
         save(store, step, has_export=True)
     one = manifest.num_bytes(tmp_path / "global_step2")
     make_store(tmp_path, max_gib=(2 * one + 100) / GIB).rotate()
-    assert [entry.step for entry in store.entries()] == [2]
+    assert store.steps() == [2]
 
 
 def test_an_export_alone_is_kept_but_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    staged = store.stage(4)
-    staged.export.mkdir()
-    (staged.export / "config.json").write_text("{}")
-    store.commit(staged, None)
+    _, export = store.stage(4)
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    store.commit(4, None)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step4_hf"]
     assert store.latest() is None
     assert verify(tmp_path / "global_step4_hf")["step"] == 4
@@ -216,7 +214,7 @@ def test_a_save_needs_room_for_more_than_the_last_one(
     size = manifest.num_bytes(tmp_path / "global_step1")
     room = {"free": int(size * 1.3)}
     monkeypatch.setattr(
-        checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room["free"])
+        checkpoints.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room["free"])
     )
     store.stage(2)
     room["free"] = int(size * 1.1)
@@ -230,7 +228,7 @@ def test_checkpoints_of_another_way_are_moved_not_deleted(tmp_path: Path) -> Non
         save(store, step)
     assert store.set_aside(after_step=1) == tmp_path / "aside-1"
     assert store.set_aside(after_step=1) is None
-    assert [entry.step for entry in store.entries()] == [1]
+    assert store.steps() == [1]
     verify(tmp_path / "aside-1" / "global_step3")
     assert store.set_aside(after_step=-1) == tmp_path / "aside-2"
 
@@ -249,7 +247,7 @@ def test_a_file_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) 
     marker, file = tmp_path / "marker", tmp_path / "shard.pt"
     torch.save({"module": torch.ones(2), "x": Payload(marker)}, file)
     with pytest.raises(CheckpointError, match=r"would run code: it names (posix|os)\.system"):
-        refuse_code(file)
+        refuse_code_in(tmp_path)
     assert not marker.exists()
     torch.load(file, weights_only=False)
     assert marker.exists()  # the payload is a real one
@@ -259,7 +257,7 @@ def test_a_file_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) 
 def test_a_file_torch_did_not_write_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "shard.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="no file that torch wrote"):
-        refuse_code(tmp_path / "shard.pt")
+        refuse_code_in(tmp_path)
 
 
 def test_random_numbers_go_on_through_json() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from openrlhf.cli import train_sft
-from openrlhf.distributed import export, run_checkpoints
+from openrlhf.distributed import checkpoints, export
+from openrlhf.distributed.checkpoints import export_final
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.run_checkpoints import export_final
 from openrlhf.errors import CheckpointError, ConfigError
 from tests.tiny import write_jsonl
 
@@ -40,8 +40,8 @@ def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         write_folder(model, state, tokenizer, path, **named)
 
     monkeypatch.setattr(export, "write_folder", write)
-    monkeypatch.setattr(run_checkpoints, "EXPORT_TRIES", 3)
-    monkeypatch.setattr(run_checkpoints, "EXPORT_PAUSE_S", 0.0)
+    monkeypatch.setattr(checkpoints, "EXPORT_TRIES", 3)
+    monkeypatch.setattr(checkpoints, "EXPORT_PAUSE_S", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
     return tried
 
@@ -71,7 +71,7 @@ def test_a_model_without_room_at_the_end_is_tried_again_and_then_written_elsewhe
 def test_room_that_is_made_meanwhile_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run_checkpoints, "EXPORT_PAUSE_S", 0.0)
+    monkeypatch.setattr(checkpoints, "EXPORT_PAUSE_S", 0.0)
     tried: list[Path] = []
 
     def write(path: Path) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
 from openrlhf.distributed.ds_config import ModelFacts, training_config
-from openrlhf.distributed.muon import make_muon, muon_groups
-from openrlhf.distributed.schedule import LearningRate
-from openrlhf.distributed.strategy import DeepSpeedStrategy, parameter_groups
+from openrlhf.distributed.optimizer import LearningRate, make_muon, muon_groups, parameter_groups
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks

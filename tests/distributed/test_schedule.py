@@ -7,7 +7,7 @@ import torch
 from transformers import SchedulerType
 
 from openrlhf.config.common import AdamConfig, OptimizerConfig
-from openrlhf.distributed.schedule import LearningRate
+from openrlhf.distributed.optimizer import LearningRate
 from openrlhf.errors import ConfigError
 
 PEAK = 1e-3

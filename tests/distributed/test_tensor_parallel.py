@@ -5,9 +5,6 @@ log-probs, values, gradient norms, exports, checkpoints; beside data and context
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,10 +24,10 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.families import SPLIT_STYLES, refuse_split_layers
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel
-from openrlhf.trainer.checkpointing import Checkpointer
 from tests.config.test_unimplemented import SFT_NEEDS
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.models.helpers import full_batch, random_sequences
+from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 FAMILIES = {
@@ -222,29 +219,6 @@ def test_beside_data_and_context_parallel_ranks(folder: Path, alone: dict) -> No
         assert found["qwen2", 2, 1]["stage"] == 2
 
 
-class Stop(BaseException):
-    """Ends a command behind a checkpoint, as a kill would."""
-
-
-@contextmanager
-def stopping_behind(step: int) -> Iterator[None]:
-    """A block in which a command ends once `step` was saved."""
-    save = Checkpointer.save_if_due
-
-    def save_and_stop(self: Checkpointer) -> None:
-        save(self)
-        if self.trainer.global_step == step:
-            raise Stop
-
-    Checkpointer.save_if_due = save_and_stop  # type: ignore[method-assign]
-    try:
-        with suppress(Stop):
-            yield
-    finally:
-        Checkpointer.save_if_due = save  # type: ignore[method-assign]
-        shut_down()
-
-
 COMMON = (
     "--max_epochs 2 --train_batch_size 4 --micro_train_batch_size 1 --learning_rate 1e-3 "
     "--adam.eps 1e-5 --logging_steps 1 --lr_warmup_ratio 0 --l2 0.1 --max_norm 0.5 "
@@ -326,7 +300,7 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
     assert run_ranks(commands_on_four, 4, folder)[0]
     for method in METHODS:
         expected = load_file(folder / method / "alone" / "model.safetensors")
-        lines = (folder / method / "alone" / "metrics.jsonl").read_text().splitlines()
+        lines = records(folder / method / "alone")
         is_all_ways = method in ON_ALL_WAYS
         runs = ("split", "resumed", "shared") if is_all_ways else ("split",)
         for run in (*runs, "reshared") if method == "sft" else runs:
@@ -334,16 +308,9 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
             found = load_file(run_dir / "model.safetensors")
             for name, tensor in expected.items():
                 assert (found[name] - tensor).abs().max() < 1e-5, (method, run, name)
-            own = (run_dir / "metrics.jsonl").read_text().splitlines()
-            for line, other in zip(own, lines, strict=True):
-                ours, theirs = json.loads(line), json.loads(other)
-                for name in theirs:
-                    if name.startswith(("time", "timing", "tokens_per_s")):
-                        continue
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-5), (
-                        run,
-                        name,
-                    )
+            for ours, theirs in zip(records(run_dir), lines, strict=True):
+                same = {name: ours[name] for name in theirs}
+                assert same == pytest.approx(theirs, rel=1e-5, abs=2e-5), run
         if not is_all_ways:
             continue
         resumed, split = (

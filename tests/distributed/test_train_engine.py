@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.muon import muon_groups
-from openrlhf.distributed.strategy import DeepSpeedStrategy, parameter_groups
+from openrlhf.distributed.optimizer import muon_groups, parameter_groups
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import NumericsError
 from tests.distributed.spawn import run_ranks

@@ -5,12 +5,9 @@ weights and moments; a run that changes both goes on with the same rows and the 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed import universal
+from openrlhf.distributed import engine_state
 from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.manifest import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import CheckpointError
-from openrlhf.trainer.checkpointing import Checkpointer
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -87,10 +84,10 @@ def states_of(engine: TrainEngine) -> dict[str, Tensor]:
         if engine.zero_stage == 0:
             found[name] = p.detach().clone()
             state = engine.engine.basic_optimizer.state[p]
-            found |= {f"{name} {key}": state[key].clone() for key in universal.MOMENTS}
+            found |= {f"{name} {key}": state[key].clone() for key in engine_state.MOMENTS}
         else:
             found[name] = safe_get_full_fp32_param(p).cpu()
-            for key in universal.MOMENTS:
+            for key in engine_state.MOMENTS:
                 found[f"{name} {key}"] = safe_get_full_optimizer_state(p, key).cpu()
     groups = engine.engine.basic_optimizer.param_groups
     found["decay"] = torch.tensor([group["weight_decay"] for group in groups])
@@ -151,29 +148,6 @@ def test_any_ranks_and_any_stage_go_on_with_the_same_numbers(tmp_path: Path) -> 
                     assert torch.equal(found[name].view_as(tensor), tensor), f"{case}: {name}"
 
 
-class Stop(BaseException):
-    """Ends a command behind a checkpoint, as a kill would."""
-
-
-@contextmanager
-def stopping_behind(step: int) -> Iterator[None]:
-    """A block in which a command ends once `step` was saved."""
-    save = Checkpointer.save_if_due
-
-    def save_and_stop(self: Checkpointer) -> None:
-        save(self)
-        if self.trainer.global_step == step:
-            raise Stop
-
-    Checkpointer.save_if_due = save_and_stop  # type: ignore[method-assign]
-    try:
-        with suppress(Stop):
-            yield
-    finally:
-        Checkpointer.save_if_due = save  # type: ignore[method-assign]
-        shut_down()
-
-
 # Three starts of one run: on two ranks, on one, on two again.
 CHAINS = {
     "sft": ("sft", "--input_key input --output_key output", (2, 2, 3)),
@@ -227,10 +201,6 @@ def convert_by_script(ckpt_path: Path) -> None:
     assert list(ckpt_path.glob("global_step4/model_universal/manifest.json"))
 
 
-def records(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_losses(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     rows = [
@@ -260,8 +230,8 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "world1" / "zero3"
     run_ranks(write_all, 1, tmp_path)
     (folder.parent / "tmp-zero3_universal" / "states").mkdir(parents=True)
-    done = universal.convert(folder)
+    done = engine_state.convert(folder)
     files = set(verify(done)["files"])
     assert "states/zero/3.weight/exp_avg.pt" in files
     (done / "states/zero/3.weight/exp_avg.pt").write_bytes(b"")
-    assert universal.convert(folder) == done and set(verify(done)["files"]) == files
+    assert engine_state.convert(folder) == done and set(verify(done)["files"]) == files

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.distributed.export_names import as_stored
+from openrlhf.distributed.weights import as_stored
 from openrlhf.engines.vllm_engine import VLLMEngine
 from tests.distributed.spawn import run_ranks
 from tests.engines.helpers import PROMPT, largest_gap, load, request, send, shake, start, weights

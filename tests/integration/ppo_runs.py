@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from openrlhf.cli import train_ppo
 from openrlhf.distributed.backend import shut_down
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
-from openrlhf.trainer.ppo_state import RunState
+from tests.stopped_runs import records
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 # Scores that differ from sample to sample, and that a policy can raise.
@@ -35,10 +32,6 @@ SIZES = (
 GRPO = f"{SIZES} --advantage_estimator group_norm --n_samples_per_prompt 4"
 PPO = f"{SIZES} --advantage_estimator gae --n_samples_per_prompt 2"
 NUM_PROMPTS = 11  # batches of 4, 4 and 3 an episode
-
-
-class Stop(BaseException):
-    """Ends a command behind a checkpoint, as a kill would."""
 
 
 def make_inputs(root: Path) -> Path:
@@ -79,35 +72,6 @@ def start(root: Path, run_dir: Path, flags: str, *more: str) -> int:
     finally:
         shut_down()
     return 0
-
-
-@contextmanager
-def stopping_behind(step: int) -> Iterator[None]:
-    """A block in which a command ends once `step` was saved."""
-    save = PPOCheckpoints.save
-
-    def save_and_stop(self: PPOCheckpoints, state: RunState) -> None:
-        save(self, state)
-        if state.global_step == step:
-            raise Stop
-
-    PPOCheckpoints.save = save_and_stop  # type: ignore[method-assign]
-    try:
-        with suppress(Stop):
-            yield
-    finally:
-        PPOCheckpoints.save = save  # type: ignore[method-assign]
-
-
-def records(run_dir: Path) -> list[dict]:
-    """The log without what a clock decides."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("time", "timing", "token"))}
-        for line in lines
-        if line.endswith("}")
-    ]
 
 
 def steps_of(run_dir: Path) -> list[dict]:

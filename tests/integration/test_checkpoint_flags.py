@@ -10,10 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from openrlhf.distributed.checkpoint import GIB
+from openrlhf.distributed.checkpoints import GIB
 from openrlhf.distributed.manifest import num_bytes
 from tests.distributed.spawn import run_ranks
-from tests.integration.test_resume_methods import make_inputs, records, start, stopping_behind
+from tests.integration.test_resume_methods import make_inputs, start
+from tests.stopped_runs import records, stopping_behind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

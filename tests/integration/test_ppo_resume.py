@@ -24,13 +24,12 @@ from tests.integration.ppo_runs import (
     PPO,
     digests,
     make_inputs,
-    records,
     saved_run,
     start,
     steps_of,
-    stopping_behind,
     words,
 )
+from tests.stopped_runs import records, stopping_behind
 
 NUM_STEPS = 6  # two episodes of three
 SAVING = "--num_episodes 2 --save_steps 2 --load_checkpoint"

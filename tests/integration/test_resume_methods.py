@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf.distributed.backend import shut_down
-from openrlhf.trainer.checkpointing import Checkpointer
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
 
 NUM_ROWS = 10  # three batches an epoch, the last one smaller: 6 steps
@@ -50,29 +47,6 @@ CASES = {
 }
 QUICK_CASES = ("rm_lora", "dpo_precomputed")
 STAGES = {"zero2": "--zero_stage 2 --adam_offload", "zero3": "--zero_stage 3"}
-
-
-class Stop(BaseException):
-    """Ends a command behind a checkpoint, as a kill would."""
-
-
-@contextmanager
-def stopping_behind(step: int) -> Iterator[None]:
-    """A block in which the command ends once `step` was saved."""
-    save = Checkpointer.save_if_due
-
-    def save_and_stop(self: Checkpointer) -> None:
-        save(self)
-        if self.trainer.global_step == step:
-            raise Stop
-
-    Checkpointer.save_if_due = save_and_stop  # type: ignore[method-assign]
-    try:
-        with suppress(Stop):
-            yield
-    finally:
-        Checkpointer.save_if_due = save  # type: ignore[method-assign]
-        shut_down()
 
 
 def make_row(i: int) -> dict:
@@ -158,15 +132,6 @@ def slow_runs(root: Path) -> Path:
 def world2(root: Path) -> Path:
     run_ranks(run_two_ranks, 2, root)
     return root / "world2"
-
-
-def records(run_dir: Path) -> list[dict]:
-    """The log without what a clock decides."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("time", "timing", "token"))}
-        for line in lines
-    ]
 
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from openrlhf.models import kernels
 from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import apply_liger, check_here, is_installed
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.trainer.sft_trainer import run_sft
+from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.trainer.supervised_run import run_supervised
 from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
 
 NO_GPU = pytest.mark.skipif(
@@ -164,4 +165,4 @@ def test_an_attention_that_does_not_exist_is_refused_with_those_that_do(bare):
 def test_a_command_says_what_is_missing_before_it_reads_anything():
     words = ["--pretrain", "no-model", "--dataset", "no-data", "--use_liger_kernel"]
     with pytest.raises(ConfigError, match=r"^--use_liger_kernel: "):
-        run_sft(parse_config(SFTConfig, words).config)
+        run_supervised(SFTTrainer, parse_config(SFTConfig, words).config)

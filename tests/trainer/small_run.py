@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, CheckpointConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
-from openrlhf.trainer.checkpointing import Checkpointer, DataFacts, open_checkpoints
+from openrlhf.trainer.checkpointing import Checkpointer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import JsonlTracker, NullTracker
 
@@ -116,7 +117,7 @@ def run(
     """One start of a command: resumes if told to, trains, says what it did."""
     opened = open_checkpoints(config, FACTS)
     trainer = make_trainer(options, root / "run", opened.resume_step, seed)
-    checkpointer = Checkpointer(trainer, opened, config, export=write_export)
+    checkpointer = Checkpointer(trainer, opened, export=write_export)
     checkpointer.resume()
     lrs = []
 
@@ -134,6 +135,6 @@ def run(
         "lrs": lrs,
         "weights": weights_of(trainer),
         "num_updates": trainer.num_updates,
-        "steps": [entry.step for entry in checkpointer.store.entries()],
+        "steps": opened.store.steps(),
         "random": torch.rand(2).tolist(),
     }

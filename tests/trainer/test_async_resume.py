@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
-from openrlhf.distributed.checkpoint import CheckpointStore
-from openrlhf.distributed.run_checkpoints import DataFacts, Opened
+from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
@@ -158,13 +157,13 @@ def test_where_nothing_is_finished_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, max_num=3, max_gib=10)
+    store = CheckpointStore(tmp_path)
 
     def checkpoints() -> PPOCheckpoints:
         config = PPOConfig.model_validate({"ckpt": {"save_steps": 1, "path": str(tmp_path)}})
         phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-        opened = Opened(store, DataFacts("f", 24, 0), store.latest())
-        return PPOCheckpoints(config, opened, {}, phases, best_metric=None)
+        opened = RunCheckpoints(config.ckpt, DataFacts("f", 24, 0), store.latest())
+        return PPOCheckpoints(opened, {}, phases, best_metric=None)
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
     first = checkpoints()

@@ -18,12 +18,13 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.config.preference import RMConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.checkpoints import RunCheckpoints, open_checkpoints
 from openrlhf.distributed.collectives import all_gather_object
-from openrlhf.distributed.manifest import read_manifest, seal, verify
+from openrlhf.distributed.manifest import seal, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.trainer.base_trainer import Position
-from openrlhf.trainer.checkpointing import Checkpointer, open_checkpoints
+from openrlhf.trainer.checkpointing import Checkpointer
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_checkpoint import Payload
 from tests.trainer.small_run import (
@@ -56,9 +57,9 @@ def run_and_resume(options: dict, root: Path, stop: int) -> tuple[dict, dict]:
 
 def fail_to_save(options: dict, root: Path) -> dict:
     """The last rank cannot write more than a few bytes, three times."""
-    opened = open_checkpoints(config_of(root), FACTS)
+    opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
     trainer = make_trainer(options, root / "run", None, 1)
-    checkpointer = Checkpointer(trainer, opened, config_of(root, save_steps=1), export=write_export)
+    checkpointer = Checkpointer(trainer, opened, export=write_export)
     answers: list[object] = [checkpointer.save()]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     save_states = trainer.engine.save_states
@@ -78,7 +79,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
             answers.append(checkpointer.save())
         except CheckpointError as error:
             answers.append(str(error))
-    latest = checkpointer.store.latest()
+    latest = opened.store.latest()
     names = sorted(path.name for path in root.iterdir() if path.name != "run")
     return {"answers": answers, "latest": latest and latest.step, "names": names}
 
@@ -89,7 +90,7 @@ def refusal(options: dict, root: Path) -> str:
     opened = open_checkpoints(config, FACTS)
     trainer = make_trainer(options, root / "other-world", None, 1)
     try:
-        Checkpointer(trainer, opened, config, export=write_export).resume()
+        Checkpointer(trainer, opened, export=write_export).resume()
     except CheckpointError as error:
         return str(error)
     return ""
@@ -101,7 +102,8 @@ def poison(folder: Path, shard: str, marker: Path) -> None:
     content = torch.load(path, weights_only=False)
     content["more"] = Payload(marker)
     torch.save(content, path)
-    facts = {name: fact for name, fact in read_manifest(folder).items() if name != "files"}
+    facts = json.loads((folder / "manifest.json").read_text())
+    del facts["files"]
     (folder / "manifest.json").unlink()
     seal(folder.rename(folder.with_name("tmp-poisoned")), folder, facts)
 
@@ -253,8 +255,8 @@ def saved_state(root: Path) -> CheckpointConfig:
     opened = open_checkpoints(config, FACTS)
     position = Position(4, 1, 8)
     loop = {"position": asdict(position), "num_bad_steps": 0}
-    state = {"loop": loop, "data": asdict(FACTS), "world_size": 1}
-    opened.store.commit(opened.store.stage(4), state)
+    opened.store.stage(4)
+    opened.store.commit(4, {"loop": loop, "data": asdict(FACTS), "world_size": 1})
     return config
 
 
@@ -274,10 +276,30 @@ def test_the_checkpoint_of_another_command_is_refused(tmp_path: Path) -> None:
     rm = parse_config(RMConfig, lines.split()).config
     opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS, sft)
     loop = {"position": asdict(Position(6, 1, 12)), "num_bad_steps": 0}
-    opened.store.commit(opened.store.stage(6), {"loop": loop, "world_size": 1, **opened.notes})
+    notes = {"data": asdict(FACTS), "settings": opened.settings}
+    opened.store.stage(6)
+    opened.store.commit(6, {"loop": loop, "world_size": 1, **notes})
     assert open_checkpoints(config, FACTS, sft).resume_step == 6
     with pytest.raises(ConfigError, match="the checkpoints of another command"):
         open_checkpoints(config, FACTS, rm)
+
+
+def test_evaluation_data_that_changed_is_said(tmp_path: Path, capsys) -> None:
+    config = saved_state(tmp_path)
+    sft = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d"]).config
+
+    def said(before: str | None, now: str | None) -> str:
+        path = tmp_path / "global_step4"
+        notes = {"data": asdict(FACTS), "settings": {"evaluation": before}}
+        opened = RunCheckpoints(config, FACTS)
+        opened.store.stage(4)
+        opened.store.commit(4, notes)
+        found = open_checkpoints(config, FACTS, sft, evaluation=now)
+        assert found.settings["evaluation"] == now
+        return " ".join(capsys.readouterr().err.split()).replace(str(path), "PATH")
+
+    assert said(None, "a") == said("a", "a") == said("a", None) == ""
+    assert "the evaluation data changed since PATH was written" in said("a", "b")
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(

@@ -18,8 +18,8 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import LoopSettings
-from openrlhf.trainer.dpo_trainer import AddedLosses, DPOTrainer
-from openrlhf.trainer.reference import FrozenReference
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.reference import Reference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model
@@ -57,8 +57,8 @@ def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> DPOTrainer:
         strategy,
         strategy.prepare_train(Actor(load_causal_lm(folder / "model")), optim, num_updates=8),
         loss=preference_loss("sigmoid", PreferenceOptions(beta=BETA)),
-        reference=FrozenReference(strategy.prepare_eval(Actor(load_causal_lm(folder / "other")))),
-        added=AddedLosses(nll_coef=NLL_COEF),
+        reference=Reference(strategy.prepare_eval(Actor(load_causal_lm(folder / "other")))),
+        nll_coef=NLL_COEF,
         samples=samples,
         eval_samples=samples,
         settings=LoopSettings(batch_size=NUM_PAIRS, micro_batch_size=1),

@@ -1,28 +1,21 @@
 """What the six supervised commands say before a model is loaded: rows that it cannot read, a loss
-that is another one, evaluation data that is not that of before.
+that is another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
 
 from openrlhf.config.cli import parse_config
-from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.notices import Caution
 from openrlhf.config.preference import DPOConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.backend import shut_down
-from openrlhf.distributed.checkpoint import Saved
-from openrlhf.distributed.run_checkpoints import DataFacts, Opened
-from openrlhf.trainer import supervised_run
-from openrlhf.trainer.checkpointing import open_checkpoints
-from openrlhf.trainer.sft_trainer import SFTRecipe
-from openrlhf.trainer.supervised_run import limits_of, prepare_inputs, run_supervised
+from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.trainer.supervised_run import limits_of, prepare_inputs
 from tests.tiny import make_model, write_jsonl
 
 LATE = 150  # a row behind more than a hundred good ones
@@ -151,7 +144,7 @@ def test_what_the_length_limit_leaves_is_read(
     data = write_jsonl(tmp_path / "rows.jsonl", [make_row("a" * 44), make_row("b" * 100)])
     line = f"--pretrain {root / 'short'} --dataset {data} {COMMANDS['sft']} {flags}"
     config = parse_config(SFTConfig, [*line.split(), "--max_len", str(NUM_POSITIONS)]).config
-    samples = prepare_inputs(SFTRecipe(), config).samples
+    samples = prepare_inputs(SFTTrainer, config).samples
     assert samples.lengths.tolist() == [NUM_POSITIONS] * num_left  # the first one just fits
 
 
@@ -176,61 +169,6 @@ def test_a_robust_loss_that_expects_no_wrong_label_is_said_to_be_dpo() -> None:
         "--label_smoothing with the part of the labels that may be wrong, such as 0.1."
     )
     assert notices("--loss_type robust --label_smoothing 0.1") == notices("--beta 0.2") == ()
-
-
-class Prepared(Exception):
-    """A command that would load its model now."""
-
-
-@pytest.fixture
-def said(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """Starts a command over a checkpoint whose note of the evaluation data is given; answers what
-    it warned of and what its own checkpoints would note.
-    """
-    warned: list[str] = []
-    noted: list[object] = []
-
-    def prepare_run(*args: object) -> None:
-        noted.append(args[-1].notes["settings"].get("evaluation"))  # type: ignore[attr-defined]
-        raise Prepared
-
-    monkeypatch.setattr(supervised_run, "prepare_run", prepare_run)
-    monkeypatch.setattr(supervised_run, "warn", warned.append)
-
-    def start(answer: str | None, before: object) -> tuple[list[str], object]:
-        warned.clear()
-
-        def opened(config: CheckpointConfig, data: DataFacts, command: SFTConfig) -> Opened:
-            state = {"settings": {"evaluation": before}, "loop": {"position": {"epoch": 0}}}
-            saved = Saved(tmp_path / "global_step7", 7, state)
-            return replace(open_checkpoints(config, data, command), saved=saved)
-
-        monkeypatch.setattr(supervised_run, "open_checkpoints", opened)
-        data = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
-        line = f"--pretrain {tiny_model_dir} --dataset {data} {COMMANDS['sft']} --save_path "
-        line += f"{tmp_path / 'run'} --ckpt_path {tmp_path / 'ckpt'}"
-        if answer is not None:
-            held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row(answer)])
-            line += f" --eval_dataset {held_out}"
-        with pytest.raises(Prepared):
-            run_supervised(SFTRecipe(), parse_config(SFTConfig, line.split()).config)
-        return list(warned), noted[-1]
-
-    yield start
-    shut_down()
-
-
-def test_a_run_that_goes_on_with_other_evaluation_data_says_so(said, tmp_path: Path) -> None:
-    silent, first = said("a", None)  # a checkpoint that knows of none
-    assert silent == [] and isinstance(first, str)
-    assert said("a", first) == ([], first)
-    assert said(None, first) == ([], None)
-    [line], second = said("b", first)
-    assert second != first
-    assert line == (
-        f"the evaluation data changed since {tmp_path / 'global_step7'} was written: its metrics "
-        "of before and of now are not of the same samples"
-    )
 
 
 def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:

@@ -30,9 +30,8 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
-from openrlhf.trainer.kd_trainer import KDTrainer, OnPolicyKDTrainer
-from openrlhf.trainer.reference import FrozenReference
+from openrlhf.trainer.kd_trainer import KDTrainer, StudentAnswers
+from openrlhf.trainer.reference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
@@ -86,7 +85,7 @@ def make_pair_trainer(
         strategy,
         train(Actor(load_causal_lm(folder / "model"))),
         loss=loss_of(case),  # type: ignore[arg-type]
-        reference=FrozenReference(strategy.prepare_eval(reference)),
+        reference=Reference(strategy.prepare_eval(reference)),
         **loop(pairs()),
     )
 
@@ -111,9 +110,8 @@ def make_student_trainer(
     if not is_own:
         return KDTrainer(strategy, engine, **parts)
     sampling = SamplingSettings(temperature=1.0, max_new_tokens=9, stop_token_ids=(1,))
-    settings = AnswerSettings(sampling, max_len=40)
-    own = StudentAnswers(texts(), HFEngine(model), settings)
-    return OnPolicyKDTrainer(own, strategy, engine, **parts)
+    own = StudentAnswers(texts(), HFEngine(model), sampling, max_len=40)
+    return KDTrainer(strategy, engine, answers=own, **parts)
 
 
 def make(case: str, folder: Path, strategy: DeepSpeedStrategy, train: Callable) -> BaseTrainer:

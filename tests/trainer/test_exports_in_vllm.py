@@ -23,7 +23,7 @@ from openrlhf.cli.train_sft import main as train_sft
 from openrlhf.models.actor import Actor
 from openrlhf.trainer import rm_trainer
 from openrlhf.trainer.base_trainer import BaseTrainer
-from openrlhf.trainer.pair_batch import PairBatch
+from openrlhf.trainer.preference_batch import PreferenceBatch
 from openrlhf.trainer.rm_trainer import check_export
 from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch
@@ -74,7 +74,7 @@ def train(folder: Path) -> dict[str, tuple[list[list[int]], list[float]]]:
     )
     train_dpo(f"{common} --save_path {folder}/dpo --beta 0.1".split())
 
-    def keep(run: object, path: Path, batch: PairBatch, expected: torch.Tensor) -> None:
+    def keep(run: object, path: Path, batch: PreferenceBatch, expected: torch.Tensor) -> None:
         parts = batch.packed.token_ids.split(list(batch.packed.seq_lengths))
         scored[path.name] = [ids.tolist() for ids in parts], expected.tolist()
         check_export(run, path, batch, expected)  # type: ignore[arg-type]

@@ -27,8 +27,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import ConfigError
 from openrlhf.models.distillation import Student, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.kd_sampling import AnswerSettings, StudentAnswers
-from openrlhf.trainer.kd_trainer import KDRecipe, make_answers
+from openrlhf.trainer.kd_trainer import KDTrainer, StudentAnswers, make_answers
 from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
@@ -158,7 +157,7 @@ def test_two_ranks_sample_and_train_as_one(folder: Path, one_rank: dict) -> None
 def test_a_student_samples_with_its_adapter(folder: Path) -> None:
     line = f"--pretrain {folder}/teacher --teacher_model {folder}/teacher --dataset d "
     config = parse_config(KDConfig, f"{line} --kd_on_policy --lora_rank 4".split()).config
-    student = KDRecipe().load_model(config, str(folder / "teacher"))
+    student = KDTrainer.load_model(config, str(folder / "teacher"))
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if "lora_B" in name:
@@ -209,9 +208,9 @@ class TwoSamples:
 
 
 def test_an_answer_of_the_student_replaces_that_of_the_data_within_max_len() -> None:
-    settings = AnswerSettings(SamplingSettings(max_new_tokens=4), max_len=5)
+    sampling = SamplingSettings(max_new_tokens=4)
     engine = EchoEngine()
-    answers = StudentAnswers(TwoSamples(), engine, settings)  # type: ignore[arg-type]
+    answers = StudentAnswers(TwoSamples(), engine, sampling, max_len=5)  # type: ignore[arg-type]
     strategy = DeepSpeedStrategy(DeepSpeedConfig())
     answers.answer([0], 1, strategy)
     assert answers[0].token_ids.tolist() == [1, 2, 2, 2, 2]
@@ -227,7 +226,7 @@ def refusal(folder: Path, words: str) -> str:
     needs = f"--pretrain {folder}/model --dataset d "
     config = parse_config(KDConfig, (needs + words).split()).config
     with pytest.raises(ConfigError) as error:
-        KDRecipe().check(config, load_tokenizer(str(folder / "model")))
+        KDTrainer.check(config, load_tokenizer(str(folder / "model")))
     return str(error.value)
 
 

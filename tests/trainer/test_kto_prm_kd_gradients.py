@@ -28,7 +28,7 @@ from openrlhf.trainer.base_trainer import LoopParts, LoopSettings
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.reference import FrozenReference
+from openrlhf.trainer.reference import Reference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model
@@ -84,7 +84,7 @@ def make_kto(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> KTO
     return KTOTrainer(
         strategy,
         engine(Actor(load_causal_lm(folder / "model"))),
-        reference=FrozenReference(strategy.prepare_eval(reference)),
+        reference=Reference(strategy.prepare_eval(reference)),
         options=KTOOptions(BETA, DESIRABLE, UNDESIRABLE),
         max_len=MAX_LEN,
         **loop(labelled_answers()),

@@ -19,8 +19,8 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import LoopSettings, Position
 from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.labelled_batch import MismatchedPairs, ReferencedAnswers, mismatched_pairs
-from openrlhf.trainer.reference import FrozenReference
+from openrlhf.trainer.preference_batch import ReferencedSamples, mismatched_pairs
+from openrlhf.trainer.reference import Reference
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import meet_elsewhere, run_ranks
@@ -60,28 +60,6 @@ def test_a_row_alone_has_no_mismatched_pair() -> None:
     assert pairs_of(example([1], [2])) == []
 
 
-def test_pairs_of_several_batches_are_asked_about_batch_by_batch() -> None:
-    rows = [example([1, 2], [3]), example([4], [5, 6]), example([7], [8, 9, 10])]
-    samples = ListedSamples(rows, [3, 3, 4])
-    pairs = MismatchedPairs(samples, [[0, 1], [2], [1, 0, 2]], max_len=4)
-    assert pairs.spans == {(0, 1): range(2), (2,): range(2, 2), (1, 0, 2): range(2, 5)}
-    assert [pairs[i].token_ids.tolist() for i in range(len(pairs))] == [
-        [1, 2, 5, 6],
-        [4, 3],
-        [4, 3],
-        [1, 2, 8, 9],
-        [7, 5, 6],
-    ]
-    assert pairs.lengths.tolist() == [4, 2, 2, 4, 3]
-
-
-def test_batches_of_the_same_rows_are_asked_about_once() -> None:
-    samples = ListedSamples([example([1, 2], [3]), example([4], [5, 6])], [3, 3])
-    pairs = MismatchedPairs(samples, [[0, 1], [1, 0], [0, 1], [1, 0]], max_len=9)
-    assert pairs.spans == {(0, 1): range(2), (1, 0): range(2, 4)}
-    assert len(pairs) == len(pairs.lengths) == 4
-
-
 class PlainEngine:
     """A model in this process, with what a loop asks of an engine."""
 
@@ -108,7 +86,7 @@ def kept_sums(model: Path, position: Position) -> tuple[dict, list[float]]:
     trainer = KTOTrainer(
         DeepSpeedStrategy(DeepSpeedConfig()),
         engine,  # type: ignore[arg-type]
-        reference=FrozenReference(engine),  # type: ignore[arg-type]
+        reference=Reference(engine),  # type: ignore[arg-type]
         options=KTOOptions(),
         max_len=12,
         samples=ListedSamples(rows, [sum(size) for size in sizes]),
@@ -118,8 +96,8 @@ def kept_sums(model: Path, position: Position) -> tuple[dict, list[float]]:
     trainer.position = position
     trainer.precompute_reference()
     kept = trainer.samples
-    assert isinstance(kept, ReferencedAnswers)
-    return dict(kept.pair_sums), [kept[row].ref_sum for row in range(len(kept))]
+    assert isinstance(kept, ReferencedSamples)
+    return dict(kept.pair_sums), [kept[row].ref_sums for row in range(len(kept))]
 
 
 def test_a_run_that_goes_on_keeps_bit_by_bit_what_the_first_start_did(tiny_model_dir) -> None:

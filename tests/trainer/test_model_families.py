@@ -23,7 +23,7 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.reference import FrozenReference, OwnBase
+from openrlhf.trainer.reference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.tracking import NullTracker
@@ -83,9 +83,9 @@ def make_dpo(path: Path, strategy: DeepSpeedStrategy, rank: int, optim: Optimize
     actor = Actor(add_lora(load_causal_lm(path), LoraConfig(rank=rank)))
     engine = strategy.prepare_train(actor, optim, num_updates=NUM_UPDATES)
     if rank:
-        reference = OwnBase(engine, actor)
+        reference = Reference(engine, actor)
     else:
-        reference = FrozenReference(strategy.prepare_eval(Actor(load_causal_lm(path))))
+        reference = Reference(strategy.prepare_eval(Actor(load_causal_lm(path))))
     loss = preference_loss("sigmoid", PreferenceOptions(beta=0.5))
     return DPOTrainer(strategy, engine, loss=loss, reference=reference, **pair_loop())
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.checkpoint import CheckpointStore
-from openrlhf.distributed.run_checkpoints import CheckpointSaver, DataFacts, Opened
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -68,10 +68,10 @@ class Ranks:
         ]
 
 
-def opened(root: Path, **saved: object) -> Opened:
-    store = CheckpointStore(root, max_num=3, max_gib=1)
+def opened(root: Path, **saved: object) -> RunCheckpoints:
     found = SimpleNamespace(**saved) if saved else None
-    return Opened(store, DataFacts("x", 1, 1), found)  # type: ignore[arg-type]
+    ckpt = CheckpointConfig(path=str(root))
+    return RunCheckpoints(ckpt, DataFacts("x", 1, 1), found)  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
@@ -107,14 +107,14 @@ def test_nothing_is_scored_while_the_best_model_is_written(tmp_path: Path) -> No
 
     phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
     groups = {"actor": SimpleNamespace(call=export)}
-    checkpoints = PPOCheckpoints(config(), opened(tmp_path), groups, phases, best_metric="m")
+    checkpoints = PPOCheckpoints(opened(tmp_path), groups, phases, best_metric="m")
     checkpoints.keep_best(3, {"m": 0.5})
     assert checkpoints.best == {"metric": "m", "value": 0.5} and not turn.locked()
 
 
 def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:
-    store = CheckpointStore(tmp_path, max_num=1, max_gib=1)
-    saver = CheckpointSaver(store, PPOConfig().ckpt)
+    saver = opened(tmp_path)
+    store = saver.store
 
     def export(path: Path) -> None:
         path.mkdir()

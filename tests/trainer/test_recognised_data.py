@@ -17,11 +17,11 @@ from openrlhf.config.process import PRMConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.trainer import ppo_setup, supervised_run
-from openrlhf.trainer.dpo_trainer import DPORecipe
-from openrlhf.trainer.kto_trainer import KTORecipe
-from openrlhf.trainer.prm_trainer import PRMRecipe
-from openrlhf.trainer.rm_trainer import RMRecipe
-from openrlhf.trainer.sft_trainer import SFTRecipe
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.prm_trainer import PRMTrainer
+from openrlhf.trainer.rm_trainer import RMTrainer
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from tests.tiny import write_jsonl
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -30,33 +30,33 @@ OTHER = [*QUESTION, {"role": "assistant", "content": "b"}]
 STEPS = "--placeholder_token # --reward_tokens + -"
 SAID = "read as messages, with the chat template"
 CASES = {
-    "dialogues": (SFTRecipe, SFTConfig, "", {"messages": DIALOGUE}, f"'messages' {SAID}"),
-    "every turn": (SFTRecipe, SFTConfig, "--multiturn", {"conversations": DIALOGUE}, SAID),
-    "text": (SFTRecipe, SFTConfig, "", {"text": "all of it"}, "every token is learnt"),
-    "answers": (SFTRecipe, SFTConfig, "", {"prompt": "q", "completion": "a"}, "read as text"),
+    "dialogues": (SFTTrainer, SFTConfig, "", {"messages": DIALOGUE}, f"'messages' {SAID}"),
+    "every turn": (SFTTrainer, SFTConfig, "--multiturn", {"conversations": DIALOGUE}, SAID),
+    "text": (SFTTrainer, SFTConfig, "", {"text": "all of it"}, "every token is learnt"),
+    "answers": (SFTTrainer, SFTConfig, "", {"prompt": "q", "completion": "a"}, "read as text"),
     "pairs": (
-        DPORecipe,
+        DPOTrainer,
         DPOConfig,
         "",
         {"prompt": QUESTION, "chosen": DIALOGUE[1:], "rejected": OTHER[1:]},
         f"'prompt' and 'chosen' and 'rejected' {SAID}",
     ),
-    "whole dialogues": (RMRecipe, RMConfig, "", {"chosen": DIALOGUE, "rejected": OTHER}, SAID),
+    "whole dialogues": (RMTrainer, RMConfig, "", {"chosen": DIALOGUE, "rejected": OTHER}, SAID),
     "labels": (
-        KTORecipe,
+        KTOTrainer,
         KTOConfig,
         "",
         {"prompt": QUESTION, "completion": DIALOGUE[1:], "label": True},
         SAID,
     ),
     "steps": (
-        PRMRecipe,
+        PRMTrainer,
         PRMConfig,
         STEPS,
         {"prompt": "q", "completions": ["a"], "labels": [True]},
         "steps and their labels",
     ),
-    "labelled text": (PRMRecipe, PRMConfig, STEPS, {"text": "a#", "labels": ["+"]}, "its labels"),
+    "labelled text": (PRMTrainer, PRMConfig, STEPS, {"text": "a#", "labels": ["+"]}, "its labels"),
 }
 
 
@@ -68,11 +68,11 @@ def test_a_saved_config_reads_the_data_as_it_was_recognised(
     data = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
     words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path} {flags}".split()
     config = parse_config(config_class, words).config
-    samples = supervised_run.prepare_inputs(recipe(), config).samples
+    samples = supervised_run.prepare_inputs(recipe, config).samples
     assert [line for line in samples.notices if said in line]
     save_resolved(as_recognised(config, samples), tmp_path / "config.yaml")
     again = parse_config(config_class, ["--config", str(tmp_path / "config.yaml")]).config
-    repeated = supervised_run.prepare_inputs(recipe(), again).samples
+    repeated = supervised_run.prepare_inputs(recipe, again).samples
     assert repeated.fingerprint == samples.fingerprint
     assert repeated.recognised == samples.recognised
 
@@ -84,12 +84,12 @@ def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": DIALOGUE}] * 2)
     words = f"--pretrain {tiny_model_dir} --dataset {pairs} --eval_dataset {chats}"
     config = parse_config(SFTConfig, f"{words} --save_path {tmp_path}".split()).config
-    inputs = supervised_run.prepare_inputs(SFTRecipe(), config)
+    inputs = supervised_run.prepare_inputs(SFTTrainer, config)
     data = (inputs.samples, inputs.eval_samples)
     resolved = as_recognised(config, *data)
     save_resolved(resolved, tmp_path / "c.yaml", without=undecided(resolved, *data))
     again = parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]).config
-    repeated = supervised_run.prepare_inputs(SFTRecipe(), again)
+    repeated = supervised_run.prepare_inputs(SFTTrainer, again)
     assert repeated.eval_samples is not None and inputs.eval_samples is not None
     assert repeated.samples.fingerprint == inputs.samples.fingerprint
     assert repeated.eval_samples.fingerprint == inputs.eval_samples.fingerprint

@@ -18,7 +18,8 @@ from openrlhf.distributed.backend import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks
-from tests.integration.test_resume_methods import make_inputs, records, start, stopping_behind
+from tests.integration.test_resume_methods import make_inputs, start
+from tests.stopped_runs import records, stopping_behind
 
 NEEDED = "--pretrain m --dataset d"
 REFUSED = {

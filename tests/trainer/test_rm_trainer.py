@@ -17,13 +17,13 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.preference import RMConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
+from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import LoopSettings
-from openrlhf.trainer.checkpointing import DataFacts, open_checkpoints
-from openrlhf.trainer.rm_trainer import RMRecipe, RMTrainer, check_export
+from openrlhf.trainer.rm_trainer import RMTrainer, check_export
 from openrlhf.trainer.supervised_run import SupervisedRun, prepare_inputs, prepare_run
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
@@ -75,27 +75,25 @@ def make_trainer(folder: Path, strategy: DeepSpeedStrategy) -> RMTrainer:
     )
 
 
-def prepared(folder: Path, flags: str) -> tuple[RMRecipe, SupervisedRun[RMConfig]]:
+def prepared(folder: Path, flags: str) -> tuple[RMTrainer, SupervisedRun[RMConfig]]:
     """An untrained run of the command, ready to be exported."""
     words = f"--pretrain {folder}/model --dataset {folder}/pairs.jsonl --ckpt_path {folder}/ckpt"
     config = parse_config(RMConfig, [*words.split(), *flags.split()]).config
-    recipe = RMRecipe()
-    inputs = prepare_inputs(recipe, config)
+    inputs = prepare_inputs(RMTrainer, config)
     strategy = DeepSpeedStrategy(config.ds)
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
-    run = prepare_run(recipe, config, inputs, strategy, open_checkpoints(config.ckpt, facts))
-    recipe.make_trainer(run)
-    return recipe, run
+    run = prepare_run(RMTrainer, config, inputs, strategy, open_checkpoints(config.ckpt, facts))
+    return RMTrainer.of(run), run
 
 
 def export_and_spoil(folder: Path, flags: str) -> str:
     """What the check says of an export whose head is changed afterwards; "" on other ranks."""
-    recipe, run = prepared(folder, flags)
+    trainer, run = prepared(folder, flags)
     path = folder / flags.replace(" ", "")
-    recipe.export(run, path)
+    trainer.export(run, path)
     samples = run.inputs.samples
-    batch = recipe.trainer.collate([samples[0], samples[1]])
+    batch = trainer.collate([samples[0], samples[1]])
     with torch.no_grad():
         expected = run.engine(batch.packed).scores
     if not run.strategy.is_main:

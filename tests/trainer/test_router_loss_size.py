@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor, nn
 
 from openrlhf.trainer.base_trainer import BaseTrainer
-from openrlhf.trainer.dpo_trainer import AddedLosses
 from tests.tiny import make_model
 from tests.trainer.test_router_loss_training import COEF, MAKERS
 
@@ -107,10 +106,7 @@ def test_the_coefficient_adds_so_many_router_losses(folder: Path, name: str) -> 
     trainer = MAKERS[name](folder, Strategy(), Engine)  # type: ignore[operator]
     samples = [trainer.samples[row] for row in range(NUM_SAMPLES)]
     loss, gradient = loss_and_gradient(trainer, samples)
-    if name == "dpo":
-        trainer.added = AddedLosses()
-    else:
-        trainer.aux_loss_coef = 0.0
+    trainer.aux_loss_coef = 0.0
     plain_loss, plain_gradient = loss_and_gradient(trainer, samples)
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

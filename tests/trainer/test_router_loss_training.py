@@ -16,6 +16,7 @@ from openrlhf.algorithms.preference_loss import KTOOptions, PreferenceOptions, p
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.supervised import SFTConfig
+from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor
 from openrlhf.models.distillation import Student, Teacher
@@ -23,14 +24,13 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.process_reward import StepJudge
 from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import LoopParts, LoopSettings
-from openrlhf.trainer.checkpointing import DataFacts, open_checkpoints
-from openrlhf.trainer.dpo_trainer import AddedLosses, DPOTrainer
+from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.reference import FrozenReference
+from openrlhf.trainer.reference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
-from openrlhf.trainer.sft_trainer import SFTRecipe, SFTTrainer
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import prepare_inputs, prepare_run
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
@@ -87,10 +87,9 @@ def make_sft(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> SFT
 def make_dpo(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> DPOTrainer:
     actor = Actor(load_causal_lm(folder / "model"), with_aux_loss=True)
     loss = preference_loss("simpo", PreferenceOptions())
-    added = AddedLosses(aux_coef=COEF)
     pairs = ragged_pairs()
-    parts = LoopParts(samples=pairs, settings=SETTINGS, tracker=NullTracker())
-    return DPOTrainer(strategy, engine(actor), loss=loss, reference=None, added=added, **parts)
+    parts = LoopParts(samples=pairs, settings=SETTINGS, tracker=NullTracker(), aux_loss_coef=COEF)
+    return DPOTrainer(strategy, engine(actor), loss=loss, reference=None, **parts)
 
 
 def make_rm(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> RMTrainer:
@@ -102,7 +101,7 @@ def make_rm(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> RMTr
 
 
 def make_kto(folder: Path, strategy: DeepSpeedStrategy, engine: Callable) -> KTOTrainer:
-    reference = FrozenReference(strategy.prepare_eval(Actor(load_causal_lm(folder / "other"))))
+    reference = Reference(strategy.prepare_eval(Actor(load_causal_lm(folder / "other"))))
     return KTOTrainer(
         strategy,
         engine(Actor(load_causal_lm(folder / "model"), with_aux_loss=True)),
@@ -185,15 +184,15 @@ def test_every_sample_counts_for_the_router_loss(mixtral: Path, tmp_path: Path) 
 
 
 def train(config: SFTConfig) -> None:
-    """`run_sft` without its export."""
-    recipe = SFTRecipe()
+    """Run SFT without its export."""
+    recipe = SFTTrainer
     inputs = prepare_inputs(recipe, config)
     strategy = DeepSpeedStrategy(config.ds, seed=1)
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), seed=1)
     opened = open_checkpoints(config.ckpt, facts)
     run = prepare_run(recipe, config, inputs, strategy, opened)
-    recipe.make_trainer(run).fit()
+    recipe.of(run).fit()
 
 
 def test_fine_tuning_balances_the_experts(mixtral: Path, tmp_path: Path) -> None:

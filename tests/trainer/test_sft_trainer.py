@@ -24,8 +24,8 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import LoopSettings
-from openrlhf.trainer.sft_trainer import SFTRecipe, SFTTrainer, run_sft
-from openrlhf.trainer.supervised_run import prepare_inputs
+from openrlhf.trainer.sft_trainer import SFTTrainer
+from openrlhf.trainer.supervised_run import prepare_inputs, run_supervised
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
@@ -108,7 +108,7 @@ def run_everything(folder: Path) -> dict:
             trainer = make_trainer(folder / "model", stage, size)
             results[stage, size] = step_gradients(trainer)
         results["poisoned", stage] = poisoned_step(make_trainer(folder / "model", stage, 8))
-    run_sft(run_config(folder, trainer.strategy.topology.world_size))
+    run_supervised(SFTTrainer, run_config(folder, trainer.strategy.topology.world_size))
     return results
 
 
@@ -198,7 +198,7 @@ def test_the_export_loads_and_has_the_loss_that_was_logged(
     )
     assert not any(info.values())
     total, count = 0.0, 0
-    for sample in prepare_inputs(SFTRecipe(), run_config(folder, world_size)).eval_samples:
+    for sample in prepare_inputs(SFTTrainer, run_config(folder, world_size)).eval_samples:
         logprobs = model(sample.token_ids[None]).logits[0, :-1].log_softmax(-1)
         picked = logprobs.gather(-1, sample.token_ids[1:, None])[:, 0][sample.loss_mask[1:]]
         total, count = total - picked.sum().item(), count + len(picked)
@@ -213,7 +213,7 @@ def test_the_export_loads_and_has_the_loss_that_was_logged(
 def test_the_cap_on_rows_is_one_for_training_and_for_evaluation(folder: Path) -> None:
     config = run_config(folder, 1)
     capped = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 3})})
-    inputs = prepare_inputs(SFTRecipe(), capped)
+    inputs = prepare_inputs(SFTTrainer, capped)
     assert (len(inputs.samples), len(inputs.eval_samples)) == (3, 3)  # of 21 and 5
 
 
@@ -228,7 +228,7 @@ def test_the_rank_that_goes_first_shows_how_far_each_data_set_is(
 
     monkeypatch.setattr(supervised_run, "counter", counter)
     for goes_first in (True, False):
-        prepare_inputs(SFTRecipe(), run_config(folder, 1), goes_first=goes_first)
+        prepare_inputs(SFTTrainer, run_config(folder, 1), goes_first=goes_first)
         training, evaluation = shown[-2:]
         assert training == ("tokenising rows", goes_first, 21, 21)
         assert evaluation == ("tokenising evaluation rows", goes_first, 5, 5)

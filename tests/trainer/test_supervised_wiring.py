@@ -25,13 +25,12 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer import interactive_chat
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
 from openrlhf.trainer.batch_generation import PromptTask
-from openrlhf.trainer.dpo_trainer import AddedLosses, DPORecipe, loss_of
-from openrlhf.trainer.kd_trainer import KDRecipe
-from openrlhf.trainer.kto_trainer import KTORecipe
-from openrlhf.trainer.prm_trainer import PRMRecipe
-from openrlhf.trainer.reference import FrozenReference, OwnBase
-from openrlhf.trainer.rm_trainer import RMRecipe
-from openrlhf.trainer.sft_trainer import SFTRecipe
+from openrlhf.trainer.dpo_trainer import DPOTrainer, loss_of
+from openrlhf.trainer.kd_trainer import KDTrainer
+from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.prm_trainer import PRMTrainer
+from openrlhf.trainer.rm_trainer import RMTrainer
+from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import Inputs, Recipe, SupervisedRun, prepare_inputs
 from openrlhf.utils.tracking import NullTracker
 from tests.tiny import make_model, write_jsonl
@@ -39,13 +38,13 @@ from tests.tiny import make_model, write_jsonl
 ANSWERED = "--input_key input --output_key output"
 PAIRS = "--prompt_key input"
 LORA = "--lora_rank 2 --target_modules q_proj"
-COMMANDS: dict[str, tuple[type[SupervisedConfig], type[Recipe], str]] = {
-    "sft": (SFTConfig, SFTRecipe, ANSWERED),
-    "rm": (RMConfig, RMRecipe, PAIRS),
-    "dpo": (DPOConfig, DPORecipe, PAIRS),
-    "kto": (KTOConfig, KTORecipe, ANSWERED),
-    "prm": (PRMConfig, PRMRecipe, "--input_key steps --label_key labels --placeholder_token #"),
-    "kd": (KDConfig, KDRecipe, f"{ANSWERED} --teacher_model {{root}}/other"),
+COMMANDS: dict[str, tuple[type[SupervisedConfig], Recipe, str]] = {
+    "sft": (SFTConfig, SFTTrainer, ANSWERED),
+    "rm": (RMConfig, RMTrainer, PAIRS),
+    "dpo": (DPOConfig, DPOTrainer, PAIRS),
+    "kto": (KTOConfig, KTOTrainer, ANSWERED),
+    "prm": (PRMConfig, PRMTrainer, "--input_key steps --label_key labels --placeholder_token #"),
+    "kd": (KDConfig, KDTrainer, f"{ANSWERED} --teacher_model {{root}}/other"),
 }
 
 
@@ -92,7 +91,7 @@ class Strategy:
 def parsed(root: Path, command: str, *flags: str) -> tuple[Recipe, SupervisedConfig]:
     config_class, recipe_class, needed = COMMANDS[command]
     line = f"--pretrain {root}/model --dataset {root}/rows.jsonl {needed.format(root=root)}"
-    return recipe_class(), parse_config(config_class, [*line.split(), *flags]).config
+    return recipe_class, parse_config(config_class, [*line.split(), *flags]).config
 
 
 def inputs_of(root: Path, command: str, *flags: str) -> Inputs:
@@ -114,7 +113,7 @@ def make_trainer(root: Path, command: str, flags: str) -> tuple[Any, Any]:
         settings,
         NullTracker(),
     )
-    trainer = recipe.make_trainer(run)
+    trainer = recipe.of(run)
     assert isinstance(trainer, BaseTrainer)
     return trainer, model
 
@@ -138,9 +137,9 @@ def test_the_loss_of_dpo_has_the_numbers_of_its_flags(flags: str) -> None:
 # Command and flags; what is looked at in trainer and model; what it is with the flags, and without.
 WIRES: dict[str, tuple[Callable[[Any, Any], object], object, object]] = {
     "dpo --nll_loss_coef 0.3 --aux_loss_coef 0.2": (
-        lambda trainer, model: trainer.added,
-        AddedLosses(nll_coef=0.3, aux_coef=0.2),
-        AddedLosses(),
+        lambda trainer, model: (trainer.nll_coef, trainer.aux_loss_coef),
+        (0.3, 0.2),
+        (0.0, 0.0),
     ),
     "dpo --beta 0.3": (lambda trainer, model: trainer.loss.options.beta, 0.3, 0.1),
     "dpo --precompute_ref_log_probs": (lambda trainer, model: trainer.precompute, True, False),
@@ -169,13 +168,7 @@ WIRES: dict[str, tuple[Callable[[Any, Any], object], object, object]] = {
             (0.0, None),
         )
         for command in COMMANDS
-        if command != "dpo"
     },
-    "dpo --aux_loss_coef 0.5": (
-        lambda trainer, model: (trainer.added.aux_coef, model.top_k),
-        (0.5, 2),
-        (0.0, None),
-    ),
 }
 
 
@@ -197,7 +190,7 @@ def test_another_reference_is_the_model_that_was_named(root: Path, flags: str) -
     trainer, model = make_trainer(root, "dpo", f"--ref_pretrain {root}/other {flags}")
     own, other = (load_causal_lm(root / name).lm_head.weight for name in ("model", "other"))
     assert not torch.equal(own, other)
-    assert isinstance(trainer.reference, FrozenReference)
+    assert trainer.reference.actor is None
     assert torch.equal(head_of(trainer.reference.engine.module), other)
     assert torch.equal(head_of(model), own)
 
@@ -210,12 +203,12 @@ def test_without_another_reference_it_is_the_model_that_training_starts_from(
     reference = trainer.reference.engine.module
     assert reference is not model and torch.equal(head_of(reference), head_of(model))
     adapted, model = make_trainer(root, command, LORA)
-    assert isinstance(adapted.reference, OwnBase) and adapted.reference.actor is model
+    assert adapted.reference.actor is model
 
 
 def test_the_base_under_an_adapter_is_its_reference_also_where_it_is_named(root: Path) -> None:
     trainer, _ = make_trainer(root, "dpo", f"--ref_pretrain {root}/model {LORA}")
-    assert isinstance(trainer.reference, OwnBase)
+    assert trainer.reference.actor is trainer.engine.module
 
 
 def test_a_loss_without_reference_loads_none(root: Path) -> None:

@@ -23,8 +23,9 @@ from openrlhf.algorithms.policy_loss import (
     PolicyLossTerms,
     aggregate,
 )
+from openrlhf.distributed.collectives import together
 from openrlhf.distributed.export import NamedTensors, check_room, export_hf
-from openrlhf.distributed.weight_average import WeightAverage
+from openrlhf.distributed.weights import WeightAverage
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import WeightSyncError
@@ -314,7 +315,7 @@ class PolicyModelActor(TrainedWorker):
     @frees_cache
     def export_policy(self, path: str) -> None:
         """Export the weights that samples are made with, as a part of a checkpoint."""
-        self._together(lambda: self._export(path))
+        together(lambda: self._export(path))
 
     def _export(self, path: str, tensors: NamedTensors | None = None) -> None:
         tokenizer = load_policy_tokenizer(self.config)

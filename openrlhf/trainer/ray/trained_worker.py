@@ -6,14 +6,12 @@ What goes wrong with files on one rank is raised on all of them, so that none wa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openrlhf.distributed import collectives
+from openrlhf.distributed.checkpoints import random_state, set_random_state
+from openrlhf.distributed.collectives import together, world_size
 from openrlhf.distributed.manifest import write_json
-from openrlhf.distributed.random_state import random_state, set_random_state
-from openrlhf.distributed.run_checkpoints import problems_of, raise_all
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache
 from openrlhf.trainer.ray.utils import node_address
@@ -36,25 +34,23 @@ class TrainedWorker(ModelWorker):
         """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
         ranks call. Raises CheckpointError on all or none.
         """
-        self._together(lambda: self._check_is_there(Path(folder)))
+        together(lambda: self._check_is_there(Path(folder)))
         self.engine.save_states(Path(folder) / self.identity.role)
-        self._together(lambda: self.save_own(Path(folder)))
+        together(lambda: self.save_own(Path(folder)))
 
     @frees_cache
     def load_states(self, folder: str) -> bool:
         """Take up what `save_states` wrote; whether random numbers go on where they stood, which
         they cannot on another number of ranks. As `save_states`.
         """
-        self._together(lambda: self._check_is_there(Path(folder)))
+        together(lambda: self._check_is_there(Path(folder)))
         self.engine.load_states(Path(folder) / self.identity.role)
-        answers: list[bool] = []
-        self._together(lambda: answers.append(self.load_own(Path(folder))))
-        return answers[0]
+        return together(lambda: self.load_own(Path(folder)))
 
     @frees_cache
     def export(self, path: str) -> None:
         """Write the model in Hugging Face format; as `save_states`."""
-        self._together(lambda: self.save_model(path))
+        together(lambda: self.save_model(path))
 
     def save_model(self, path: str) -> None:
         """Export in Hugging Face format; all ranks take part, rank 0 writes."""
@@ -62,7 +58,7 @@ class TrainedWorker(ModelWorker):
 
     def own_state(self) -> dict[str, Any]:
         """What only this process knows of itself, as JSON."""
-        return {"random": random_state(), "world_size": collectives.world_size()}
+        return {"random": random_state(), "world_size": world_size()}
 
     def save_own(self, folder: Path) -> None:
         """Write what is not the engine's."""
@@ -71,7 +67,7 @@ class TrainedWorker(ModelWorker):
     def load_own(self, folder: Path) -> bool:
         """Take it up again; on another number of ranks from the first rank of then."""
         state = json.loads(self._own_file(folder, 0).read_text())
-        has_same_ranks = bool(state["world_size"] == collectives.world_size())
+        has_same_ranks = bool(state["world_size"] == world_size())
         if has_same_ranks:
             state = json.loads(self._own_file(folder, self.identity.rank).read_text())
             set_random_state(state["random"])
@@ -91,6 +87,3 @@ class TrainedWorker(ModelWorker):
                 f"{folder} is not seen by {unseen}: --ckpt_path must be on a file system that all "
                 "nodes share."
             )
-
-    def _together(self, work: Callable[[], object]) -> None:
-        raise_all(collectives.gather_problems(problems_of(work)))

@@ -1,27 +1,105 @@
-"""Learning rate over the updates of a run: every Hugging Face schedule by name, never past its end.
+"""Optimizer and learning rate of a run: parameter groups, Muon, and every Hugging Face schedule.
 
-Horizon and warm-up are counted in optimizer updates. Update k (from 0) uses the schedule's value at
-k; after the last update the rate stands at the schedule's end value and stays there.
+Muon is for hidden matrices, AdamW for all else. Its step on a matrix is the orthogonalised
+momentum, whatever the size of the gradient. Gradients are therefore not clipped: under ZeRO the
+orthogonalised steps would be what is clipped.
+
+Horizon and warm-up of a schedule are counted in optimizer updates. Update k (from 0) uses the
+schedule's value at k; after the last update the rate stands at the schedule's end value and stays.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
+from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
 from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import warn
 
+logger = logging.getLogger(__name__)
+
+Group = dict[str, object]
 # Counts from 1, so its last value is that of the last update, not the one behind it.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 METRIC_SCHEDULERS = frozenset({"reduce_lr_on_plateau", "greedy"})  # they watch the loss
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Return trained parameters in a decayed group and one without decay: biases and the weights of
+    norms.
+    """
+    decayed, undecayed, matrices = [], [], ids_of_matrices(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (decayed if id(parameter) in matrices else undecayed).append(parameter)
+    if weight_decay == 0.0:  # one flat buffer a group under ZeRO: a split would cost for nothing
+        return [{"params": decayed + undecayed, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def muon_groups(model: nn.Module, groups: Sequence[Group], optim: OptimizerConfig) -> list[Group]:
+    """Return parameter groups cut in hidden matrices (first) and the rest, and mark parameters."""
+    hidden = ids_of_matrices(model) - set(map(id, embeddings_and_heads(model)))
+    adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
+    muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
+    halves: dict[bool, list[Group]] = {True: [], False: []}
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.use_muon = id(parameter) in hidden
+        for use_muon, settings in ((True, muon), (False, adam)):
+            params = [p for p in group["params"] if p.use_muon is use_muon]
+            if params:
+                own = {"params": params, "use_muon": use_muon}
+                halves[use_muon].append({**group, **settings, **own})
+    return halves[True] + halves[False]
+
+
+def embeddings_and_heads(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of token embeddings, of the language-model head and of a value head."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield from module.parameters()
+    hf_model = base_model_of(hf_model_of(model))
+    if not hasattr(hf_model, "get_output_embeddings"):
+        return
+    head_name = hf_model.config.to_dict().get("value_head_prefix")
+    heads = [hf_model.get_output_embeddings()]
+    heads += [hf_model.get_submodule(head_name)] if head_name else []
+    for head in heads:
+        if head is not None:
+            yield from head.parameters()
+
+
+def make_muon(groups: list[Group], optim: OptimizerConfig, *, is_cuda: bool) -> Optimizer:
+    """Return DeepSpeed's Muon over groups of `muon_groups`, with torch's AdamW for the rest."""
+    # Imports and would compile Newton-Schulz kernels: only where Muon is used.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
+
+    logger.info("Muon: gradients are not clipped, --max_norm has no effect.")
+    if not is_cuda:  # compiling for a CPU takes longer than it saves, and needs a C++ compiler
+        torch.compiler.set_stance("force_eager")
+    optimizer = MuonWithAuxAdam(
+        groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True}
+    )
+    optimizer.defaults["lr"] = optim.adam.lr  # what schedules with an end value ask for
+    return optimizer
+
+
 def scheduler_kwargs(optim: OptimizerConfig, num_updates: int) -> dict[str, float]:
-    """What the named schedule wants to know beyond horizon and warm-up."""
+    """Return the arguments of the named schedule beside horizon and warm-up."""
     ratio = optim.min_lr_ratio
     return {
         "cosine_with_min_lr": {"min_lr_rate": ratio},

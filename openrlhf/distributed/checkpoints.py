@@ -1,0 +1,544 @@
+"""The checkpoints of a run: what it goes on from, and how all ranks write one together.
+
+Under one root stand `global_step<N>` (what a run goes on from), `global_step<N>_hf` (the model of
+that step) and `best_global_step<N>_hf` (the model of the best evaluation, which no rotation
+removes). The main rank stages, commits and rotates; every rank writes its part; what goes wrong on
+one is known to all before anything is decided. The latest is computed from what verifies, never
+pointed to. A save that fails costs a line, several in a row the run. What is in a checkpoint is the
+caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.config.common import CheckpointConfig
+from openrlhf.config.local_paths import reads_from
+from openrlhf.config.resume_settings import check_settings, settings_of
+from openrlhf.config.run import RunConfig
+from openrlhf.distributed import manifest
+from openrlhf.distributed.collectives import is_main, on_main, together
+from openrlhf.distributed.export import library_versions
+from openrlhf.distributed.run_folder import (
+    FINISHED,
+    move_aside,
+    read_json,
+    set_earlier_run_aside,
+    why_held,
+)
+from openrlhf.errors import CheckpointError, ConfigError, DataError
+from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.progress import progress
+
+STATE = "state.json"
+SPACE_FACTOR = 1.2  # room to have before a save, in sizes of the last one
+GIB = 1024**3
+MAX_FAILED_SAVES = 3  # in a row
+KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
+EVALUATION = "evaluation"  # among the settings: the hash of the evaluation data
+EXPORT_TRIES = 40  # at the end of a run
+EXPORT_PAUSE_S = 15.0  # between two of them
+_NAME = re.compile(r"global_step(\d+)(?:_hf)?")
+_BEST = "best_global_step*_hf"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was verified to the byte."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]  # what the run noted of itself, as JSON
+
+
+class CheckpointStore:
+    """The folders under one root; every method is for one process alone."""
+
+    def __init__(self, root: Path, *, max_num: int = 1, max_gib: float = math.inf) -> None:
+        self.root = root
+        self.max_num = max_num
+        self.max_gib = max_gib
+
+    def remove_torn(self) -> None:
+        """Remove what a run that died left half written."""
+        for path in self.root.glob(f"{manifest.TEMPORARY}*global_step*"):
+            shutil.rmtree(path)
+
+    def latest(self) -> Saved | None:
+        """Return the checkpoint of the highest step that verifies; damaged ones are named."""
+        for step in reversed(self.steps()):
+            path = self.root / f"global_step{step}"
+            try:
+                if path.is_dir():
+                    return self._read(path, step)
+            except CheckpointError as error:
+                warn(f"{error} Checkpoint {path.name} is damaged and passed over.")
+        return None
+
+    def set_aside(self, *, after_step: int) -> Path | None:
+        """Move checkpoints of later steps to a folder of their own, where no rotation looks.
+
+        They are of another run, or of a way this run does not take again; names and rotation go
+        by step, so they must not stand among its own.
+        """
+        later = [step for step in self.steps() if step > after_step]
+        return self._move_aside([path for step in later for path in self._folders(step)])
+
+    def set_best_aside(self) -> Path | None:
+        """Move the best model away, which is one by another metric or of another run."""
+        return self._move_aside(sorted(self.root.glob(_BEST)))
+
+    def stage(self, step: int) -> tuple[Path, Path]:
+        """Return folders for the states (empty) and the model (missing) of a step; nothing in them
+        counts before the commit. Raise CheckpointError if the disk has no room for them.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        last = self.steps()[-1:]
+        needed = sum(int(SPACE_FACTOR * self.num_bytes(step)) for step in last)
+        free = shutil.disk_usage(self.root).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.root} has {free / GIB:.2f} GB free, a checkpoint needs "
+                f"{needed / GIB:.2f} GB. Make room, or lower --max_ckpt_num."
+            )
+        self.discard(step)
+        states, export, _ = self._staged(step)
+        states.mkdir()
+        return states, export
+
+    def commit(self, step: int, state: Mapping[str, object] | None) -> None:
+        """Make the staged folders count; `state` is what a resumed run reads, None where it could
+        not resume and only the model is kept.
+
+        The model goes first: a run that dies between the two writes it again.
+        """
+        states, export, _ = self._staged(step)
+        if export.exists():
+            self._seal(export, step, {})
+        if state is None:
+            shutil.rmtree(states)
+            return
+        manifest.write_json(states / STATE, state)
+        self._seal(states, step, {})
+
+    def commit_best(self, step: int, facts: Mapping[str, object]) -> None:
+        """Make the staged best model count; the one before is removed afterwards."""
+        before = list(self.root.glob(_BEST))
+        final = self._seal(self._staged(step)[2], step, facts)
+        self._remove([path for path in before if path != final])
+
+    def stage_best(self, step: int) -> Path:
+        """Return where to write the model of a step that is the best so far."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.discard(step)
+        return self._staged(step)[2]
+
+    def discard(self, step: int) -> None:
+        """Remove what was staged for a step."""
+        for path in self._staged(step):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def rotate(self) -> None:
+        """Remove the oldest checkpoints beyond the budget; the newest stays whatever its size."""
+        sizes = {step: self.num_bytes(step) for step in self.steps()}
+        max_bytes = self.max_gib * GIB
+        for step in superfluous(sizes, max_num=self.max_num, max_bytes=max_bytes):
+            self._remove(self._folders(step))
+
+    def best(self) -> dict[str, Any] | None:
+        """Return the manifest of the best model; None where there is none that is whole."""
+        found = []
+        for path in self.root.glob(_BEST):
+            try:
+                found.append(manifest.verify(path, contents=False))
+            except CheckpointError as error:
+                warn(f"{error} The best model {path.name} is damaged and passed over.")
+        return max(found, key=lambda facts: int(facts["step"]), default=None)
+
+    def find(self, step: int) -> Path | None:
+        """Return the folder that keeps a step, a model before resumable states, if there is one."""
+        states, export, best = _names(step)
+        paths = [self.root / name for name in (best, export, states)]
+        return next((path for path in paths if path.is_dir()), None)
+
+    def steps(self) -> list[int]:
+        """Return the steps of which something is kept, the best model apart."""
+        paths = self.root.iterdir() if self.root.is_dir() else []
+        matches = [_NAME.fullmatch(path.name) for path in paths if path.is_dir()]
+        return sorted({int(match[1]) for match in matches if match})
+
+    def num_bytes(self, step: int) -> int:
+        """Return the size of what is kept of a step."""
+        return sum(map(manifest.num_bytes, self._folders(step)))
+
+    def _folders(self, step: int) -> list[Path]:
+        states, export, _ = _names(step)
+        return [path for name in (states, export) if (path := self.root / name).is_dir()]
+
+    def _staged(self, step: int) -> list[Path]:
+        return [self.root / f"{manifest.TEMPORARY}{name}" for name in _names(step)]
+
+    def _seal(self, staged: Path, step: int, facts: Mapping[str, object]) -> Path:
+        final = self.root / staged.name.removeprefix(manifest.TEMPORARY)
+        facts = {**facts, "step": step, "libraries": library_versions()}
+        manifest.seal(staged, final, facts)
+        manifest.verify(final, contents=False)
+        return final
+
+    def _remove(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            # A folder that loses its files one by one must not look like a checkpoint.
+            shutil.rmtree(path.rename(path.with_name(f"{manifest.TEMPORARY}{path.name}")))
+
+    def _move_aside(self, paths: Sequence[Path]) -> Path | None:
+        return move_aside(self.root, paths) if paths else None
+
+    def _read(self, path: Path, step: int) -> Saved:
+        facts = manifest.verify(path)
+        if facts.get("step") != step:
+            raise CheckpointError(f"{path} holds step {facts.get('step')}.")
+        try:
+            return Saved(path, step, json.loads((path / STATE).read_text()))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path / STATE} cannot be read ({error}).") from None
+
+
+def superfluous(sizes: Mapping[int, int], *, max_num: int, max_bytes: float) -> list[int]:
+    """Return the steps, oldest first, that do not fit beside the newer ones.
+
+    The newest stays even where it alone is over the budget.
+    """
+    kept: list[int] = []
+    kept_bytes = 0
+    for step in sorted(sizes, reverse=True):
+        kept_bytes += sizes[step]
+        if kept and (len(kept) == max_num or kept_bytes > max_bytes):
+            break
+        kept.append(step)
+    return sorted(sizes.keys() - set(kept))
+
+
+def _names(step: int) -> tuple[str, str, str]:
+    return f"global_step{step}", f"global_step{step}_hf", f"best_global_step{step}_hf"
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data and seed that the order of samples follows from; resuming needs the same."""
+
+    fingerprint: str
+    num_samples: int
+    seed: int
+
+    def check(self, found: dict[str, Any], path: Path) -> None:
+        """Raise if a checkpoint was written over other samples or in another order."""
+        if found["seed"] != self.seed:
+            raise ConfigError(
+                f"--seed {self.seed}: {path} has its samples in the order of seed {found['seed']}. "
+                f"Type --seed {found['seed']}, or leave --load_checkpoint out."
+            )
+        if found != asdict(self):
+            raise DataError(
+                f"The data changed since {path} was written: {found['num_samples']} samples then, "
+                f"{self.num_samples} now, and not the same tokens or labels. Bring the old "
+                "data (and template) back, or leave --load_checkpoint out."
+            )
+
+
+class RunCheckpoints:
+    """The checkpoints of this run, and the one it goes on from, if any; all ranks call alike."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        data: DataFacts,
+        saved: Saved | None = None,
+        settings: Mapping[str, Any] | None = None,  # of this start, for the next one
+    ) -> None:
+        self.config = config
+        self.store = CheckpointStore(
+            Path(config.path), max_num=config.max_num, max_gib=config.max_mem
+        )
+        self.data = data
+        self.saved = saved
+        self.settings = settings or {}
+        self.num_failed = 0  # saves in a row
+
+    @property
+    def resume_step(self) -> int | None:
+        """The step the run goes on from; None: it starts new."""
+        return None if self.saved is None else self.saved.step
+
+    @property
+    def is_on(self) -> bool:
+        """True if the run writes checkpoints at all."""
+        config = self.config
+        return config.save_steps > 0 and (config.save_hf or not config.disable_ds)
+
+    def is_done(self, run_dir: Path, *, is_at_end: bool) -> bool:
+        """Return True if nothing is left to do: the checkpoint `is_at_end`, and the model of its
+        step was exported to `run_dir`. A run folder that is written to again is not done.
+        """
+
+        def look() -> bool:
+            if is_at_end and read_json(run_dir / FINISHED) == self._finish(self.resume_step):
+                notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
+                return True
+            if self.saved is not None:
+                (run_dir / FINISHED).unlink(missing_ok=True)
+            return False
+
+        return on_main(look)
+
+    def clear_folder(self, run_dir: Path, command: RunConfig) -> None:
+        """Move what an earlier run left in `run_dir` aside, unless this run goes on from it; the
+        main rank calls, once the models are loaded.
+        """
+        if self.saved is not None:
+            return
+        keeps_model = reads_from(command, run_dir)
+        aside = set_earlier_run_aside(run_dir, keeps_model=keeps_model)
+        if aside is not None:
+            what = "the records" if keeps_model else "the model and the records"
+            notice(f"{what} of the run before in {run_dir} were moved to {aside}")
+
+    def note_finished(self, run_dir: Path, step: int) -> None:
+        """Note that `run_dir` holds the model of the last step; the main rank calls."""
+        manifest.write_json(run_dir / FINISHED, self._finish(step))
+
+    def save(
+        self,
+        step: int,
+        *,
+        write: Callable[[Path], None],
+        export: Callable[[Path], None],
+        state: Mapping[str, object],
+    ) -> bool:
+        """Save now, as the config says; return True if it was saved.
+
+        `write` fills the resumable part, `export` writes a Hugging Face model, `state` is what the
+        run notes of itself, as JSON. Raises CheckpointError when it failed several times in a row.
+        """
+        try:
+            with progress("saving a checkpoint"):
+                self._save(step, write, export, state)
+        except CheckpointError as error:
+            self.num_failed += 1
+            line = f"checkpoint of step {step} was not saved: {error}"
+            if is_main():
+                self.store.discard(step)
+            if self.num_failed >= MAX_FAILED_SAVES:
+                message = f"{line} It is failure {self.num_failed} in a row: stopping."
+                raise CheckpointError(message) from None
+            if is_main():
+                warn(f"{line} The earlier ones are kept, training goes on.")
+            return False
+        self.num_failed = 0
+        return True
+
+    def save_last(self, save: Callable[[], bool]) -> str:
+        """Save a run that was asked to stop, even if it keeps no checkpoints.
+
+        Return what became of it and how to go on, as the end of a sentence.
+        """
+        config = self.config
+        if config.disable_ds:
+            return "nothing to go on from was saved (--disable_ds_ckpt)"
+        try:
+            if config.save_steps <= 0:
+                on_main(self._take_root)
+        except CheckpointError as error:
+            return f"it could not be saved. {error}"
+        if not save():
+            return "it could not be saved."
+        how = "" if config.load_enable else " with --load_checkpoint"
+        return f"it was saved in {config.path}. To go on, type the same command{how}"
+
+    def save_best(self, step: int, export: Callable[[Path], None], facts: Mapping) -> bool:
+        """Keep the model that `export` writes as the best so far, in place of the one before;
+        return True if it was saved. A failure costs a line.
+        """
+        try:
+            path = on_main(lambda: self.store.stage_best(step))
+            together(lambda: export(path))
+            on_main(lambda: self.store.commit_best(step, facts))
+        except CheckpointError as error:
+            if is_main():
+                self.store.discard(step)
+                warn(f"the best model (step {step}) was not saved: {error}")
+            return False
+        return True
+
+    def _save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        export: Callable[[Path], None],
+        state: Mapping[str, object],
+    ) -> None:
+        states, model = on_main(lambda: self.store.stage(step))
+        notes = {**state, "data": asdict(self.data), "settings": self.settings}
+        if not self.config.disable_ds:
+            together(lambda: write(states))
+        if self.config.save_hf:
+            together(lambda: export(model))
+        on_main(lambda: self.store.commit(step, None if self.config.disable_ds else notes))
+        try:
+            on_main(self.store.rotate)
+        except CheckpointError as error:
+            if is_main():
+                warn(f"old checkpoints could not be removed: {error}")
+
+    def _take_root(self) -> None:
+        """Make room in a checkpoint root that the run did not use so far."""
+        reason = why_held(Path(self.config.path))
+        if reason is not None:
+            raise CheckpointError(f"--ckpt_path {self.config.path} is in use: {reason}")
+        self.store.remove_torn()
+        self.store.set_aside(after_step=-1 if self.resume_step is None else self.resume_step)
+
+    def _finish(self, step: int | None) -> dict[str, Any]:
+        return {"step": step, "data": asdict(self.data)}
+
+
+def open_checkpoints(
+    config: CheckpointConfig,
+    data: DataFacts,
+    command: RunConfig | None = None,
+    *,
+    evaluation: str | None = None,
+) -> RunCheckpoints:
+    """Tidy the checkpoint root and find what the run goes on from; all ranks call.
+
+    `command` is the whole config, whose changes are said, `evaluation` the hash of the evaluation
+    data. Raises DataError or ConfigError where the data, or settings that the checkpoint depends
+    on, are not those it was written under.
+    """
+    settings: dict[str, Any] = {EVALUATION: evaluation}
+    if command is not None:
+        settings |= {KIND: type(command).__name__, **settings_of(command)}
+    checkpoints = RunCheckpoints(config, data, settings=settings)
+    saved = checkpoints.saved = on_main(lambda: _find(checkpoints))
+    together(lambda: _check_is_seen(saved))
+    if saved is not None:
+        _check_is_of(saved, settings)
+        data.check(saved.state["data"], saved.path)
+        if is_main():
+            notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
+        _say_changes(command, evaluation, saved)
+    if config.save_steps > 0:
+        after_step = -1 if saved is None else saved.step
+        aside = on_main(lambda: checkpoints.store.set_aside(after_step=after_step))
+        if aside is not None and is_main():
+            warn(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
+    return checkpoints
+
+
+def _find(checkpoints: RunCheckpoints) -> Saved | None:
+    """Return what the run goes on from."""
+    config, store = checkpoints.config, checkpoints.store
+    if config.uses_root:
+        store.remove_torn()  # not what another run writes there now
+    saved = store.latest() if config.load_enable else None
+    if saved is None and config.load_enable:
+        notice(f"no checkpoint in {store.root}: starting new")
+    return saved
+
+
+def _check_is_seen(saved: Saved | None) -> None:
+    if saved is not None and not (saved.path / STATE).is_file():
+        raise CheckpointError(
+            f"{saved.path} is not seen by every rank: --ckpt_path must be shared."
+        )
+
+
+def _check_is_of(saved: Saved, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a checkpoint was written by another command."""
+    own, found = settings.get(KIND), saved.state.get("settings", {}).get(KIND)
+    if None not in (own, found) and own != found:
+        raise ConfigError(
+            f"--ckpt_path {saved.path.parent} holds the checkpoints of another command. Type "
+            "another --ckpt_path, or leave --load_checkpoint out."
+        )
+
+
+def _say_changes(command: RunConfig | None, evaluation: str | None, saved: Saved) -> None:
+    """Say what changed since the checkpoint was written; raise ConfigError for what may not."""
+    before = saved.state.get("settings", {})
+    if command is None:
+        return
+    lines = check_settings(command, before, path=saved.path, step=saved.step)
+    if None not in (evaluation, before.get(EVALUATION)) and evaluation != before[EVALUATION]:
+        lines.append(
+            f"the evaluation data changed since {saved.path} was written: its metrics of before "
+            "and of now are not of the same samples"
+        )
+    for line in lines:
+        if is_main():
+            warn(line)
+
+
+def export_final(export: Callable[[Path], None], path: Path) -> None:
+    """Write the trained model at `path`; while that fails try again, and at last elsewhere.
+
+    All ranks call. Raises CheckpointError that says where the weights are.
+    """
+    elsewhere = Path(tempfile.gettempdir()) / f"openrlhf-{path.absolute().name}-{os.getppid()}"
+    for number in range(EXPORT_TRIES):
+        try:
+            return export(path)
+        except CheckpointError as error:
+            problem = str(error)
+        if number == 0 and is_main():
+            wait = EXPORT_TRIES * EXPORT_PAUSE_S / 60
+            warn(f"{problem} Make room: it is tried for {wait:.0f} minutes, then in {elsewhere}.")
+        time.sleep(EXPORT_PAUSE_S)
+    try:
+        export(elsewhere)
+    except CheckpointError as error:
+        raise CheckpointError(f"{problem} Nor elsewhere: {error}") from None
+    raise CheckpointError(f"{problem} It was written to {elsewhere} instead: move it from there.")
+
+
+def random_state() -> dict[str, Any]:
+    """Return where every random generator of this process stands, as JSON."""
+    version, words, gauss_next = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss_next],
+        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put every generator where `random_state` found it."""
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words), gauss_next))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_as_bytes(state["torch"]))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(_as_bytes(state["cuda"]))
+
+
+def _as_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,50 @@
+"""Commands that are stopped behind a checkpoint and typed again, and what of their logs is the same
+whatever the clock says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.checkpoints import RunCheckpoints
+
+CLOCKED = ("time", "timing", "token")
+
+
+class Stop(BaseException):
+    """Ends a command behind a checkpoint, as a kill would."""
+
+
+@contextmanager
+def stopping_behind(step: int) -> Iterator[None]:
+    """End the command in the block once `step` was saved."""
+    save = RunCheckpoints.save
+
+    def save_and_stop(self: RunCheckpoints, number: int, **parts: object) -> bool:
+        is_saved = save(self, number, **parts)  # type: ignore[arg-type]
+        if number == step:
+            raise Stop
+        return is_saved
+
+    RunCheckpoints.save = save_and_stop  # type: ignore[method-assign]
+    try:
+        with suppress(Stop):
+            yield
+    finally:
+        RunCheckpoints.save = save  # type: ignore[method-assign]
+        shut_down()
+
+
+def records(run_dir: Path) -> list[dict]:
+    """Return the log without what a clock decides; a torn last line is left out."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [
+        {name: v for name, v in json.loads(line).items() if not name.startswith(CLOCKED)}
+        for line in lines
+        if line.endswith("}")
+    ]
