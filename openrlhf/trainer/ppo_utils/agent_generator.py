@@ -81,7 +81,7 @@ class AgentSamplesGenerator:
         return SampleBatch(rollouts, metrics.merge(stream.take_metrics()), failed)
 
     def open_stream(self, sampling: SamplingSettings) -> GroupStream:
-        """See SampleSource."""
+        """Return a stream of episodes."""
         return AgentStream(self, sampling)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class AgentStream(TaskStream):
         self._sampling = sampling
 
     async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
-        """See TaskStream; AgentError when an episode has failed after its retries."""
+        """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
         metrics = Metrics()
         requests = episode_requests(prompt, self._sampling, tag)
         episodes = [asyncio.ensure_future(self._agents.act(one, metrics)) for one in requests]
@@ -187,11 +187,9 @@ class AgentStream(TaskStream):
         return rollouts
 
     def describe(self) -> str:
-        """See GroupStream."""
         return f"{len(self._tasks)} prompts are acted out"
 
     async def end(self) -> None:
-        """See TaskStream."""
         await self._agents.drain()
 
 

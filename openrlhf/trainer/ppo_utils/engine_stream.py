@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
@@ -29,20 +28,6 @@ from openrlhf.utils.threads import LoopThread
 MAX_DESCRIBED = 4  # engines that are told of by name
 
 
-class MakesGroups(Protocol):
-    """What turns an engine's answer into rollouts."""
-
-    def make_group(
-        self,
-        prompt: PromptRecord,
-        request: GenerationRequest,
-        completions: Sequence[Completion],
-        *,
-        group_id: int,
-    ) -> list[Rollout]:
-        """See SamplesGenerator."""
-
-
 class EngineStream(TaskStream):
     """A GroupStream over engines."""
 
@@ -50,13 +35,13 @@ class EngineStream(TaskStream):
         self,
         samplers: Sequence[Sampler],
         scorer: GroupScorer,
-        maker: MakesGroups,
+        make_group: Callable[..., list[Rollout]],
         sampling: SamplingSettings,
     ) -> None:
-        """`maker` is used in the stream's thread alone: its tokenizer belongs to nobody else."""
+        """`make_group` is SamplesGenerator's, with a tokenizer that no other thread uses."""
         super().__init__(scorer.policy, LoopThread("group-stream"))
         self._samplers = list(samplers)
-        self._maker = maker
+        self._make_group = make_group
         self._sampling = sampling
         self._loads = [0] * len(self._samplers)  # samples that each engine works on
         self._heard_at = [time.monotonic()] * len(self._samplers)  # a result, or nothing to do
@@ -64,12 +49,11 @@ class EngineStream(TaskStream):
         self._scoring = StreamScoring(scorer, may_get_more=lambda: any(self._loads))
 
     async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
-        """See TaskStream."""
         metrics = Metrics()
         name = f"{tag}/{prompt.row_id}"
         request = GenerationRequest(name, prompt.prompt_token_ids, self._sampling)
         completions = await self._generate(request)
-        group = self._maker.make_group(prompt, request, completions, group_id=group_id)
+        group = self._make_group(prompt, request, completions, group_id=group_id)
         num_tokens = sum(rollout.num_actions for rollout in group)
         metrics.add("num_generated_tokens", num_tokens, reduction="sum")
         self._num_scored += 1
@@ -82,7 +66,7 @@ class EngineStream(TaskStream):
         return scored
 
     def describe(self) -> str:
-        """See GroupStream; the most silent engine comes first."""
+        """Return who works on what; the most silent engine comes first."""
         now = time.monotonic()
         busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
         words = [
@@ -96,13 +80,11 @@ class EngineStream(TaskStream):
         return "; ".join(words)
 
     def close(self) -> None:
-        """See GroupStream."""
         if self._loop.is_running:
             super().close()
             self._loop.close()
 
     async def end(self) -> None:
-        """See TaskStream."""
         await asyncio.gather(*(sampler.close() for sampler in self._samplers))
 
     async def _generate(self, request: GenerationRequest) -> list[Completion]:

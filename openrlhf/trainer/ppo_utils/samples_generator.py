@@ -124,7 +124,8 @@ class SamplesGenerator:
             maker = SamplesGenerator(
                 self.generator, self.scorer, tokenizer, vocab_size=self.vocab_size
             )
-            return EngineStream(self.generator.samplers(), self.scorer, maker, sampling)
+            samplers = self.generator.samplers()
+            return EngineStream(samplers, self.scorer, maker.make_group, sampling)
         return BatchStream(partial(self.generate_samples, sampling=sampling))
 
     def _generate(

@@ -46,16 +46,14 @@ class TaskStream(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """See GroupStream."""
+        """Return who works on what, in words, for whoever waits."""
 
     def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
-        """See GroupStream."""
         self._check()
         self.num_running += 1
         self._loop.run(self._begin(key, prompt, tag))
 
     def finished(self, wait_s: float) -> list[FinishedGroup]:
-        """See GroupStream."""
         self._check()
         groups: list[FinishedGroup] = []
         if not self.num_running:
@@ -72,13 +70,11 @@ class TaskStream(ABC):
         return groups
 
     def take_metrics(self) -> Metrics:
-        """See GroupStream."""
         with self._lock:
             metrics, self._metrics = self._metrics, Metrics()
             return metrics
 
     def close(self) -> None:
-        """See GroupStream."""
         self._loop.run(self._end())
 
     def note(self, metrics: Metrics) -> None:
