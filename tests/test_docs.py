@@ -238,7 +238,7 @@ def test_every_yaml_file_is_valid(block: Block) -> None:
 @pytest.mark.parametrize("block", cases("python"))
 def test_every_reward_function_scores(block: Block, folder: Path) -> None:
     from openrlhf.rewards.base import RewardBatch
-    from openrlhf.rewards.function import FunctionReward
+    from openrlhf.rewards.function import UserFunction
 
     name = named(block)
     assert name is not None, "say the file's name in the first line"
@@ -249,7 +249,7 @@ def test_every_reward_function_scores(block: Block, folder: Path) -> None:
         labels=["2", "2", "4"],
         columns={"answer": ["2", "2", "4"], "datasource": ["sums"] * 3},
     )
-    rewards = FunctionReward(name).score(batch).rewards.tolist()
+    rewards = UserFunction(name).answer(batch).rewards
     assert all(map(math.isfinite, rewards))
     assert rewards[0] == rewards[2] > rewards[1]
 

@@ -1,157 +1,265 @@
-"""Reward sources: anything that scores texts with one finite float per sample, or a typed error."""
+"""What every source of rewards is asked, and the strict check of what it returns.
+
+Imports nothing heavy: the workers of a reward function start with it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from openrlhf.errors import RewardError
-from openrlhf.rewards.answers import CheckedAnswer, RewardBatch, checked_answer
+from openrlhf.utils.numbers import as_float32
 
-__all__ = [
-    "RewardBatch",
-    "RewardResult",
-    "RewardSource",
-    "SaysRoom",
-    "StreamingSource",
-    "concat_results",
-    "handed_to",
-    "joined",
-    "result_from_answer",
-]
+MAX_NAMES_SHOWN = 3
+PER_SAMPLE = ("sample_ids", "source_prompts", "response_ids")  # of a batch, where they are known
+TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """B samples to be scored, as text."""
+
+    queries: Sequence[str]  # B, prompt and response in one
+    prompts: Sequence[str]  # B
+    responses: Sequence[str]  # B, without special tokens
+    labels: Sequence[object]  # B
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # further columns, B each
+    sample_ids: Sequence[str] = ()  # B, or empty when samples are known by position only
+    # B or empty: prompts as their rows have them (text, or messages), and sampled token ids.
+    source_prompts: Sequence[object] = ()
+    response_ids: Sequence[Sequence[int]] = ()
+    global_step: int = 0  # steps that the policy had made
+    max_steps: int = 0  # of the run
+
+    def __post_init__(self) -> None:
+        sizes = {name: len(values) for name, values in self.per_sample().items()}
+        assert all(
+            size == len(self) or (not size and name in PER_SAMPLE) for name, size in sizes.items()
+        ), f"parts of unequal length: {sizes}"
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def per_sample(self) -> dict[str, Sequence[object]]:
+        """Return every field and column that has a value for each sample."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        lists = {name: v for name, v in values.items() if not isinstance(v, int | Mapping)}
+        return {**self.columns, **lists}
+
+    def name_of(self, index: int) -> str:
+        """Name the sample at a position, for a message."""
+        return f"sample {self.sample_ids[index] if self.sample_ids else index}"
+
+    def names(self) -> str:
+        """Name all samples, for a message: the first few and how many more."""
+        ids = self.sample_ids or [str(index) for index in range(len(self))]
+        rest = len(ids) - MAX_NAMES_SHOWN
+        shown = ", ".join(ids[:MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return f"sample{'s' if len(ids) > 1 else ''} {shown}"
+
+    def parts(self, size: int) -> list[RewardBatch]:
+        """Cut the batch into consecutive slices of at most `size` samples."""
+        bounds = [slice(start, start + size) for start in range(0, len(self), size)]
+        own = [name for name in self.per_sample() if name not in self.columns]
+        return [
+            replace(
+                self,
+                columns={name: values[bound] for name, values in self.columns.items()},
+                **{name: getattr(self, name)[bound] for name in own},
+            )
+            for bound in bounds
+        ]
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The scores of B samples."""
+    """The scores of B samples, every one a finite float32."""
 
-    rewards: Tensor  # (B,) float32, finite
-    scores: Tensor | None = None  # (B,) float32: raw 0-1 task scores, where the source gives them
-    extra_logs: dict[str, Tensor] = field(default_factory=dict)  # (B,) float32 each; nan: none
-    extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each
-
-
-class RewardSource(Protocol):
-    """Anything that scores texts: a function, a server, a pool of processes."""
-
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """Score every sample once; raises RewardError rather than answering fewer or non-finite
-        rewards.
-        """
-        ...
+    rewards: list[float]  # B
+    scores: list[float] | None = None  # B: raw 0-1 task scores, where the source gives them
+    # B each; None for samples that a number does not apply to.
+    extra_logs: dict[str, list[float | None]] = field(default_factory=dict)
+    extra_columns: dict[str, list[object]] = field(default_factory=dict)  # B each, plain values
 
 
-class StreamingSource(RewardSource, Protocol):
-    """A source that scores several batches at the same time, beside whatever its caller does."""
+class RewardSource:
+    """Scores batches on an event loop of its own, so that any thread or event loop may ask."""
 
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
-        """Start scoring; the future has what `score` answers or raises."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is not answered, end processes and connections."""
-        ...
-
-
-@runtime_checkable
-class SaysRoom(Protocol):
-    """A source that knows whether it would begin with a batch at once."""
+    def __init__(self, name: str, batch_size: int) -> None:
+        """`batch_size`: most samples that are scored in one call or request."""
+        self.name = name
+        self.batch_size = batch_size
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
 
     @property
     def has_room(self) -> bool:
-        """Whether some of it has nothing to do: then waiting for more samples gains nothing."""
-        ...
+        """Return True if a batch of any size would be begun with at once."""
+        return False
 
+    async def score(self, batch: RewardBatch) -> RewardResult:
+        """Score every sample once; raises RewardError. Cancelling it gives the work up."""
+        return await asyncio.wrap_future(self.submit(batch))
 
-def result_from_answer(answer: object, *, batch: RewardBatch, source: str) -> RewardResult:
-    """Check an answer of the form {rewards, scores?, extra_logs?}, or bare rewards; raises
-    RewardError.
-    """
-    return _as_tensors(checked_answer(answer, batch=batch, source=source))
+    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+        """Start scoring, for callers without an event loop."""
+        if self._loop.is_closed():
+            raise RewardError(f"{self.name}: the source of rewards was closed")
+        return self.run(self._score_parts(batch))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on the source's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def score_part(self, batch: RewardBatch) -> RewardResult:
+        """Score at most `batch_size` samples, on the source's own loop."""
+        raise NotImplementedError
+
+    async def release(self) -> None:
+        """Free what is held outside this process."""
+
+    def close(self) -> None:
+        """Give up what is not scored, end processes and connections."""
+        if not self._loop.is_closed():
+            self.run(self._end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _score_parts(self, batch: RewardBatch) -> RewardResult:
+        parts = batch.parts(self.batch_size)
+        results = await asyncio.gather(*map(self.score_part, parts))
+        return concat_results(results, source=self.name)
+
+    async def _end(self) -> None:
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await self.release()
 
 
 def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardResult:
-    """The results of consecutive slices as one, B in all; raises RewardError where some have scores
-    and others not.
+    """Join the results of consecutive slices, B in all.
+
+    Raises RewardError where some have scores and others not.
     """
-    if not results:
-        return RewardResult(torch.zeros(0))
     scores = [r.scores for r in results if r.scores is not None]
     if scores and len(scores) < len(results):
         raise RewardError(f"{source}: scores are there for some batches and not for others")
-    logs = dict.fromkeys(name for r in results for name in r.extra_logs)
-    columns = dict.fromkeys(name for r in results for name in r.extra_columns)
-    missing = [torch.full_like(r.rewards, torch.nan) for r in results]
     return RewardResult(
-        rewards=torch.cat([r.rewards for r in results]),
-        scores=torch.cat(scores) if scores else None,
+        rewards=[reward for r in results for reward in r.rewards],
+        scores=[score for part in scores for score in part] if scores else None,
+        extra_logs=_concat_columns(results, [r.extra_logs for r in results]),
+        extra_columns=_concat_columns(results, [r.extra_columns for r in results]),
+    )
+
+
+def _concat_columns(
+    results: Sequence[RewardResult], parts: Sequence[Mapping[str, list[Any]]]
+) -> dict[str, list[Any]]:
+    """Join columns by name; None where a slice lacks one."""
+    pairs = list(zip(results, parts, strict=True))
+    return {
+        name: [v for r, part in pairs for v in part.get(name, [None] * len(r.rewards))]
+        for name in dict.fromkeys(name for part in parts for name in part)
+    }
+
+
+def checked_result(answer: object, *, batch: RewardBatch, source: str) -> RewardResult:
+    """Check an answer of the form {rewards, scores?, extra_logs?, extra_columns?}, or bare rewards;
+    RewardError names the source and the sample.
+    """
+    if not isinstance(answer, Mapping):
+        answer = {"rewards": answer}
+    if "rewards" not in answer:
+        raise RewardError(
+            f"{source}: the answer has no 'rewards'; it has {sorted(map(str, answer))}"
+        )
+    scores = answer.get("scores")
+    return RewardResult(
+        rewards=_finite_numbers(answer["rewards"], name="rewards", batch=batch, source=source),
+        scores=None
+        if scores is None
+        else _finite_numbers(scores, name="scores", batch=batch, source=source),
         extra_logs={
-            name: torch.cat(
-                [r.extra_logs.get(name, nan) for r, nan in zip(results, missing, strict=True)]
-            )
-            for name in logs
+            str(name): _log_numbers(values, name=str(name), batch=batch, source=source)
+            for name, values in _mapping(answer, "extra_logs", source=source).items()
         },
         extra_columns={
-            name: [v for r in results for v in r.extra_columns.get(name, [None] * len(r.rewards))]
-            for name in columns
+            str(name): _plain_values(values, name=str(name), batch=batch, source=source)
+            for name, values in _mapping(answer, "extra_columns", source=source).items()
         },
     )
 
 
-def joined(futures: Sequence[Future[RewardResult]], *, source: str) -> Future[RewardResult]:
-    """The results of consecutive slices as one future; of several errors it has the first one's in
-    order.
+def optional_numbers(
+    values: object, *, name: str, batch: RewardBatch, source: str
+) -> list[float | None]:
+    """Return one finite number per sample, B, from a tensor, an array or a list; None for samples
+    without one. RewardError names the bad sample.
     """
-    whole: Future[RewardResult] = Future()
-    lock, num_open = threading.Lock(), len(futures)
-
-    def finish() -> None:
-        with handed_to(whole):
-            whole.set_result(concat_results([f.result() for f in futures], source=source))
-
-    def count(_: Future[RewardResult]) -> None:
-        nonlocal num_open
-        with lock:
-            num_open -= 1
-            is_last = num_open == 0
-        if is_last:
-            finish()
-
-    for future in futures:
-        future.add_done_callback(count)
-    if not futures:
-        finish()
-    return whole
+    numbers: list[float | None] = []
+    for index, value in enumerate(_one_per_sample(values, name=name, batch=batch, source=source)):
+        where = f"{source}: {name} of {batch.name_of(index)} is {value!r}"
+        if value is not None and not isinstance(value, int | float):
+            raise RewardError(f"{where}, not a number")
+        number = None if value is None else as_float32(value)
+        if number is not None and not math.isfinite(number):
+            raise RewardError(f"{where}, not a finite float32")
+        numbers.append(number)
+    return numbers
 
 
-@dataclass(frozen=True)
-class handed_to:
-    """A block whose error, if any, becomes that of a future instead of ending the thread."""
-
-    future: Future[Any]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self.future.set_exception(error)
-        return True
+def _finite_numbers(values: object, *, name: str, batch: RewardBatch, source: str) -> list[float]:
+    numbers = optional_numbers(values, name=name, batch=batch, source=source)
+    if None in numbers:
+        which = batch.name_of(numbers.index(None))
+        raise RewardError(f"{source}: {name} of {which} is None, not a number")
+    return [number for number in numbers if number is not None]
 
 
-def _as_tensors(answer: CheckedAnswer) -> RewardResult:
-    return RewardResult(
-        rewards=torch.tensor(answer.rewards, dtype=torch.float32),
-        scores=None if answer.scores is None else torch.tensor(answer.scores, dtype=torch.float32),
-        extra_logs={
-            name: torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float32)
-            for name, values in answer.extra_logs.items()
-        },
-        extra_columns=answer.extra_columns,
-    )
+def _log_numbers(
+    values: object, *, name: str, batch: RewardBatch, source: str
+) -> list[float | None]:
+    """Return a logged value per sample, B; a scalar counts for every sample."""
+    is_scalar = isinstance(values, int | float) or getattr(values, "shape", None) == ()
+    spread = [values] * len(batch) if is_scalar else values
+    return optional_numbers(spread, name=f"extra_logs[{name!r}]", batch=batch, source=source)
+
+
+def _plain_values(values: object, *, name: str, batch: RewardBatch, source: str) -> list[object]:
+    """Return values to be written beside the samples, B, as JSON knows them."""
+    name = f"extra_columns[{name!r}]"
+    found = _one_per_sample(values, name=name, batch=batch, source=source)
+    return [v if v is None or isinstance(v, str | int | float) else str(v) for v in found]
+
+
+def _mapping(answer: Mapping[str, object], name: str, *, source: str) -> Mapping[object, object]:
+    found = answer.get(name)
+    if not isinstance(found, Mapping | None):
+        raise RewardError(f"{source}: {name} is a {type(found).__name__}, not a dict")
+    return found or {}
+
+
+def _one_per_sample(values: object, *, name: str, batch: RewardBatch, source: str) -> list[object]:
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise RewardError(f"{source}: {name} has shape {tuple(shape)}. Return one dimension, (B,).")
+    if shape is None and not isinstance(values, list | tuple):
+        kind = type(values).__name__
+        raise RewardError(f"{source}: {name} is a {kind}. Return a list, an array or a tensor.")
+    found: Any = values if shape is None else values.tolist()  # type: ignore[attr-defined]
+    if len(found) != len(batch):
+        raise RewardError(
+            f"{source}: {name} has {len(found)} values for {len(batch)} samples "
+            f"({batch.names()}). Return exactly one per sample."
+        )
+    return [v.item() if getattr(v, "shape", None) == () else v for v in found]

@@ -7,17 +7,16 @@ kernel. Programs of models you do not trust belong into a container or a virtual
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from openrlhf.rewards.program_process import PASSED
-from openrlhf.utils.processes import MARK_VARIABLE, end_marked, new_mark, process_limit
+from openrlhf.utils.processes import kill_tree
 
 MIB = 1024**2
 MAX_SHOWN = 10_000  # characters of output that are kept
@@ -31,7 +30,6 @@ class CodeLimits:
     timeout_s: float = 5.0  # wall clock; the same in whole seconds of CPU time
     memory_mib: int = 512
     file_mib: int = 16  # largest file, output included
-    num_processes: int = 64  # more than this user has already
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class CodeResult:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it ended by itself without an error."""
+        """Return True if it ended by itself without an error."""
         return self.exit_code == 0
 
 
@@ -78,27 +76,15 @@ def _run(mode: str, program: str, stdin: str, limits: CodeLimits) -> CodeResult:
 
 
 def _exit_code(mode: str, folder: str, files: list[IO[bytes]], limits: CodeLimits) -> int | None:
-    numbers = (
-        max(int(limits.timeout_s + 1), 1),
-        limits.memory_mib * MIB,
-        limits.file_mib * MIB,
-        process_limit(limits.num_processes),
-        os.getpid(),
-    )
-    mark = new_mark()
+    cpu_s = max(int(limits.timeout_s + 1), 1)
+    numbers = (cpu_s, limits.memory_mib * MIB, limits.file_mib * MIB, os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-I", str(PROGRAM_PROCESS), mode, *map(str, numbers)],
         stdin=files[0],
         stdout=files[1],
         stderr=files[2],
         cwd=folder,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HOME": folder,
-            "LANG": "C.UTF-8",
-            # Whoever ends this process by its own mark finds the program by it as well.
-            MARK_VARIABLE: f"{os.environ.get(MARK_VARIABLE, '')}{mark}",
-        },
+        env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"},
         start_new_session=True,
     )
     try:
@@ -106,9 +92,7 @@ def _exit_code(mode: str, folder: str, files: list[IO[bytes]], limits: CodeLimit
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        end_marked(mark, but=process.pid)
+        kill_tree(process.pid)
         process.wait()
 
 

@@ -1,27 +1,36 @@
-"""Whether two mathematical answers are the same: 1/2, 0.5, \\frac{1}{2} and \\boxed{50\\%} are.
+"""Compares mathematical answers: 1/2, 0.5, \\frac{1}{2} and \\boxed{50\\%} are the same.
 
 Parsing and comparing are done by math-verify. In the main thread of a process, where the reward
 functions of a run are called, a comparison that takes too long is cut off by a signal; in any other
-thread, such as a step of an agent, it is made in a helper process.
+thread, such as a step of an agent, it is made in a process of a pool, which is killed.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import re
 import threading
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from decimal import Decimal
 from functools import lru_cache
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig
+from pebble import ProcessExpired, ProcessPool
 
-from openrlhf.rewards.math_process import MATH_PROCESSES
+from openrlhf.errors import RewardError
 from openrlhf.utils import extract_boxed_answer
+from openrlhf.utils.processes import limit_memory
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
 LOAD_TIMEOUT_S = 60  # of math-verify's grammar, on a busy machine
+POOL_SIZE = 4  # processes of about 100 MB; they stay for the next comparison
+POOL_LIMIT_S = 30.0  # for one comparison there, its own time limits included
+POOL_WAIT_S = 240.0  # for a process that is free, and the comparison
+POOL_MEMORY_BYTES = 4 * 2**30
 MAX_EXPRESSION = 300  # characters of a text that is read as one expression
 END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
 ENVIRONMENT = re.compile(r"\$.+\$|\\\(|\\\[", re.DOTALL)
@@ -43,16 +52,16 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it reports every ans
 
 
 def math_equal(answer: str, truth: str) -> bool:
-    """Whether what an answer says last (or in its last box) equals the truth.
+    """Return True if what an answer says last (or in its last box) equals the truth.
 
     What cannot be read, or compared in a few seconds (in threads: half a minute), is not equal. May
     be called from any thread; it blocks the one it is called from, so an async method awaits it
-    as `asyncio.to_thread(math_equal, answer, truth)`. Raises RewardError when a thread's helper
-    process cannot be started, or dies.
+    as `asyncio.to_thread(math_equal, answer, truth)`. Raises RewardError when the process that
+    compares for a thread dies.
     """
     assert isinstance(answer, str), f"an answer is text, not a {type(answer).__name__}"
     if threading.current_thread() is not threading.main_thread():
-        return MATH_PROCESSES.compare(answer, str(truth))
+        return _equal_in_pool(answer, str(truth))
     given, expected = _final(END_TOKEN.sub("", answer)), _final(str(truth))
     words = TEXT.sub(r"\1", expected)
     if CHOICE.fullmatch(words):
@@ -65,6 +74,41 @@ def math_equal(answer: str, truth: str) -> bool:
         for wanted in _readings(expected)
         for found in _readings(given)
     )
+
+
+def _equal_in_pool(answer: str, truth: str) -> bool:
+    future = _pool().schedule(math_equal, args=(answer, truth), timeout=POOL_LIMIT_S)
+    try:
+        return bool(future.result(POOL_WAIT_S))
+    except FutureTimeoutError as error:
+        if future.done():
+            return False
+        future.cancel()
+        raise RewardError(
+            f"math_equal: all {POOL_SIZE} processes were busy for {POOL_WAIT_S:.0f} s. "
+            "Compare shorter answers, or fewer at once."
+        ) from error
+    except ProcessExpired as error:
+        raise RewardError(
+            f"the process of math_equal ended (exit code {error.exitcode})"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ProcessPool:
+    return ProcessPool(
+        max_workers=POOL_SIZE,
+        initializer=_start_in_pool,
+        context=multiprocessing.get_context("spawn"),  # this process has threads
+    )
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # the pool is its parent's
+
+
+def _start_in_pool() -> None:
+    limit_memory(POOL_MEMORY_BYTES)
+    _load_grammar()
 
 
 def _final(text: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import importlib
 import json
 import operator
 import os
@@ -21,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 PASSED = 17  # exit code of `test` when the last line of the tests has run
@@ -32,26 +31,8 @@ READABLE = (
     *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu"),
     *("/dev/urandom", "/dev/random", "/dev/zero"),
 )
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1, 2, 4, 8, 1 << 14
-# Values that cross as the arguments of their constructor; the constructor cannot be chosen freely.
-RECIPES: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
-    ("builtins", "tuple"): lambda value: [list(value)],
-    ("builtins", "set"): lambda value: [list(value)],
-    ("builtins", "frozenset"): lambda value: [list(value)],
-    ("builtins", "bytes"): lambda value: [list(value)],
-    ("builtins", "bytearray"): lambda value: [list(value)],
-    ("builtins", "complex"): lambda value: [value.real, value.imag],
-    ("builtins", "slice"): lambda value: [value.start, value.stop, value.step],
-    ("builtins", "range"): lambda value: [value.start, value.stop, value.step],
-    ("collections", "deque"): lambda value: [list(value)],
-    ("datetime", "date"): lambda value: [value.year, value.month, value.day],
-    ("datetime", "datetime"): lambda value: [*value.timetuple()[:6], value.microsecond],
-    ("datetime", "timedelta"): lambda value: [value.days, value.seconds, value.microseconds],
-    ("decimal", "Decimal"): lambda value: [str(value)],
-    ("fractions", "Fraction"): lambda value: [value.numerator, value.denominator],
-    ("numpy", "array"): lambda value: [value.tolist()],
-}
-PLAIN_TYPES = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset)
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, dict)}
 # Of two handles, never of a handle and a value of the tests: an object that says that it equals
 # whatever it is compared with has not given the right answer.
 BETWEEN_HANDLES = "eq ne lt le gt ge add sub mul truediv floordiv mod pow and_ or_ xor matmul"
@@ -59,9 +40,9 @@ ON_A_HANDLE = "call getitem setitem delitem contains len iter next bool str repr
 
 
 def limit(numbers: list[str]) -> None:
-    """Set limits on CPU seconds, memory, file sizes and processes; end with the parent."""
+    """Set limits on CPU seconds, memory and file sizes; end with the parent."""
     *sizes, parent = map(int, numbers)
-    kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC)
+    kinds = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
     for kind, most in (*zip(kinds, sizes, strict=True), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (most, most))
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -117,149 +98,53 @@ def run_program() -> dict[str, Any]:
     return module.__dict__
 
 
-class Peer:
-    """One end of the line between the tests and the program: asks, and answers while it waits."""
+class Line:
+    """One end of the line between tests and program: a JSON message a line, plain data by value."""
 
-    def __init__(self, line: socket.socket, perform: Callable[..., Any], stand_in: Any) -> None:
+    def __init__(self, line: socket.socket) -> None:
         self.file = line.makefile("rwb")
-        self.perform = perform  # what the other end may have done here
-        self.stand_in = stand_in  # what an object of the other end is here
-        self.objects: dict[int, Any] = {}  # that the other end knows
-        self.theirs: dict[int, Any] = {}  # what stands in for objects of the other end
-        self.numbers: dict[int, int] = {}  # of those, by id
 
-    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """Have the other end do something, and return or raise what came of it."""
-        self._send("ask", operation, [self.encode(a) for a in arguments], self.encode(named))
-        while (message := self._receive())[0] == "ask":
-            self.answer(*message[1:])
-        kind, value, rest = message
-        if kind == "raise":
-            raise self.decode(value)(*self.decode(rest))
-        for position, changed in rest:
-            _refresh(arguments[position], self.decode(changed))
-        return self.decode(value)
-
-    def answer(self, operation: str, arguments: list[Any], named: Any) -> None:
-        """Do what the other end asks for and send what came of it: the value, and the arguments
-        that were changed in place.
-        """
-        with sending_errors(self):
-            given = [self.decode(a) for a in arguments]
-            value = self.perform(operation, *given, **self.decode(named))
-            after = [
-                (i, self.encode(a)) for i, a in enumerate(given) if isinstance(a, (list, dict, set))
-            ]
-            self._send("return", self.encode(value), [p for p in after if p[1] != arguments[p[0]]])
-
-    def serve(self) -> None:
-        """Answer until the other end is gone."""
-        while True:
-            self.answer(*self._receive()[1:])
-
-    def send_error(self, error: Exception) -> None:
-        """Send what is raised at the other end."""
-        self._send("raise", self.encode(type(error)), self.encode(list(error.args)))
-
-    def encode(self, value: Any) -> Any:
-        """Return a value as JSON: a copy, or the number under which this end keeps it."""
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, list):
-            return [self.encode(item) for item in value]
-        if isinstance(value, dict):
-            return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
-        if isinstance(value, type) and (value in PLAIN_TYPES or issubclass(value, Exception)):
-            return self._encode_type(value)
-        for kind in type(value).__mro__:
-            if (kind.__module__, name := kind.__name__.replace("ndarray", "array")) in RECIPES:
-                parts = RECIPES[kind.__module__, name](value)
-                return {"made": [kind.__module__, name, self.encode(parts)]}
-        if isinstance(value, ModuleType):
-            return {"module": value.__name__}
-        if type(value).__module__ == "numpy" and hasattr(value, "item"):
-            return self.encode(value.item())
-        if id(value) in self.numbers:
-            return {"yours": self.numbers[id(value)]}
-        self.objects[id(value)] = value
-        return {"mine": id(value)}
-
-    def decode(self, coded: Any) -> Any:
-        """Return the value of `encode` at the other end; runs nothing that the other end wrote."""
-        if isinstance(coded, list):
-            return [self.decode(item) for item in coded]
-        if not isinstance(coded, dict):
-            return coded
-        [(kind, content)] = coded.items()
-        if kind == "dict":
-            return {self.decode(k): self.decode(v) for k, v in content}
-        if kind == "made":
-            module, name, parts = content
-            assert (module, name) in RECIPES
-            return getattr(importlib.import_module(module), name)(*self.decode(parts))
-        if kind == "module":  # the tests import it themselves
-            return importlib.import_module(content)
-        if kind == "type":
-            found = getattr(builtins, content)
-            assert found in PLAIN_TYPES or issubclass(found, Exception)
-            return found
-        if kind == "yours":
-            return self.objects[content]
-        if kind == "error":
-            number, name, base = content
-            return self.theirs.setdefault(number, type(name, (self.decode(base),), {}))
-        if content not in self.theirs:
-            self.theirs[content] = self.stand_in(self, content)
-            self.numbers[id(self.theirs[content])] = content
-        return self.theirs[content]
-
-    def _encode_type(self, kind: type) -> Any:
-        base = next(k for k in kind.__mro__ if getattr(builtins, k.__name__, None) is k)
-        if base is kind:
-            return {"type": kind.__name__}
-        self.objects[id(kind)] = kind
-        return {"error": [id(kind), kind.__name__, {"type": base.__name__}]}
-
-    def _send(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
+        """Send a message."""
         self.file.write(json.dumps(message).encode() + b"\n")
         self.file.flush()
 
-    def _receive(self) -> Any:
+    def receive(self) -> Any:
+        """Return the next message; end the process when the other end is gone."""
         if not (line := self.file.readline()):
-            os._exit(1)  # the other end is gone
+            os._exit(1)
         return json.loads(line)
 
 
-class sending_errors:
-    """A block whose errors are raised at the other end of the line."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, Exception):
-            self.peer.send_error(error)
-        return isinstance(error, Exception)
+def encode(value: Any, number_of: Callable[[Any], int]) -> Any:
+    """Return a value as JSON: a copy, or the number of an object of the program."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(type(value), "tolist"):  # an array of NumPy, or one number of it
+        return encode(value.tolist(), number_of)
+    for name, kind in KINDS.items():
+        if isinstance(value, kind):
+            items = value.items() if kind is dict else value
+            return {name: [encode(item, number_of) for item in items]}
+    return {"object": number_of(value)}
 
 
-def _refresh(value: Any, changed: Any) -> None:
-    """Do to an argument what the other end did to its copy."""
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(changed)
+def decode(coded: Any, object_of: Callable[[int], Any]) -> Any:
+    """Return the value of `encode` at the other end; runs nothing that the other end wrote."""
+    if not isinstance(coded, dict):
+        return coded
+    [(name, content)] = coded.items()
+    if name == "object":
+        return object_of(content)
+    return KINDS[name](decode(item, object_of) for item in content)
 
 
 class Handle:
     """An object of the program, in the process of the tests."""
 
-    def __init__(self, peer: Peer, number: int) -> None:
-        object.__setattr__(self, "_ask", peer.ask)
+    def __init__(self, ask: Callable[..., Any], number: int) -> None:
+        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
         return self._ask("getattr", self, name)
@@ -269,12 +154,6 @@ class Handle:
 
     def __instancecheck__(self, value: object) -> bool:
         return type(value) is Handle and self._ask("isinstance", value, self) is True
-
-    def __enter__(self) -> Any:
-        return self._ask("getattr", self, "__enter__")()
-
-    def __exit__(self, *error: object) -> Any:
-        return self._ask("getattr", self, "__exit__")(None, None, None)
 
 
 def _define_operations() -> None:
@@ -296,17 +175,51 @@ def _define_operations() -> None:
         setattr(Handle, f"__{name}__", of_one(name))
 
 
+class Asker:
+    """What the tests ask the program for."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.handles: dict[int, Handle] = {}
+
+    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        """Have the program do something, and return or raise what came of it."""
+        self.line.send(operation, *(encode(part, _number_of) for part in (arguments, named)))
+        error, *parts = self.line.receive()
+        if error is not None:
+            kind = getattr(builtins, error, None)
+            is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if is_error else Exception)(*parts)
+        value, after = (decode(part, self.handle) for part in parts)
+        for argument, changed in zip(arguments, after):  # noqa: B905 - the program may lie
+            if isinstance(argument, (list, dict, set)) and argument != changed:
+                argument.clear()
+                (argument.extend if isinstance(argument, list) else argument.update)(changed)
+        return value
+
+    def handle(self, number: int) -> Handle:
+        """Return what stands in for an object of the program."""
+        return self.handles.setdefault(number, Handle(self.ask, number))
+
+
+def _number_of(value: Any) -> int:
+    if type(value) is not Handle:
+        raise TypeError(f"tests cannot hand over a {type(value).__name__}")
+    number: int = value._number
+    return number
+
+
 class Names(dict[str, Any]):
     """The global names of the tests: their own, Python's, then the program's."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, asker: Asker) -> None:
         super().__init__(__name__="__main__")
-        self._peer = peer
+        self._asker = asker
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):  # a program cannot put its own in the place of `abs`
             raise KeyError(name)
-        return self._peer.ask("variable", name)
+        return self._asker.ask("variable", name)
 
 
 def test(numbers: list[str]) -> None:
@@ -317,53 +230,60 @@ def test(numbers: list[str]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        words = [
-            sys.executable,
-            "-I",
-            __file__,
-            "serve",
-            *numbers[:-1],
-            str(os.getpid()),
-            str(number),
-        ]
+        numbers = [*numbers[:-1], str(os.getpid())]
+        words = [sys.executable, "-I", __file__, "serve", *numbers, str(number)]
         nothing = subprocess.DEVNULL
         subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[number])
-
-    def call(operation: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        assert operation == "call"
-        return function(*arguments, **named)
-
     confine()
     _define_operations()
-    peer = Peer(ours, call, Handle)
-    peer.ask("variable", "__name__")  # once the program has run to its end
-    exec(compile(tests, "tests", "exec"), Names(peer))
+    asker = Asker(Line(ours))
+    asker.ask("variable", "__name__")  # once the program has run to its end
+    exec(compile(tests, "tests", "exec"), Names(asker))
     os._exit(PASSED)
+
+
+class keeping_error:
+    """A block whose error is kept: it is raised at the other end of the line."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> keeping_error:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
 
 
 def serve(number: str) -> None:
     """Execute program.py and do what the tests ask for."""
-    line = socket.socket(fileno=int(number))
+    line, objects = Line(socket.socket(fileno=int(number))), {}
     confine()
     names = run_program()
 
-    def perform(operation: str, *arguments: Any, **named: Any) -> Any:
-        if operation == "variable":
-            return names[arguments[0]]
-        return getattr(operator, operation, getattr(builtins, operation, None))(*arguments, **named)
+    def number_of(value: Any) -> int:
+        objects[id(value)] = value
+        return id(value)
 
-    def function_of_the_tests(peer: Peer, number: int) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            return peer.ask("call", call, *arguments, **named)
-
-        return call
-
-    Peer(line, perform, function_of_the_tests).serve()
+    while True:
+        operation, *parts = line.receive()
+        arguments, named = (decode(part, objects.__getitem__) for part in parts)
+        with keeping_error() as kept:
+            if operation == "variable":
+                value = names[arguments[0]]
+            else:
+                perform = getattr(operator, operation, getattr(builtins, operation, None))
+                value = perform(*arguments, **named)
+            reply = [None, encode(value, number_of), encode(arguments, number_of)]
+        if kept.error is not None:
+            kinds = (kind.__name__ for kind in type(kept.error).__mro__)
+            reply = [next(name for name in kinds if hasattr(builtins, name)), str(kept.error)]
+        line.send(*reply)
 
 
 def main(mode: str, *words: str) -> None:
     """Run one of the three processes."""
-    numbers = list(words[:5])
+    numbers = list(words[:4])
     sys.set_int_max_str_digits(0)
     limit(numbers)
     if mode == "run":
@@ -372,7 +292,7 @@ def main(mode: str, *words: str) -> None:
     elif mode == "test":
         test(numbers)
     else:
-        serve(words[5])
+        serve(words[4])
 
 
 if __name__ == "__main__":

@@ -8,29 +8,32 @@ repeated after 5xx answers and broken connections only, at another server first.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import json
 import os
 import random
-import threading
 import time
 import uuid
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, joined
-from openrlhf.rewards.circuit import ServerState, check_urls, is_loopback
-from openrlhf.rewards.remote_messages import body_of, caution_of_models, result_of, start_of
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import (
+    TRUNCATED_COLUMN,
+    RewardBatch,
+    RewardResult,
+    RewardSource,
+    checked_result,
+)
 from openrlhf.utils.logging import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
 MAX_ANSWER_BYTES = 64 * 1024**2
-POLL_S = 0.05  # between two looks at whether a server may be tried again
-WHOLE_TRY = 0.9  # of --reward_try_timeout_s: after less without an answer no server is to blame
+MAX_TEXT_SHOWN = 200
+LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 @dataclass(frozen=True)
@@ -38,235 +41,242 @@ class RemoteSettings:
     """Sizes and limits of the client."""
 
     batch_size: int = 8  # most samples in a request
-    timeout_s: float = 300.0  # for all tries of a request and its waits for a slot
+    timeout_s: float = 300.0  # for all tries of a request
     try_timeout_s: float = 60.0
     num_tries: int = 3  # of a request at each server
-    max_in_flight: int = 64  # requests at each server
-    backoff_s: float = 0.5  # before the second try at the same server; doubles with each
-    failures_to_open: int = 8  # failed tries in a row after which a server is left alone
-    cooldown_s: float = 10.0
+    max_in_flight: int = 64  # requests for each server
+    backoff_s: float = 0.5  # before the second round of tries; doubles with each
+    rest_s: float = 10.0  # for which a server that failed is asked last
 
 
-class _TryAgain(Exception):
+@dataclass(eq=False)
+class Server:
+    """What the client knows of one server."""
+
+    url: str
+    num_in_flight: int = 0
+    rests_until_s: float = 0.0  # on the monotonic clock
+    models: dict[str, object] | None = None  # name to hash, as its first answer had them
+
+
+class _TryAgainError(Exception):
     """A try failed in a way that may pass: 5xx, no connection, no answer in time."""
 
 
-class _OutOfTime(Exception):
-    """The time of a request ran out before the server had had its time for a try."""
-
-
-class RemoteReward:
-    """Scores batches at one or several servers; see StreamingSource.
-
-    All requests run on one event loop in a thread of its own, over pooled connections.
-    """
+class RemoteReward(RewardSource):
+    """Scores batches at one or several servers, over pooled connections."""
 
     def __init__(self, urls: str, settings: RemoteSettings | None = None) -> None:
         """`urls` with commas between; raises ConfigError for one that is none."""
         self.settings = settings or RemoteSettings()
-        names = check_urls(urls)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="reward-client", daemon=True
-        )
-        self._thread.start()
-        self._servers, self._clients = self._run(self._open(names)).result()
+        self._servers = [Server(url) for url in check_urls(urls)]
+        super().__init__(" ".join(s.url for s in self._servers), self.settings.batch_size)
         self._has_cautioned = False
+        self.run(self._open()).result()
 
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """See RewardSource."""
-        return self.submit(batch).result()
-
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
-        """See StreamingSource."""
-        parts = batch.parts(self.settings.batch_size)
-        return joined([self._run(self._score(part)) for part in parts], source=self._who)
-
-    def close(self) -> None:
-        """Close the connections; what is not answered fails."""
-        if self._loop.is_running():
-            self._run(self._close()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    @property
-    def _who(self) -> str:
-        return " ".join(server.url for server in self._servers)
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _open(
-        self, urls: list[str]
-    ) -> tuple[list[ServerState], dict[str, httpx.AsyncClient]]:
-        settings = self.settings
-        servers = [
-            ServerState(
-                url,
-                asyncio.Semaphore(settings.max_in_flight),
-                settings.failures_to_open,
-                settings.cooldown_s,
-            )
-            for url in urls
-        ]
-        self._places = asyncio.Semaphore(settings.max_in_flight * len(urls))
-        token = os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(
-            max_connections=settings.max_in_flight,
-            max_keepalive_connections=settings.max_in_flight,
-        )
-        make = partial(httpx.AsyncClient, headers=headers, limits=limits, timeout=None)
-        # No certificates are read where none is shown: that takes a while.
-        return servers, {
-            url: make(trust_env=not is_loopback(url), verify=url.startswith("https"))
-            for url in urls
-        }
-
-    async def _close(self) -> None:
-        pending = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for client in self._clients.values():
-            await client.aclose()
-
-    async def _score(self, batch: RewardBatch) -> RewardResult:
+    async def score_part(self, batch: RewardBatch) -> RewardResult:
         body = body_of(batch)
         headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
         async with self._places:  # the time limit begins when it is this request's turn
-            return await self._tries(batch, body, headers)
+            server, answer = await self._tries(batch, body, headers)
+        result = result_of(answer, batch, server)
+        self._compare_models()
+        return result
+
+    async def release(self) -> None:
+        await self._client.aclose()
+
+    async def _open(self) -> None:
+        urls = [server.url for server in self._servers]
+        most = self.settings.max_in_flight * len(urls)
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._places = asyncio.Semaphore(most)
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+            timeout=None,
+            # No proxy comes between this machine and itself.
+            mounts={f"all://{urlsplit(url).hostname}": None for url in urls if is_loopback(url)},
+            # No certificates are read where none is shown: that takes a while.
+            verify=any(url.startswith("https") for url in urls),
+        )
 
     async def _tries(
         self, batch: RewardBatch, body: bytes, headers: dict[str, str]
-    ) -> RewardResult:
-        """Try until an answer, a refusal, or the end of tries or time."""
-        limit = self.settings.timeout_s
-        tries = _Tries(self._servers, self.settings)
-        while True:
-            server = await tries.next_server()
-            if server is None:
-                raise RewardError(
-                    f"{self._who}: no rewards for {batch.names()} after {tries.num_done} tries in "
-                    f"{tries.seconds:.1f} s (--reward_timeout_s {limit:g}): {tries.last_problem}"
-                )
+    ) -> tuple[Server, httpx.Response]:
+        """Try until an answer, or the end of tries or time."""
+        start_s, limit_s = time.monotonic(), self.settings.timeout_s
+        counts = dict.fromkeys(self._servers, 0)
+        problem = ""
+        for number in range(self.settings.num_tries * len(counts)):
+            round_number, place = divmod(number, len(counts))
+            if place == 0 and round_number:  # all have failed; jitter keeps requests apart
+                longest_s = self.settings.backoff_s * 2 ** (round_number - 1)
+                await asyncio.sleep(random.uniform(0.5, 1.0) * longest_s)
+            left_s = limit_s - (time.monotonic() - start_s)
+            if left_s <= 0:
+                break
+            server = self._next_server(counts)
+            counts[server] += 1
             try:
-                async with _Slot(server, tries):
-                    answer = await self._one_try(server.url, body, headers, tries.seconds_left)
-            except _OutOfTime as problem:
-                tries.last_problem = f"{server.url}: {problem}"
-            except _TryAgain as problem:
-                tries.note_failure(server, f"{server.url}: {problem}")
-            else:
-                server.note_success()
-                result = result_of(answer.status_code, answer.content, batch, server)
-                self._compare_models()
-                return result
-            finally:
-                server.note_end()
+                return server, await self._try(server, body, headers, left_s)
+            except _TryAgainError as error:
+                problem = f"{server.url}: {error}"
+                server.rests_until_s = time.monotonic() + self.settings.rest_s
+        seconds = time.monotonic() - start_s
+        raise RewardError(
+            f"{self.name}: no rewards for {batch.names()} after {sum(counts.values())} tries in "
+            f"{seconds:.1f} s (--reward_timeout_s {limit_s:g}): {problem}"
+        )
 
-    def _compare_models(self) -> None:
-        """Say once that the servers' models differ: it may be meant."""
-        caution = None if self._has_cautioned else caution_of_models(self._servers)
-        if caution is not None:
-            self._has_cautioned = True
-            warn(caution)
+    def _next_server(self, counts: dict[Server, int]) -> Server:
+        """Return the server with the fewest tries of a request, one that rests last."""
+        now_s = time.monotonic()
+        return min(counts, key=lambda s: (counts[s], s.rests_until_s > now_s, s.num_in_flight))
 
-    async def _one_try(
-        self, url: str, body: bytes, headers: dict[str, str], seconds_left: float
+    async def _try(
+        self, server: Server, body: bytes, headers: dict[str, str], left_s: float
     ) -> httpx.Response:
-        whole_s = self.settings.try_timeout_s
-        timeout_s = min(whole_s, max(seconds_left, 0.0))
+        timeout_s = min(self.settings.try_timeout_s, left_s)
+        server.num_in_flight += 1
         try:
-            answer = await asyncio.wait_for(self._post(url, body, headers), timeout_s)
+            answer = await asyncio.wait_for(self._post(server.url, body, headers), timeout_s)
         except asyncio.TimeoutError as error:
-            kind = _TryAgain if timeout_s >= WHOLE_TRY * whole_s else _OutOfTime
-            raise kind(f"no answer in {timeout_s:.1f} s") from error
+            raise _TryAgainError(f"no answer in {timeout_s:.1f} s") from error
         except httpx.TransportError as error:
-            raise _TryAgain(f"{type(error).__name__} {error}".strip()) from error
+            raise _TryAgainError(f"{type(error).__name__} {error}".strip()) from error
         except httpx.DecodingError as error:
-            raise RewardError(f"{url}: the answer cannot be decoded: {error}") from error
+            raise RewardError(f"{server.url}: the answer cannot be decoded: {error}") from error
+        finally:
+            server.num_in_flight -= 1
         if answer.status_code >= 500:
-            raise _TryAgain(f"answered {answer.status_code}: {start_of(answer.content)}")
+            raise _TryAgainError(f"answered {answer.status_code}: {start_of(answer.content)}")
+        server.rests_until_s = 0.0
         return answer
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-        client = self._clients[url]
-        async with client.stream("POST", url, content=body, headers=headers) as answer:
-            pieces, size = [], 0
+        async with self._client.stream("POST", url, content=body, headers=headers) as answer:
+            content = bytearray()
             async for piece in answer.aiter_bytes():
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_ANSWER_BYTES:
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
                     raise RewardError(f"{url}: the answer is larger than {MAX_ANSWER_BYTES} bytes")
-            return httpx.Response(answer.status_code, content=b"".join(pieces))
+            return httpx.Response(answer.status_code, content=bytes(content))
+
+    def _compare_models(self) -> None:
+        """Say once that the servers' models differ: it may be meant."""
+        known = [server for server in self._servers if server.models]
+        others = [s for s in known[1:] if _hashes(s.models) != _hashes(known[0].models)]
+        if others and not self._has_cautioned:
+            self._has_cautioned = True
+            warn(
+                f"reward servers serve different models: {known[0].url} {_shown(known[0].models)}, "
+                f"{others[0].url} {_shown(others[0].models)}. Samples go to either of them, and "
+                "rewards of two models are not comparable within a group; serve one model at all "
+                "addresses."
+            )
 
 
-class _Tries:
-    """The tries of one request: where the next one goes, and when."""
-
-    def __init__(self, servers: list[ServerState], settings: RemoteSettings) -> None:
-        self.settings = settings
-        self.counts = dict.fromkeys(servers, 0)
-        self.ready_s = dict.fromkeys(servers, 0.0)  # when a server may be tried again
-        self.start_s = time.monotonic()
-        self.last_problem = "every server is left alone after failures"
-
-    @property
-    def num_done(self) -> int:
-        """Tries made."""
-        return sum(self.counts.values())
-
-    @property
-    def seconds(self) -> float:
-        """Time since the first."""
-        return time.monotonic() - self.start_s
-
-    @property
-    def seconds_left(self) -> float:
-        """Time that is left for more."""
-        return self.settings.timeout_s - self.seconds
-
-    async def next_server(self) -> ServerState | None:
-        """The server for the next try, once it may be made; None when tries or time are used up."""
-        while self.seconds_left > 0:
-            left = [s for s, n in self.counts.items() if n < self.settings.num_tries]
-            if not left:
-                return None
-            now_s = time.monotonic()
-            ready = [s for s in left if self.ready_s[s] <= now_s and s.has_room_at(now_s)]
-            if ready:
-                server = min(ready, key=lambda s: (self.counts[s], s.num_in_flight, s.num_tries))
-                self.counts[server] += 1
-                server.note_start()
-                return server
-            await asyncio.sleep(min(POLL_S, self.seconds_left))
-        return None
-
-    def note_failure(self, server: ServerState, problem: str) -> None:
-        """Remember what went wrong; says so when a server is left alone from now on."""
-        self.last_problem = problem
-        # Doubles with every try; the jitter keeps requests from coming back together.
-        longest_s = self.settings.backoff_s * 2 ** (self.counts[server] - 1)
-        self.ready_s[server] = time.monotonic() + random.uniform(0.5, 1.0) * longest_s
-        if server.note_failure(time.monotonic()):
-            warn(f"reward server left alone for {self.settings.cooldown_s:g} s: {problem}")
+def check_urls(spec: str) -> list[str]:
+    """Return the URLs of a comma list; raises ConfigError for one that no server can have."""
+    urls = [url.strip() for url in spec.split(",") if url.strip()]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"--remote_rm_url is neither one .py file nor a list of URLs: {url}. "
+                "Type http://host:port/get_reward, several with commas between."
+            )
+    return urls
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A block that runs once the server has a slot for it; _OutOfTime when none is free in time."""
+def is_loopback(url: str) -> bool:
+    """Return True if a URL names this very machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host in LOOPBACK_NAMES or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
-    server: ServerState
-    tries: _Tries
 
-    async def __aenter__(self) -> None:
-        try:
-            await asyncio.wait_for(self.server.slots.acquire(), self.tries.seconds_left)
-        except asyncio.TimeoutError as error:
-            self.tries.counts[self.server] -= 1  # it was never made
-            raise _OutOfTime("all its slots were taken by other requests") from error
+def body_of(batch: RewardBatch) -> bytes:
+    """Return the body of a request; raises RewardError for labels that JSON cannot hold."""
+    fields: dict[str, Sequence[object]] = {
+        "query": batch.queries,
+        "prompts": batch.prompts,
+        "labels": batch.labels,
+    }
+    if batch.sample_ids:
+        fields["ids"] = batch.sample_ids
+    if TRUNCATED_COLUMN in batch.columns:
+        fields[TRUNCATED_COLUMN] = batch.columns[TRUNCATED_COLUMN]
+    try:
+        return json.dumps({name: list(values) for name, values in fields.items()}).encode()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"the labels of {batch.names()} cannot be sent to a reward server: {error}. "
+            "Use a --label_key column of text, numbers or lists."
+        ) from error
 
-    async def __aexit__(self, *error: object) -> None:
-        self.server.slots.release()
+
+def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> RewardResult:
+    """Return the rewards in an answer; raises RewardError for any other."""
+    url, content = server.url, answer.content
+    if answer.status_code != 200:
+        status = answer.status_code
+        raise RewardError(f"{url}: answered {status} for {batch.names()}: {start_of(content)}")
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(
+            f"{url}: the answer for {batch.names()} is not JSON: {start_of(content)}"
+        ) from error
+    if not isinstance(fields, dict):
+        raise RewardError(
+            f"{url}: the answer for {batch.names()} is a {type(fields).__name__}, not an object"
+        )
+    _check_ids(fields.get("ids"), batch, url)
+    _check_models(fields.get("models"), server)
+    return checked_result(fields, batch=batch, source=url)
+
+
+def start_of(content: bytes) -> str:
+    """Return the first words of an answer, for a message."""
+    text = content[:MAX_TEXT_SHOWN].decode(errors="replace")
+    return " ".join(text.split()) or "an empty body"
+
+
+def _check_ids(ids: object, batch: RewardBatch, url: str) -> None:
+    """Refuse the answer to another request, or one in another order."""
+    if ids is None or not batch.sample_ids or ids == list(batch.sample_ids):
+        return
+    if not isinstance(ids, list) or len(ids) != len(batch):
+        raise RewardError(f"{url}: the answer's ids are not one for each of {batch.names()}")
+    pairs = zip(batch.sample_ids, ids, strict=True)
+    asked, found = next((asked, found) for asked, found in pairs if found != asked)
+    raise RewardError(
+        f"{url}: the answer is for sample {found!r:.{MAX_TEXT_SHOWN}}, where {asked} was "
+        "asked for. Give ids back as they came, in the order of the rewards."
+    )
+
+
+def _check_models(models: object, server: Server) -> None:
+    """Refuse rewards of a model that took another's place during the run."""
+    if not isinstance(models, dict) or not all(isinstance(h, str) for h in models.values()):
+        return
+    server.models = server.models or models
+    if models and models != server.models:
+        raise RewardError(
+            f"{server.url}: another reward model answers now: {_shown(models)}, before it was "
+            f"{_shown(server.models)}. Serve that one again, or end this run and begin another: "
+            "rewards of two models are not comparable."
+        )
+
+
+def _hashes(models: dict[str, object] | None) -> list[str]:
+    return sorted(map(str, (models or {}).values()))  # names are those of folders
+
+
+def _shown(models: dict[str, object] | None) -> str:
+    text = ", ".join(f"{name} ({hashed})" for name, hashed in (models or {}).items())
+    return text[:MAX_TEXT_SHOWN]

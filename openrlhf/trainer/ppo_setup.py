@@ -35,10 +35,9 @@ from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config
 from openrlhf.models.sizes import num_positions
-from openrlhf.rewards.base import StreamingSource
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings, default_num_workers
+from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
-from openrlhf.rewards.worker_process import WorkerLimits
+from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rollout.agents.agent_file import AgentFile
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
@@ -70,7 +69,7 @@ class RunInputs:
     tokenizer: Tokenizer
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
-    reward_source: StreamingSource | None  # a function file or servers; None: local models
+    reward_source: RewardSource | None  # a function file or servers; None: local models
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
     vocab_size: int
@@ -305,7 +304,7 @@ class PretrainText(SFTDataset):
     flags = "--pretrain_key and --max_len"
 
 
-def _reward_source(config: PPOConfig, run_dir: Path) -> StreamingSource | None:
+def _reward_source(config: PPOConfig, run_dir: Path) -> RewardSource | None:
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
@@ -327,7 +326,8 @@ def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
         PoolSettings(
             batch_size=config.rollout.micro_batch_size,
             num_workers=reward.num_workers or default_num_workers(),
-            limits=WorkerLimits(timeout_s=reward.timeout_s, memory_gib=reward.memory_gib),
+            timeout_s=reward.timeout_s,
+            memory_gib=reward.memory_gib,
             log_dir=log_dir,
         ),
     )

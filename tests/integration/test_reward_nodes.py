@@ -33,7 +33,7 @@ from ray.util.placement_group import placement_group
 
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
+from openrlhf.rewards.workers import FunctionPool, PoolSettings
 from openrlhf.trainer.ray import reward_nodes
 from openrlhf.trainer.ray.cluster import RayCluster
 from openrlhf.trainer.ray.watch import Watch
@@ -57,9 +57,9 @@ told = {}
 
 def parents(source, count):
     names = [str(k) for k in range(count)]
-    result = source.score(RewardBatch(names, names, names, [None] * count))
-    assert result.rewards.tolist() == [1.0] * count
-    return Counter(result.extra_logs["parent"].int().tolist())
+    result = source.submit(RewardBatch(names, names, names, [None] * count)).result()
+    assert result.rewards == [1.0] * count
+    return Counter(result.extra_logs["parent"])
 
 
 code_digest, reward_nodes.code_digest = reward_nodes.code_digest, lambda path: "0" * 64
@@ -86,7 +86,7 @@ pool.close()
 time.sleep(2)
 told["left"] = [
     " ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)
-    if "openrlhf.rewards.worker" in " ".join(p.cmdline())
+    if "openrlhf.rewards.workers" in " ".join(p.cmdline())
 ]
 print(json.dumps(told))
 ray.shutdown()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from openrlhf.cli import train_ppo, train_ppo_ray
 from openrlhf.datasets.sampler import EpochSampler
-from openrlhf.rewards.worker_process import WorkerProcess
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.workers import Worker
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import argv
@@ -83,14 +85,16 @@ def test_a_reward_that_cannot_be_had_ends_the_run_before_it_trains(
 def test_a_prompt_without_reward_is_dropped_and_the_rest_is_trained_on(
     values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers: list[WorkerProcess] = []
-    start = WorkerProcess.__init__
+    pids: set[int] = set()
+    answer = Worker.answer
 
-    def noted(self: WorkerProcess, *args: object) -> None:
-        workers.append(self)
-        start(self, *args)  # type: ignore[arg-type]
+    async def noted(self: Worker, batch: RewardBatch) -> dict:
+        result = await answer(self, batch)
+        assert self.process is not None
+        pids.add(self.process.pid)
+        return result
 
-    monkeypatch.setattr(WorkerProcess, "__init__", noted)
+    monkeypatch.setattr(Worker, "answer", noted)
     trainers: list[PPOTrainer] = []
     fit = PPOTrainer.fit
     monkeypatch.setattr(PPOTrainer, "fit", lambda self: (trainers.append(self), fit(self)))
@@ -104,8 +108,8 @@ def test_a_prompt_without_reward_is_dropped_and_the_rest_is_trained_on(
     assert len(steps) == 4
     assert sum(step["num_dropped_groups"] for step in steps) == 2  # one an episode
     assert trainers[0].sampler.ledger.outcomes == {"trained": 20, "failed:reward": 2}
-    assert len(workers) >= 3  # the two that died were replaced
-    assert all(worker.process.poll() is not None for worker in workers)  # none is left behind
+    assert len(pids) >= 3  # those that died were replaced
+    assert not any(map(psutil.pid_exists, pids))  # none is left behind
 
 
 def test_more_dropped_prompts_than_allowed_end_the_run(

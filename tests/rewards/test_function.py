@@ -6,11 +6,10 @@ import math
 import textwrap
 
 import pytest
-import torch
 
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.function import FunctionReward
+from openrlhf.rewards.base import RewardBatch, RewardResult, concat_results
+from openrlhf.rewards.function import UserFunction
 
 
 def batch_of(size: int, **columns: list[object]) -> RewardBatch:
@@ -24,13 +23,13 @@ def batch_of(size: int, **columns: list[object]) -> RewardBatch:
     )
 
 
-def reward_from(tmp_path, code: str, batch_size: int | None = None) -> FunctionReward:
+def reward_from(tmp_path, code: str) -> UserFunction:
     file = tmp_path / "my_reward.py"
     file.write_text(textwrap.dedent(code))
-    return FunctionReward(file, batch_size=batch_size)
+    return UserFunction(file)
 
 
-def answering(tmp_path, expression: str) -> FunctionReward:
+def answering(tmp_path, expression: str) -> UserFunction:
     return reward_from(
         tmp_path,
         f"""
@@ -46,9 +45,8 @@ def answering(tmp_path, expression: str) -> FunctionReward:
                 "[torch.tensor(0.0), numpy.float32(1)]", "[False, True]"]
 )  # fmt: skip
 def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
-    result = answering(tmp_path, f"dict(rewards={rewards})").score(batch_of(2))
-    assert torch.equal(result.rewards, torch.tensor([0.0, 1.0], dtype=torch.float32))
-    assert result.rewards.dtype == torch.float32
+    result = answering(tmp_path, f"dict(rewards={rewards})").answer(batch_of(2))
+    assert result.rewards == [0.0, 1.0] and {type(reward) for reward in result.rewards} == {float}
     assert result.scores is None and result.extra_logs == {}
 
 
@@ -73,62 +71,40 @@ def test_lists_arrays_and_tensors_become_float32(tmp_path, rewards):
 def test_nonsense_is_an_error_that_names_the_file_and_the_sample(tmp_path, rewards, message):
     source = answering(tmp_path, f"dict(rewards={rewards})")
     with pytest.raises(RewardError, match=f"my_reward.py.*{message}"):
-        source.score(batch_of(2))
+        source.answer(batch_of(2))
 
 
 def test_an_answer_without_rewards_is_an_error(tmp_path):
     with pytest.raises(RewardError, match=r"no 'rewards'; it has \['scores'\]"):
-        answering(tmp_path, "dict(scores=[1, 1])").score(batch_of(2))
+        answering(tmp_path, "dict(scores=[1, 1])").answer(batch_of(2))
 
 
 def test_scores_and_extra_logs_come_per_sample_and_a_scalar_counts_for_all(tmp_path):
     result = answering(
         tmp_path,
         "dict(rewards=[1, 2], scores=[0, 1], extra_logs={'a': [3, 4], 'b': torch.tensor(5.0)})",
-    ).score(batch_of(2))
-    assert result.scores.tolist() == [0.0, 1.0]
-    assert result.extra_logs["a"].tolist() == [3.0, 4.0]
-    assert result.extra_logs["b"].tolist() == [5.0, 5.0]
+    ).answer(batch_of(2))
+    assert result.scores == [0.0, 1.0]
+    assert result.extra_logs["a"] == [3.0, 4.0]
+    assert result.extra_logs["b"] == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("logs", ["{'a': [1]}", "{'a': 'x'}", "[1, 2]", "{'a': [1, 'x']}"])
 def test_extra_logs_of_another_size_or_type_are_an_error(tmp_path, logs):
     with pytest.raises(RewardError, match=r"extra_logs"):
-        answering(tmp_path, f"dict(rewards=[1, 2], extra_logs={logs})").score(batch_of(2))
+        answering(tmp_path, f"dict(rewards=[1, 2], extra_logs={logs})").answer(batch_of(2))
 
 
-def test_the_function_is_called_in_batches_and_results_keep_their_order(tmp_path):
-    source = reward_from(
-        tmp_path,
-        """
-        def reward_func(queries, prompts, labels):
-            return {"rewards": [float(x) for x in labels], "extra_logs": {"size": len(labels)}}
-        """,
-        batch_size=2,
-    )
-    result = source.score(batch_of(5))
-    assert result.rewards.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert result.extra_logs["size"].tolist() == [2.0, 2.0, 2.0, 2.0, 1.0]
-
-
-def test_no_samples_need_no_call(tmp_path):
-    assert answering(tmp_path, "1 / 0").score(batch_of(0)).rewards.tolist() == []
-
-
-def test_batches_may_log_different_things_but_have_all_scores_or_none(tmp_path):
-    code = """
-        def reward_func(queries, prompts, labels):
-            answer = {{"rewards": [0.0], "extra_logs": {{labels[0]: 1}}}}
-            return answer | ({{"scores": [1.0]}} if {has_scores} else {{}})
-    """
-    result = reward_from(tmp_path, code.format(has_scores=False), batch_size=1).score(batch_of(2))
-    assert [str(values.tolist()) for values in result.extra_logs.values()] == [
-        "[1.0, nan]",
-        "[nan, 1.0]",
+def test_batches_may_log_different_things_but_have_all_scores_or_none():
+    parts = [
+        RewardResult([0.0], extra_logs={"a": [1.0]}),
+        RewardResult([2.0], extra_logs={"b": [3.0]}),
     ]
-    source = reward_from(tmp_path, code.format(has_scores="'0' in labels"), batch_size=1)
+    whole = concat_results(parts, source="f.py")
+    assert whole.rewards == [0.0, 2.0] and whole.scores is None
+    assert whole.extra_logs == {"a": [1.0, None], "b": [None, 3.0]}
     with pytest.raises(RewardError, match=r"scores are there for some batches and not for others"):
-        source.score(batch_of(2))
+        concat_results([RewardResult([0.0], scores=[1.0]), RewardResult([0.0])], source="f.py")
 
 
 def test_an_exception_of_the_user_keeps_its_line_and_message(tmp_path):
@@ -143,7 +119,7 @@ def test_an_exception_of_the_user_keeps_its_line_and_message(tmp_path):
         """,
     )
     with pytest.raises(RewardError, match=r"my_reward.py:3: TypeError: list indices") as caught:
-        source.score(batch_of(1))
+        source.answer(batch_of(1))
     assert isinstance(caught.value.__cause__, TypeError)
 
 
@@ -157,7 +133,7 @@ def test_hugging_face_functions_get_prompts_completions_and_columns(tmp_path):
             return [float(x) for x in columns["answer"]]
         """,
     )
-    assert source.score(batch_of(2, answer=[3, 4])).rewards.tolist() == [3.0, 4.0]
+    assert source.answer(batch_of(2, answer=[3, 4])).rewards == [3.0, 4.0]
 
 
 def test_hugging_face_functions_without_kwargs_get_only_the_columns_they_name(tmp_path):
@@ -169,13 +145,13 @@ def test_hugging_face_functions_without_kwargs_get_only_the_columns_they_name(tm
         """,
     )
     batch = batch_of(2, answer=["r0", "x"], other=[1, 2])
-    assert source.score(batch).rewards.tolist() == [1.0, 0.0]
+    assert source.answer(batch).rewards == [1.0, 0.0]
 
 
 def test_none_of_the_only_hugging_face_function_is_an_error(tmp_path):
     source = reward_from(tmp_path, "def f(prompts, completions, **kwargs): return [1.0, None]")
     with pytest.raises(RewardError, match=r"no reward function applies to sample 0/1/0"):
-        source.score(batch_of(2))
+        source.answer(batch_of(2))
 
 
 @pytest.mark.parametrize(
@@ -190,23 +166,23 @@ def test_none_of_the_only_hugging_face_function_is_an_error(tmp_path):
 def test_a_file_without_a_usable_function_is_refused_at_start(tmp_path, code, message):
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
-        FunctionReward(tmp_path / "bad.py")
+        UserFunction(tmp_path / "bad.py")
 
 
 def test_a_missing_file_is_refused_at_start(tmp_path):
     with pytest.raises(ConfigError, match=r"absent.py is not a Python file that exists"):
-        FunctionReward(tmp_path / "absent.py")
+        UserFunction(tmp_path / "absent.py")
 
 
 def test_the_examples_score_what_they_say():
     queries, prompts = ["1+1=2", "1+1= 1,000 / no", "1+1=x", "1+1=1/2"], ["1+1="] * 4
     batch = RewardBatch(queries, prompts, [q[4:] for q in queries], ["2", "1000", "2", 0.5])
-    result = FunctionReward("examples/python/math_reward_func.py").score(batch)
-    assert result.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
-    assert result.extra_logs["has_answer"].tolist() == [1.0, 1.0, 0.0, 1.0]
+    result = UserFunction("examples/python/math_reward_func.py").answer(batch)
+    assert result.rewards == [1.0, 1.0, 0.0, 1.0]
+    assert result.extra_logs["has_answer"] == [1.0, 1.0, 0.0, 1.0]
     words = RewardBatch(["pab abcd"], ["p"], ["ab abcd"], [None])
     assert math.isclose(
-        FunctionReward("examples/python/reward_func.py").score(words).rewards.item(),
+        UserFunction("examples/python/reward_func.py").answer(words).rewards[0],
         0.3,
         rel_tol=1e-6,
     )

@@ -23,7 +23,6 @@ from openrlhf.rewards.text_checks import (
     tag_content,
 )
 from openrlhf.utils import extract_boxed_answer
-from openrlhf.utils.processes import MARK_VARIABLE, new_mark
 
 # Answers and truths that are equal, and that are not.
 EQUAL = r"""
@@ -280,14 +279,14 @@ CHEATS = {
             while frame:
                 frame.f_globals["double"] = frame.f_locals["double"] = lambda x: 2 * x
                 frame.f_globals["tests"] = ""; frame = frame.f_back
-            for peer in [o for o in gc.get_objects() if type(o).__name__ == "Peer"]:
-                peer._send("return", 4, []); peer._send("return", -2, [])
+            for peer in [o for o in gc.get_objects() if type(o).__name__ == "Line"]:
+                peer.send(None, 4, {"tuple": []}); peer.send(None, -2, {"tuple": []})
             return 0
     """,
     "scribble on every descriptor": """
         import os
         for number in range(64):
-            try: os.write(number, b'["return", 4, []]\\n' * 9 + b"all tests ran")
+            try: os.write(number, b'[null, 4, {"tuple": []}]\\n' * 9 + b"all tests ran")
             except OSError: pass
         def double(x): return 0
     """,
@@ -295,11 +294,10 @@ CHEATS = {
     "send what runs over there": """
         import gc
         def double(x):
-            for name, module in (("exec", "builtins"), ("system", "os"), ("_exit", "os")):
-                for peer in [o for o in gc.get_objects() if type(o).__name__ == "Peer"]:
-                    peer._send("return", {"made": [module, name, [17]]}, [])
-                    peer._send("return", {"type": name}, [])
-                    peer._send("ask", name, [17], {"dict": []})
+            for name in ("exec", "exit", "eval"):
+                for peer in [o for o in gc.get_objects() if type(o).__name__ == "Line"]:
+                    peer.send(None, {name: [17]}, {"tuple": []})
+                    peer.send(name, 17)
             return 0
     """,
     "attack the process of the tests": """
@@ -335,7 +333,7 @@ PROGRAM = """
 import collections, math
 from fractions import Fraction
 
-N, log, Pair = 3, [], collections.namedtuple("Pair", "a b")
+N, Pair = 3, collections.namedtuple("Pair", "a b")
 
 class TooSmall(ValueError): pass
 
@@ -351,40 +349,36 @@ class Stack:
     def __len__(self): return len(self.items)
     def __contains__(self, x): return x in self.items
     def __getitem__(self, index): return self.items[index]
-    def __enter__(self): return self
-    def __exit__(self, *error): log.append("left")
 
 def count(text): return collections.Counter(text)
 def sort(a): a.sort()
 def numbers(n): yield from range(n)
 def check_size(x):
     if x < 0: raise TooSmall(f"{x} is too small")
-def compose(f, g): return lambda x: f(g(x))
-def values(): return [Fraction(1, 2), {1, 2}, (1, (2,)), b"x", 1j, None, math.inf, Pair(1, 2)]
+def half(): return Fraction(1, 2)
+def values(): return [{1, 2}, (1, (2,)), b"x", None, math.inf, Pair(1, 2), {(1, 2): [3]}]
 """
 HONEST_TESTS = """
-from fractions import Fraction
+import math
 
 assert N == 3 and count("aab") == {"a": 2, "b": 1}
 a = [3, 1, 2]
 assert sort(a) is None and a == [1, 2, 3]
 assert list(numbers(3)) == [0, 1, 2] and [2 * n for n in numbers(2)] == [0, 2]
-assert values() == [Fraction(1, 2), {1, 2}, (1, (2,)), b"x", 1j, None, math.inf, (1, 2)]
-for error in (ValueError, TooSmall):
-    try:
-        check_size(-1)
-        assert False
-    except error as caught:
-        assert str(caught) == "-1 is too small"
-assert compose(lambda x: x + 1, abs)(-3) == 4 and compose(str, Point)(1) == "Point(1)"
+assert values() == [{1, 2}, (1, (2,)), b"x", None, math.inf, (1, 2), {(1, 2): [3]}]
+try:
+    check_size(-1)
+    assert False
+except ValueError as caught:
+    assert str(caught) == "-1 is too small"
+assert str(half()) == "1/2"
 p = Point(1, y=2)
 p.x = 5
 assert p == Point(5) and p != Point(6) and p + p == Point(10) and (p.x, p.y) == (5, 2)
-assert isinstance(p, Point) and not isinstance(3, Point) and p != 5
-with Stack() as s:
-    assert not s and s.push(1).push(2) is s
-    assert len(s) == 2 and 2 in s and 3 not in s and list(s) == [1, 2] and s[0:1] == [1]
-assert log == ["left"]
+assert isinstance(p, Point) and not isinstance(3, Point) and p != 5 and str(p) == "Point(5)"
+s = Stack()
+assert not s and s.push(1).push(2) is s
+assert len(s) == 2 and 2 in s and 3 not in s and list(s) == [1, 2]
 
 def check(candidate):
     assert candidate([1]) is None
@@ -405,7 +399,7 @@ def test_tests_see_what_the_program_returns_raises_and_changes() -> None:
 
 def test_tests_see_arrays() -> None:
     program = "import numpy\ndef array(): return numpy.arange(4).reshape(2, 2), numpy.int64(3)"
-    tests = "a, n = array()\nassert a.shape == (2, 2) and numpy.allclose(a[1], [2, 3]) and n == 3"
+    tests = "import numpy\na, n = array()\nassert numpy.allclose(a[1], [2, 3]) and n == 3"
     assert passes_tests(program, tests, CodeLimits(timeout_s=20, memory_mib=2048))
 
 
@@ -471,12 +465,6 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
         assert run_python(program).stdout == "x\n"
 
 
-def test_a_program_is_found_by_the_mark_of_who_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK_VARIABLE, "worker")
-    words = run_python(f"import os\nprint(os.environ[{MARK_VARIABLE!r}])").stdout.strip()
-    assert words.startswith("worker") and len(words) == len("worker" + new_mark())
-
-
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -503,12 +491,10 @@ def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None)
         assert result.is_ok == (program == "print('\ud800')")
 
 
-@pytest.mark.parametrize("leave", ["", "os.setsid()"])
-def test_what_a_program_leaves_running_is_ended(leave: str) -> None:
-    program = f"""
+def test_what_a_program_leaves_running_is_ended() -> None:
+    program = """
 import os, time
 if os.fork() == 0:
-    {leave}
     open("pid", "w").write(str(os.getpid()))
     time.sleep(1000)
 while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)

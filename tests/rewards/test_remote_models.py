@@ -31,10 +31,10 @@ def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_
     answers = [rewards([1.0], models={"judge": digits}) for digits in ("aa", "aa", "bb", "aa")]
     with in_turn(*answers) as server, closing(RemoteReward(server.url, QUICK)) as source:
         for _ in range(2):
-            source.score(batch_of(1))
+            source.submit(batch_of(1)).result()
         with pytest.raises(RewardError) as caught:
-            source.score(batch_of(1))
-        assert source.score(batch_of(1)).rewards.tolist() == [1.0]
+            source.submit(batch_of(1)).result()
+        assert source.submit(batch_of(1)).result().rewards == [1.0]
     assert f"{server.url}: another reward model answers now: judge (bb)" in str(caught.value)
     assert "before it was judge (aa). Serve that one again" in str(caught.value)
 
@@ -47,7 +47,7 @@ def test_servers_with_different_models_are_warned_of_once_by_url_and_hash(
         urls = [server.url for server in servers]
         with closing(RemoteReward(",".join(urls), QUICK)) as source:
             for _ in range(2):
-                assert source.score(batch_of(6)).rewards.tolist() == [1.0] * 6
+                assert source.submit(batch_of(6)).result().rewards == [1.0] * 6
         assert all(server.requests for server in servers)
     [said] = warnings
     assert said.startswith("reward servers serve different models: ")

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.rewards.base import StreamingSource
+from openrlhf.rewards.base import RewardSource
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ray.vllm_engine import EnginePool
@@ -62,7 +62,7 @@ class Words:
 
 def step_seconds(
     engines: Sequence[object],
-    source: StreamingSource,
+    source: RewardSource,
     prompts: Sequence[Prompt],
     sampling: SamplingSettings,
     *,

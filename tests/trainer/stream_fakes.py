@@ -12,7 +12,7 @@ import torch
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to
+from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
@@ -62,6 +62,20 @@ class PromptTokenizer:
         return [" ".join(str(int(i)) for i in row) for row in rows]
 
 
+@dataclass(frozen=True)
+class handed_to:
+    """A block whose error, if any, becomes that of a future."""
+
+    future: Future[RewardResult]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.future.set_exception(error)
+        return True
+
+
 @dataclass
 class HeldSource:
     """Scores 1 for everything, at once or when the test says so; notes the batches."""
@@ -70,6 +84,7 @@ class HeldSource:
     answers: Callable[[RewardBatch], RewardResult] | None = None
     batches: list[list[str]] = field(default_factory=list)
     held: list[tuple[RewardBatch, Future[RewardResult]]] = field(default_factory=list)
+    has_room = False
 
     def submit(self, batch: RewardBatch) -> Future[RewardResult]:
         self.batches.append(list(batch.sample_ids))
@@ -86,10 +101,7 @@ class HeldSource:
             future.set_result(self._answer(batch))
 
     def _answer(self, batch: RewardBatch) -> RewardResult:
-        return self.answers(batch) if self.answers else RewardResult(torch.ones(len(batch)))
-
-    def score(self, batch: RewardBatch) -> RewardResult:
-        return self.submit(batch).result()
+        return self.answers(batch) if self.answers else RewardResult([1.0] * len(batch))
 
     def close(self) -> None: ...
 

@@ -34,7 +34,7 @@ def failing_for(*rows: int) -> Callable[[RewardBatch], RewardResult]:
     def answer(batch: RewardBatch) -> RewardResult:
         if set(rows) & set(batch.labels):
             raise RewardError(f"cannot score {sorted(set(rows) & set(batch.labels))[0]}")
-        return RewardResult(torch.tensor([float(str(label)) for label in batch.labels]))
+        return RewardResult([float(str(label)) for label in batch.labels])
 
     return answer
 
@@ -231,7 +231,7 @@ def test_failures_are_tried_again_as_often_as_asked():
         num_calls += 1
         if num_calls < 3:
             raise RewardError("not yet")
-        return RewardResult(torch.ones(len(batch)))
+        return RewardResult([1.0] * len(batch))
 
     for num_retries in (2, 1):
         engine, num_calls = HeldEngine(), 0
@@ -250,7 +250,7 @@ def test_failures_are_tried_again_as_often_as_asked():
 
 def test_scores_for_some_groups_only_are_refused():
     def answer(batch: RewardBatch) -> RewardResult:
-        ones = torch.ones(len(batch))
+        ones = [1.0] * len(batch)
         return RewardResult(ones, scores=ones if 0 in batch.labels else None)
 
     engine = HeldEngine()

@@ -15,8 +15,8 @@ from datasets import Dataset
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.function import FunctionReward
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
+from openrlhf.rewards.function import UserFunction
+from openrlhf.rewards.workers import FunctionPool, PoolSettings
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 
@@ -213,7 +213,7 @@ def test_a_sample_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer)
 def test_a_list_of_functions_that_cannot_be_used_is_refused_at_start(code, message, tmp_path):
     (tmp_path / "bad.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
-        FunctionReward(tmp_path / "bad.py")
+        UserFunction(tmp_path / "bad.py")
 
 
 @pytest.mark.slow

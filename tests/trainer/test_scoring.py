@@ -15,7 +15,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, result_from_answer
+from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.scoring import (
@@ -26,7 +26,7 @@ from openrlhf.trainer.ppo_utils.scoring import (
 )
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.paced import PacedEngine, Prompt, step_seconds
-from tests.trainer.stream_fakes import until
+from tests.trainer.stream_fakes import handed_to, until
 
 FAIL = FailurePolicy(4)
 DROP = FailurePolicy(4, drops=True)
@@ -39,16 +39,14 @@ class Source:
 
     answers: Answers
     asked: list[list[str]] = field(default_factory=list)
+    has_room = False
 
     def submit(self, batch: RewardBatch) -> Future[RewardResult]:
         self.asked.append(list(batch.sample_ids))
         future: Future[RewardResult] = Future()
         with handed_to(future):
-            future.set_result(result_from_answer(self.answers(batch), batch=batch, source="s"))
+            future.set_result(checked_result(self.answers(batch), batch=batch, source="s"))
         return future
-
-    def score(self, batch: RewardBatch) -> RewardResult:
-        return self.submit(batch).result()
 
     def close(self) -> None: ...
 
@@ -330,7 +328,7 @@ class SlowSource(Source):
     def submit(self, batch: RewardBatch) -> Future[RewardResult]:
         def answer() -> RewardResult:
             time.sleep(0.05 * len(batch))
-            return result_from_answer([1.0] * len(batch), batch=batch, source="s")
+            return checked_result([1.0] * len(batch), batch=batch, source="s")
 
         return self.thread.submit(answer)
 

@@ -9,20 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import RewardError
-from openrlhf.rewards.answers import TRUNCATED_COLUMN
-from openrlhf.rewards.base import (
-    RewardBatch,
-    RewardResult,
-    SaysRoom,
-    StreamingSource,
-    handed_to,
-)
+from openrlhf.rewards.base import TRUNCATED_COLUMN, RewardBatch, RewardResult, RewardSource
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -207,7 +200,7 @@ class SourceScorer:
 
     is_streaming = True
 
-    def __init__(self, source: StreamingSource, batch_size: int, *, max_steps: int = 0) -> None:
+    def __init__(self, source: RewardSource, batch_size: int, *, max_steps: int = 0) -> None:
         """`max_steps`: of the run, for functions that ask how far it is."""
         self.source = source
         self.batch_size: int | None = batch_size
@@ -216,7 +209,7 @@ class SourceScorer:
     @property
     def has_room(self) -> bool:
         """See Scorer; servers take full batches."""
-        return isinstance(self.source, SaysRoom) and self.source.has_room
+        return self.source.has_room
 
     def submit(self, groups: Sequence[Group]) -> Wait:
         """See Scorer. An error of a batch is the outcome of all its groups."""
@@ -227,8 +220,10 @@ class SourceScorer:
         outcomes: Future[list[Outcome]] = Future()
 
         def settle(answer: Future[RewardResult]) -> None:
-            with handed_to(outcomes):
+            try:
                 outcomes.set_result(_outcomes(groups, answer))
+            except CancelledError:  # the source was closed
+                outcomes.cancel()
 
         batch = texts_of([r for group in groups for r in group])
         answer = self.source.submit(replace(batch, max_steps=self.max_steps))
@@ -265,9 +260,9 @@ def _outcomes(groups: Sequence[Group], answer: Future[RewardResult]) -> list[Out
 
 
 def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcome]:
-    rewards = iter(result.rewards.tolist())
-    scores = iter([None] * len(result.rewards) if result.scores is None else result.scores.tolist())
-    logs = {name: iter(column.tolist()) for name, column in result.extra_logs.items()}
+    rewards = iter(result.rewards)
+    scores = iter(result.scores or [None] * len(result.rewards))
+    logs = {name: iter(column) for name, column in result.extra_logs.items()}
     columns = {name: iter(values) for name, values in result.extra_columns.items()}
 
     def scored(rollout: Rollout) -> Rollout:
@@ -276,7 +271,7 @@ def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcom
             rollout,
             reward=next(rewards),
             score=next(scores),
-            extra_logs={name: v for name, v in numbers.items() if not math.isnan(v)},
+            extra_logs={name: v for name, v in numbers.items() if v is not None},
             extra_columns={name: next(values) for name, values in columns.items()},
         )
 

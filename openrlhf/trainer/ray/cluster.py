@@ -16,8 +16,8 @@ from openrlhf.engines.base import SHARED_MEMORY, RolloutEngine, WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.errors import ConfigError, OpenRLHFError
 from openrlhf.models.loading import load_config, resolve_dtype
-from openrlhf.rewards.base import StreamingSource
-from openrlhf.rewards.process_pool import FunctionPool
+from openrlhf.rewards.base import RewardSource
+from openrlhf.rewards.workers import FunctionPool
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
@@ -243,7 +243,7 @@ class RayCluster:
         self.engines += engines
         return list(engines)
 
-    def on_every_node(self, source: StreamingSource) -> StreamingSource:
+    def on_every_node(self, source: RewardSource) -> RewardSource:
         """A reward function with workers on every node of the run; any other source itself.
 
         Raises ConfigError for a node without the file.

@@ -12,7 +12,7 @@ from openrlhf.distributed.backend import shut_down
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import ConfigError
-from openrlhf.rewards.base import StreamingSource
+from openrlhf.rewards.base import RewardSource
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, policy_dtype, reward_roles
 from openrlhf.trainer.ray.model_actor import RankIdentity
@@ -81,7 +81,7 @@ class LocalCluster:
         self.engines.append(VLLMEngine(config))
         return list(self.engines)
 
-    def on_every_node(self, source: StreamingSource) -> StreamingSource:
+    def on_every_node(self, source: RewardSource) -> RewardSource:
         """Return the source itself: there is one node."""
         return source
 

@@ -5,23 +5,21 @@ Batches go to the node with the most room. A run on one node has the pool of its
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf.errors import ConfigError, EngineError, RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, handed_to, joined
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
-from openrlhf.rewards.worker_process import LOAD_TIMEOUT_S
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards.base import RewardBatch, RewardResult, RewardSource
+from openrlhf.rewards.workers import LOAD_TIMEOUT_S, FunctionPool, PoolSettings
 from openrlhf.trainer.ray.launcher import get, worker_environment
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import node_address
@@ -44,17 +42,20 @@ class PoolActor:
         settings = replace(settings, log_dir=Path(log_dir) if log_dir else None)
         self.pool = FunctionPool(path, settings)
 
-    def address(self) -> str:
-        """Of the node, once the file is loaded."""
+    async def address(self) -> str:
+        """Return the address of the node, once the file is loaded."""
         return node_address()
 
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """See RewardSource."""
-        return self.pool.score(batch)
+    async def score(self, batch: RewardBatch) -> RewardResult | RewardError:
+        """Score a batch; an error is a value, so that it is no failure of the actor."""
+        try:
+            return await self.pool.score(batch)
+        except RewardError as error:
+            return error
 
 
 def same_file(paths: Sequence[str], digest: str) -> str:
-    """The first of the paths that is the controller's file here as well; raises ConfigError."""
+    """Return the first of the paths that is the controller's file here; raises ConfigError."""
     there = [path for path in paths if Path(path).expanduser().is_file()]
     for path in there:
         if code_digest(path) == digest:
@@ -72,129 +73,62 @@ def same_file(paths: Sequence[str], digest: str) -> str:
     )
 
 
-class ScoresParts(Protocol):
-    """Whatever scores a batch on a node, and waits for it."""
-
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """See RewardSource; raises EngineError when the node is lost."""
-
-
-@dataclass(frozen=True)
-class RemotePool:
-    """The pool of another node, seen from the controller."""
-
-    handle: Any
-    name: str
-    timeout_s: float
-
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """See ScoresParts."""
-        reference = self.handle.score.remote(batch)
-        result: RewardResult = get(reference, self.name, self.timeout_s)
-        return result
-
-
 @dataclass(eq=False)
-class _Node:
-    pool: ScoresParts
-    num_slots: int
-    threads: ThreadPoolExecutor
+class Node:
+    """A node with a pool of its own."""
+
+    name: str
+    handle: Any  # of its PoolActor; None: the controller's own pool
     num_running: int = 0
-    is_lost: bool = False
-
-    @property
-    def load(self) -> float:
-        return self.num_running / self.num_slots
 
 
-@dataclass(frozen=True)
-class _Job:
-    batch: RewardBatch
-    future: Future[RewardResult] = field(default_factory=Future)
-
-
-class NodePools:
-    """Pools of several nodes as one source; see StreamingSource. A batch waits here until a node
-    has room for it, and goes to another node when its own is lost.
+class NodePools(RewardSource):
+    """Pools of several nodes as one source: a batch waits until a node has room for it, and goes to
+    another node when its own is lost.
     """
 
-    def __init__(self, pools: Sequence[ScoresParts], settings: PoolSettings, path: str) -> None:
-        self.path = path
-        self.settings = settings
-        slots = settings.num_workers
-        self._nodes = [_Node(pool, slots, ThreadPoolExecutor(slots, "reward")) for pool in pools]
-        self._lock = threading.RLock()  # what is done with a result may submit again
-        self._waiting: deque[_Job] = deque()
-        self._is_closed = False
+    def __init__(self, pool: FunctionPool, nodes: Sequence[Node], limit_s: float) -> None:
+        """`limit_s`: for one batch, after which its node is called lost."""
+        super().__init__(pool.path, pool.batch_size)
+        self.pool = pool
+        self.limit_s = limit_s
+        self._nodes = [Node("this node", None), *nodes]
+        self._num_places = pool.settings.num_workers  # on a node
+        self._room = asyncio.Condition()
 
     @property
     def has_room(self) -> bool:
-        """See SaysRoom."""
-        with self._lock:
-            return any(not n.is_lost and n.num_running < n.num_slots for n in self._nodes)
+        return any(node.num_running < self._num_places for node in self._nodes)
 
-    def score(self, batch: RewardBatch) -> RewardResult:
-        """See RewardSource."""
-        return self.submit(batch).result()
-
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
-        """See StreamingSource."""
-        jobs = [_Job(part) for part in batch.parts(self.settings.batch_size)]
-        with self._lock:
-            if self._is_closed:
-                raise RewardError(f"{self.path}: the pools of workers were closed")
-            self._waiting += jobs
-            self._hand_out()
-        return joined([job.future for job in jobs], source=self.path)
-
-    def close(self) -> None:
-        """Give up what waits; what runs ends with the pools, which belong to others."""
-        with self._lock:
-            self._is_closed = True
-            self._give_up(RewardError(f"{self.path}: the pools of workers were closed"))
-        for node in self._nodes:
-            node.threads.shutdown(wait=False)
-
-    def _hand_out(self) -> None:
-        """Give waiting jobs to nodes with room, the emptiest first; called under the lock."""
-        while self._waiting:
-            nodes = [n for n in self._nodes if not n.is_lost and n.num_running < n.num_slots]
-            if not nodes:
-                return
-            node = min(nodes, key=lambda n: n.load)
-            node.num_running += 1
-            node.threads.submit(self._run, node, self._waiting.popleft())
-
-    def _run(self, node: _Node, job: _Job) -> None:
-        lost: EngineError | None = None
-        with handed_to(job.future):
+    async def score_part(self, batch: RewardBatch) -> RewardResult:
+        while True:
+            async with self._room:
+                await self._room.wait_for(lambda: self.has_room)
+                node = min(self._nodes, key=lambda node: node.num_running)
+                node.num_running += 1
             try:
-                job.future.set_result(node.pool.score(job.batch))
-            except EngineError as error:
-                lost = error
-        with self._lock:
-            node.num_running -= 1
-            if lost is not None:
-                self._lose(node, job, lost)
-            if not self._is_closed:
-                self._hand_out()
+                return await self._score_on(node, batch)
+            except (RayActorError, asyncio.TimeoutError) as error:
+                if node in self._nodes:
+                    self._nodes.remove(node)
+                    warn(f"no reward functions on a lost node any more: {node.name}: {error}")
+            finally:
+                node.num_running -= 1
+                async with self._room:
+                    self._room.notify_all()
 
-    def _lose(self, node: _Node, job: _Job, error: EngineError) -> None:
-        """Leave a node out from now on; its jobs go to the others, or fail with the last node."""
-        if not node.is_lost:
-            warn(f"no reward functions on a lost node any more: {error}")
-        node.is_lost = True
-        self._waiting.appendleft(job)
-        if self._is_closed or all(n.is_lost for n in self._nodes):
-            self._give_up(RewardError(f"{self.path}: {error}"))
-
-    def _give_up(self, error: RewardError) -> None:
-        while self._waiting:
-            self._waiting.popleft().future.set_exception(error)
+    async def _score_on(self, node: Node, batch: RewardBatch) -> RewardResult:
+        if node.handle is None:
+            return await self.pool.score(batch)
+        result = await asyncio.wait_for(node.handle.score.remote(batch), self.limit_s)
+        if isinstance(result, RewardError):
+            raise result
+        scored: RewardResult = result
+        return scored
 
 
 def run_nodes(slots: Sequence[Slot]) -> list[str]:
-    """Ids of the nodes that a run has places on, the controller's own first."""
+    """Return the ids of the nodes that a run has places on, the controller's own first."""
     own = ray.get_runtime_context().get_node_id()
     groups = {slot.group.id: slot.group for slot in slots}.values()
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
@@ -203,7 +137,7 @@ def run_nodes(slots: Sequence[Slot]) -> list[str]:
 
 
 def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
-    """An actor with a pool like this one on each of the nodes, none of which has to be up yet."""
+    """Start an actor with a pool like this one on each of the nodes; does not wait for them."""
     settings = pool.settings
     log_dir = str(settings.log_dir.resolve()) if settings.log_dir else None
     paths = list(dict.fromkeys([pool.path, str(Path(pool.path).expanduser().resolve())]))
@@ -221,13 +155,9 @@ def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
 
 
 def spread(pool: FunctionPool, handles: Sequence[Any]) -> NodePools:
-    """The local pool and those of the actors as one; raises ConfigError for a node without the
+    """Join the local pool and those of the actors; raises ConfigError for a node without the
     file.
     """
     addresses = [get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S) for h in handles]
-    limit_s = LOAD_TIMEOUT_S + pool.settings.limits.timeout_s + GRACE_S
-    others = [
-        RemotePool(handle, f"reward workers on node {address}", limit_s)
-        for handle, address in zip(handles, addresses, strict=True)
-    ]
-    return NodePools([pool, *others], pool.settings, pool.path)
+    nodes = [Node(*pair) for pair in zip(addresses, handles, strict=True)]
+    return NodePools(pool, nodes, LOAD_TIMEOUT_S + pool.settings.timeout_s + GRACE_S)

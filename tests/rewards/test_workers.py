@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,16 +10,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards import worker_process
-from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.process_pool import FunctionPool, PoolSettings
-from openrlhf.rewards.worker_process import WorkerLimits
+from openrlhf.rewards import workers
+from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.rewards.workers import FunctionPool, PoolSettings
 
 # The label of the first sample says what the function does.
 UNRULY = """
@@ -42,8 +43,6 @@ UNRULY = """
             ctypes.string_at(0)
         if word == "memory":
             kept.append([bytes(2**20) for _ in range(10**5)])
-        if word == "leak":
-            kept.append(bytearray(os.urandom(1) * (400 * 2**20)))
         if word == "fork":
             for _ in range(5): os.fork()
             time.sleep(1e6)
@@ -59,9 +58,9 @@ UNRULY = """
             raise ValueError("no such answer")
         if word == "nan":
             return [float("nan")] * len(labels)
-        if word == "daemon":
-            subprocess.Popen("sleep 1000 & echo $!", shell=True, start_new_session=True).wait()
-            os._exit(1)
+        if word == "child elsewhere":
+            print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+            time.sleep(1e6)
         if word == "copy and exit":
             os.fork() and os._exit(1)
             time.sleep(1e6)
@@ -116,8 +115,8 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
     def make(code: str = UNRULY, timeout_s: float = 20, **settings: object) -> FunctionPool:
         path = tmp_path / "my_reward.py"
         path.write_text(textwrap.dedent(code))
-        limits = WorkerLimits(timeout_s=timeout_s, memory_gib=0.25)
-        settings = {"num_workers": 2, "log_dir": tmp_path / "logs", "limits": limits} | settings
+        limits = {"timeout_s": timeout_s, "memory_gib": 0.25}
+        settings = {"num_workers": 2, "log_dir": tmp_path / "logs"} | limits | settings
         pools.append(FunctionPool(path, PoolSettings(**settings)))  # type: ignore[arg-type]
         return pools[-1]
 
@@ -157,9 +156,9 @@ def test_batches_have_at_most_their_size_and_results_keep_their_order(make_pool:
         "def reward_func(queries, prompts, labels): return [x + len(labels) / 10 for x in labels]"
     )
     pool = make_pool(code, batch_size=2)
-    rewards = pool.score(batch_of(1, 2, 3, 4, 5)).rewards.tolist()
+    rewards = pool.submit(batch_of(1, 2, 3, 4, 5)).result().rewards
     assert rewards == pytest.approx([1.2, 2.2, 3.2, 4.2, 5.1])
-    assert pool.score(batch_of()).rewards.tolist() == []
+    assert pool.submit(batch_of()).result().rewards == []
 
 
 def test_calls_run_at_the_same_time(make_pool: MakePool, tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_calls_run_at_the_same_time(make_pool: MakePool, tmp_path: Path) -> None
     """
     (tmp_path / "seen").mkdir()
     pool = make_pool(code, batch_size=1, num_workers=4)
-    rewards = pool.score(batch_of(*[str(tmp_path / "seen")] * 4)).rewards.tolist()
+    rewards = pool.submit(batch_of(*[str(tmp_path / "seen")] * 4)).result().rewards
     assert rewards == [4.0] * 4 and len(pool.worker_pids) == 4
 
 
@@ -193,9 +192,9 @@ def test_both_shapes_and_async_functions_work(make_pool: MakePool) -> None:
     """
     pool = make_pool(code, num_workers=1)
     for _ in range(2):
-        assert pool.score(batch_of(None, None)).rewards.tolist() == [0.0, 1.0]
+        assert pool.submit(batch_of(None, None)).result().rewards == [0.0, 1.0]
     completions = "async def f(prompts, completions, answer, **kwargs): return answer"
-    assert make_pool(completions).score(batch_of(1, answer=[7])).rewards.tolist() == [7.0]
+    assert make_pool(completions).submit(batch_of(1, answer=[7])).result().rewards == [7.0]
 
 
 @pytest.mark.parametrize(
@@ -209,17 +208,16 @@ def test_both_shapes_and_async_functions_work(make_pool: MakePool) -> None:
         ("exit", "ended its process (exit code 1)"),
         ("leave", "ended its process (exit code 1)"),
         ("crash", "ended its process (signal SIGSEGV)"),
-        ("memory", "took more than 0.25 GiB (--reward_memory_gib)"),
     ],
 )
 def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
     make_pool: MakePool, tmp_path: Path, word: str, message: str
 ) -> None:
-    pool = make_pool(timeout_s=20 if word == "memory" else 0.4)
+    pool = make_pool(timeout_s=0.4)
     [first] = pool.worker_pids
     start = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        pool.score(batch_of(word, 2, 3, 4, 5))
+        pool.submit(batch_of(word, 2, 3, 4, 5)).result()
     assert time.monotonic() - start < 0.4 + 5  # the limit and some seconds, whatever it did
     text = str(caught.value)
     assert (
@@ -227,20 +225,21 @@ def test_a_worker_at_its_limit_is_replaced_and_the_error_says_which_samples(
     )
     assert "step1/0/0, step1/1/0, step1/2/0 and 2 more" in text
     assert wait_until(lambda: not processes_of(first))  # nor a zombie
-    assert pool.score(batch_of(1, 2)).rewards.tolist() == [1.0, 2.0]
+    assert pool.submit(batch_of(1, 2)).result().rewards == [1.0, 2.0]
     assert first not in pool.worker_pids
 
 
 def test_where_a_call_hung_is_in_the_log(make_pool: MakePool, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"See .*/logs/reward-0\.log"):
-        make_pool(timeout_s=0.3).score(batch_of("sleep"))
+        make_pool(timeout_s=0.3).submit(batch_of("sleep")).result()
     assert 'my_reward.py", line 9 in reward_func' in (tmp_path / "logs/reward-0.log").read_text()
 
 
-def test_what_a_worker_started_ends_with_it(make_pool: MakePool) -> None:
+@pytest.mark.parametrize("word", ["child", "child elsewhere"])
+def test_what_a_worker_started_ends_with_it(make_pool: MakePool, word: str) -> None:
     pool = make_pool(timeout_s=0.5)
     [worker] = pool.worker_pids
-    future = pool.submit(batch_of("child"))
+    future = pool.submit(batch_of(word))
     children = Path(f"/proc/{worker}/task/{worker}/children")
     assert wait_until(lambda: bool(children.read_text().split()))
     [child] = map(int, children.read_text().split())
@@ -249,13 +248,15 @@ def test_what_a_worker_started_ends_with_it(make_pool: MakePool) -> None:
     assert wait_until(lambda: not is_running(child))
 
 
-def test_what_a_worker_started_in_a_session_of_its_own_ends_too(
-    make_pool: MakePool, tmp_path: Path
+def test_a_function_out_of_memory_is_told_its_line_and_its_worker_replaced(
+    make_pool: MakePool,
 ) -> None:
-    with pytest.raises(RewardError, match=r"ended its process \(exit code 1\)"):
-        make_pool().score(batch_of("daemon"))
-    daemon = int((tmp_path / "logs" / "reward-0.log").read_text())
-    assert wait_until(lambda: not is_running(daemon))
+    pool = make_pool(num_workers=1)
+    [first] = pool.worker_pids
+    with pytest.raises(RewardError, match=r"my_reward.py:\d+: MemoryError \(--reward_memory_gib\)"):
+        pool.submit(batch_of("memory")).result()
+    assert pool.submit(batch_of(1)).result().rewards == [1.0]
+    assert pool.worker_pids != [first]
 
 
 def test_a_worker_that_ends_is_noticed_though_a_copy_of_it_lives(make_pool: MakePool) -> None:
@@ -263,15 +264,15 @@ def test_a_worker_that_ends_is_noticed_though_a_copy_of_it_lives(make_pool: Make
     [first] = pool.worker_pids
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"ended its process \(exit code 1\)"):
-        pool.score(batch_of("copy and exit"))
+        pool.submit(batch_of("copy and exit")).result()
     assert time.monotonic() - start < 5
     assert wait_until(lambda: not processes_of(first))
 
 
 def test_a_copy_that_the_function_forked_does_not_answer(make_pool: MakePool) -> None:
     pool = make_pool(num_workers=1)
-    assert pool.score(batch_of("two answers", 2)).rewards.tolist() == [1.0, 2.0]
-    assert pool.score(batch_of(1, 2, 3)).rewards.tolist() == [1.0, 2.0, 3.0]
+    assert pool.submit(batch_of("two answers", 2)).result().rewards == [1.0, 2.0]
+    assert pool.submit(batch_of(1, 2, 3)).result().rewards == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("word", ["write to all", "close all", "knock", "late child"])
@@ -281,9 +282,9 @@ def test_whatever_a_function_writes_or_closes_its_own_rewards_count(
     pool = make_pool(num_workers=1)
     [worker] = pool.worker_pids
     for _ in range(2):
-        assert pool.score(batch_of(word)).rewards.tolist() == [1.0]
+        assert pool.submit(batch_of(word)).result().rewards == [1.0]
     time.sleep(0.5 if word == "late child" else 0)
-    assert pool.score(batch_of(1, 2)).rewards.tolist() == [1.0, 2.0]
+    assert pool.submit(batch_of(1, 2)).result().rewards == [1.0, 2.0]
     assert pool.worker_pids == [worker]
 
 
@@ -292,7 +293,7 @@ def test_whatever_a_function_writes_or_closes_its_own_rewards_count(
 def test_half_a_message_does_not_put_off_the_time_limit(make_pool: MakePool, word: str) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"did not end in 0\.5 s \(--reward_timeout_s\)"):
-        make_pool(timeout_s=0.5).score(batch_of(word))
+        make_pool(timeout_s=0.5).submit(batch_of(word)).result()
     assert time.monotonic() - start < 0.5 + 5
 
 
@@ -303,8 +304,8 @@ def test_a_stopped_worker_does_not_keep_the_sender_of_a_large_batch_waiting(
     pool = make_pool(timeout_s=0.5, num_workers=1)
     os.kill(pool.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(RewardError, match="did not end in"):
-        pool.score(batch_of("x" * 10**7))
-    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+        pool.submit(batch_of("x" * 10**7)).result()
+    assert pool.submit(batch_of(1)).result().rewards == [1.0]
 
 
 def test_an_error_is_one_line_with_its_place_wherever_the_function_went(
@@ -314,21 +315,10 @@ def test_an_error_is_one_line_with_its_place_wherever_the_function_went(
     monkeypatch.chdir(tmp_path)
     with closing(FunctionPool("my_reward.py", PoolSettings(num_workers=1))) as pool:
         with pytest.raises(RewardError) as caught:
-            pool.score(batch_of("elsewhere"))
-        assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
-    assert "my_reward.py:69: ValueError: first line second line xxx" in str(caught.value)
+            pool.submit(batch_of("elsewhere")).result()
+        assert pool.submit(batch_of(1)).result().rewards == [1.0]
+    assert "my_reward.py:67: ValueError: first line second line xxx" in str(caught.value)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
-
-
-def test_a_worker_that_leaked_is_replaced_after_its_answer(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1)
-    code = "leak"
-    try:
-        pool.score(batch_of(code))
-    except RewardError as error:  # caught while it was still busy
-        assert "--reward_memory_gib" in str(error)
-    assert pool.worker_pids == []
-    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
 
 
 def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePool) -> None:
@@ -336,25 +326,25 @@ def test_a_worker_killed_between_two_calls_is_replaced_unseen(make_pool: MakePoo
     [first] = pool.worker_pids
     os.kill(first, signal.SIGKILL)
     assert wait_until(lambda: not is_running(first))
-    assert pool.score(batch_of(1)).rewards.tolist() == [1.0]
+    assert pool.submit(batch_of(1)).result().rewards == [1.0]
 
 
 def test_an_exception_has_its_line_and_nonsense_its_sample(make_pool: MakePool) -> None:
     pool = make_pool()
     before = pool.worker_pids
-    with pytest.raises(RewardError, match=r"my_reward\.py:36: ValueError: no such answer"):
-        pool.score(batch_of("raise"))
+    with pytest.raises(RewardError, match=r"my_reward\.py:34: ValueError: no such answer"):
+        pool.submit(batch_of("raise")).result()
     with pytest.raises(RewardError, match=r"rewards of sample step1/0/0 is nan"):
-        pool.score(batch_of("nan"))
+        pool.submit(batch_of("nan")).result()
     with pytest.raises(RewardError, match=r"1 values for 2 samples \(samples step1/0/0, step1/1"):
-        pool.score(batch_of("too few", 2))
+        pool.submit(batch_of("too few", 2)).result()
     assert pool.worker_pids == before  # neither costs a worker
 
 
 def test_prints_go_to_the_log_and_not_to_the_terminal(
     make_pool: MakePool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    make_pool().score(batch_of(1, 2))
+    make_pool().submit(batch_of(1, 2)).result()
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "logs" / "reward-0.log").read_text()
     assert "scored 2" in log and "and said so" in log
@@ -363,7 +353,7 @@ def test_prints_go_to_the_log_and_not_to_the_terminal(
 def test_a_function_that_prints_100_mib_is_answered(
     make_pool: MakePool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert make_pool(log_dir=None).score(batch_of("talk", 2)).rewards.tolist() == [1.0, 2.0]
+    assert make_pool(log_dir=None).submit(batch_of("talk", 2)).result().rewards == [1.0, 2.0]
     assert capfd.readouterr() == ("", "")
 
 
@@ -389,7 +379,7 @@ def test_a_file_without_a_function_is_refused_at_start(
 def test_a_file_that_hangs_while_it_is_imported_is_refused_and_ended(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "LOAD_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(workers, "LOAD_TIMEOUT_S", 5.0)
     with pytest.raises(ConfigError) as caught:
         make_pool("import os, time; print(os.getpid()); time.sleep(1e6)")
     assert "my_reward.py: the file did not end in 5 s while it was imported." in str(caught.value)
@@ -404,22 +394,36 @@ def test_closing_ends_all_workers_and_what_they_do(make_pool: MakePool) -> None:
     pids = pool.worker_pids
     pool.close()
     for future in futures:
-        with pytest.raises(RewardError, match="ended its process"):
+        with pytest.raises(CancelledError):
             future.result(5)
     assert wait_until(lambda: not any(map(is_running, pids)))
     with pytest.raises(RewardError, match="closed"):
         pool.submit(batch_of(1))
 
 
+def test_scores_are_awaited_and_a_cancelled_call_ends_its_worker(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    [first] = pool.worker_pids
+
+    async def ask() -> RewardResult:
+        asking = asyncio.ensure_future(pool.score(batch_of("sleep")))
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        return await pool.score(batch_of(1, 2))
+
+    assert asyncio.run(ask()).rewards == [1.0, 2.0]
+    assert pool.worker_pids != [first]
+
+
 PARENT = """
-import sys, threading, time
-from openrlhf.rewards.answers import RewardBatch
-from openrlhf.rewards.worker_process import WorkerLimits, WorkerProcess
-workers = [WorkerProcess(sys.argv[1], WorkerLimits(), None) for _ in range(2)]
-batch = RewardBatch(["q"], ["p"], ["r"], ["spin"])
-threading.Thread(target=workers[0].answer, args=[batch], daemon=True).start()
+import sys, time
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.workers import FunctionPool, PoolSettings
+pool = FunctionPool(sys.argv[1], PoolSettings(num_workers=2))
+pool.submit(RewardBatch(["q"], ["p"], ["r"], ["spin"]))
 time.sleep(0.5)
-print(*[worker.process.pid for worker in workers], flush=True)
+pool.submit(RewardBatch(["q"], ["p"], ["r"], [1])).result()
+print(*pool.worker_pids, flush=True)
 time.sleep(100)
 """
 
@@ -439,10 +443,10 @@ def test_workers_die_with_their_parent_also_in_the_middle_of_a_call(tmp_path: Pa
 def test_what_a_function_prints_stays_within_two_files(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "MAX_LOG_BYTES", 2**20)
+    monkeypatch.setattr(workers, "MAX_LOG_BYTES", 2**20)
     pool = make_pool(num_workers=1)
     for _ in range(2):
-        assert pool.score(batch_of("talk")).rewards.tolist() == [1.0]  # 100 MiB
+        assert pool.submit(batch_of("talk")).result().rewards == [1.0]  # 100 MiB
     log, older = sorted((tmp_path / "logs").iterdir())
     assert (log.name, older.name) == ("reward-0.log", "reward-0.log.1")
     assert 100 * 2**20 <= log.stat().st_size == older.stat().st_size < 101 * 2**20
