@@ -203,10 +203,6 @@ class DeepSpeedStrategy:
         """Return maxima over the data-parallel ranks."""
         return collectives.all_reduce_max(values, group=self.dp_group)
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        collectives.barrier()
-
 
 def split(
     model: nn.Module, config: dict[str, object], *, dtype: torch.dtype, device: torch.device

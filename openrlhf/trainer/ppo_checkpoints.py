@@ -16,7 +16,7 @@ from typing import Any
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
-from openrlhf.distributed.collectives import is_main, on_main
+from openrlhf.distributed.collectives import on_main
 from openrlhf.distributed.manifest import TEMPORARY
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import RunInputs
@@ -34,7 +34,7 @@ RUN = "run"  # the controller's own state, in state.json
 
 
 def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
-    """Find what the run goes on from, before a model is loaded; all controllers call.
+    """Find what the run goes on from, before a model is loaded.
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
@@ -139,7 +139,7 @@ class PPOCheckpoints:
         state.load_state_dict(saved.state[RUN])
         state.load_groups(saved.path)
         self.kept = state.state_dict()
-        if not all(has_same_ranks) and is_main():
+        if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
 
     def is_due(self, state: RunState, *, is_last: bool = False) -> bool:
@@ -203,8 +203,7 @@ class PPOCheckpoints:
             )
         if is_saved:
             self.best = best
-            if is_main():
-                notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
+            notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
 
     def find(self, step: int) -> Path | None:
         """Return the folder that keeps the model of a step, if any does."""

@@ -142,7 +142,7 @@ def found() -> dict[str, list[dict[str, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_give_the_recorded_numbers(
     found: dict[str, list[dict[str, float]]], case: str
