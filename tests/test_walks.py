@@ -16,11 +16,10 @@ FILES = {module.where.removeprefix("openrlhf/"): module for module in modules()}
 
 WALKS = {
     "a parameter from the optimizer to the engine that serves it": (
-        8,
+        7,
         [
             "trainer/ray/ppo_actor.py:broadcast_to_vllm",
-            "distributed/train_engine.py:gather_full_parameters",
-            "distributed/weights.py:full_parameters",
+            "distributed/weights.py:stored_parameters",
             "trainer/ray/weight_sync.py:send_weights",
             "engines/weight_transfer.py:pack",
             "trainer/ray/vllm_engine.py:receive_bucket",

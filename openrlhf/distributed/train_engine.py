@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from openrlhf.distributed import collectives, engine_state, offload
 from openrlhf.distributed.optimizer import LearningRate
 from openrlhf.distributed.tensor_parallel import total_norm
-from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -119,14 +117,6 @@ class TrainEngine:
         )
         return grad_norm
 
-    def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, adapters merged; every rank must
-        iterate.
-
-        A tensor is valid until the next one is asked for.
-        """
-        return stored_parameters(self.module)
-
     def offload_states(self) -> None:
         """Move optimizer states, gradients and master weights to CPU memory."""
         offload.offload_states(self.engine)
@@ -191,7 +181,3 @@ class EvalEngine:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's forward pass, without gradients."""
         return self.model(*args, **kwargs)
-
-    def gather_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter; every rank must iterate."""
-        return stored_parameters(self.module)

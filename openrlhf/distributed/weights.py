@@ -87,7 +87,10 @@ def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in a saved file, full tensor) of the Hugging Face model inside."""
+    """Yield (name in a saved file, full tensor) of the Hugging Face model inside, adapters merged.
+
+    Every rank must iterate; a tensor is valid until the next one is asked for.
+    """
     return as_stored(base_model_of(hf_model_of(module)), full_parameters(module))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.export import export_hf, mend_generation_config, without_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import full_parameters
+from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from tests.distributed.spawn import run_ranks
@@ -40,7 +40,7 @@ def export_all(folder: Path) -> dict:
         engine = strategy.prepare_train(Actor(model), OptimizerConfig(), num_updates=1)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
         export_hf(engine, model, tokenizer, out_dir(folder, kind, stage), command="a command")
-        given[kind, stage] = {n: t.clone() for n, t in engine.gather_full_parameters()}
+        given[kind, stage] = {n: t.clone() for n, t in stored_parameters(engine.module)}
     strategy.shut_down()
     return given
 

@@ -12,6 +12,7 @@ from torch import nn
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError
 
 STAGES = (0, 3)
@@ -27,7 +28,7 @@ def make_engine(stage: int, frozen: int, seed: int) -> TrainEngine:
 
 
 def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.gather_full_parameters()}
+    return {name: tensor.clone() for name, tensor in stored_parameters(engine.module)}
 
 
 @pytest.mark.parametrize("stage", STAGES)

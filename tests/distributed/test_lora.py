@@ -9,7 +9,7 @@ import torch
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, LoraConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import full_parameters
+from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
@@ -46,7 +46,7 @@ def step_everywhere(folder: Path) -> dict[object, dict[str, torch.Tensor]]:
             loss = -engine(own_batch(strategy.topology.rank)).logprobs.sum() / 16
             engine.backward(loss, is_last_micro_batch=True)
             engine.step()
-        results[name] = {key: value.clone() for key, value in engine.gather_full_parameters()}
+        results[name] = {key: value.clone() for key, value in stored_parameters(engine.module)}
     return results
 
 

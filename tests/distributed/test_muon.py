@@ -13,6 +13,7 @@ from openrlhf.distributed.ds_config import ModelFacts, training_config
 from openrlhf.distributed.optimizer import LearningRate, make_muon, muon_groups, parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model as make_tiny_model
@@ -92,7 +93,7 @@ def take_step(engine: TrainEngine, strategy: DeepSpeedStrategy) -> float:
 
 
 def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
-    return {name: tensor.float().clone() for name, tensor in engine.gather_full_parameters()}
+    return {name: tensor.float().clone() for name, tensor in stored_parameters(engine.module)}
 
 
 def train_all(folder: Path) -> dict:

@@ -16,6 +16,7 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from tests.distributed.spawn import run_ranks
@@ -58,7 +59,7 @@ Weights = dict[str, Tensor]
 
 
 def weights_of(engine: TrainEngine) -> Weights:
-    return {name: tensor.clone() for name, tensor in engine.gather_full_parameters()}
+    return {name: tensor.clone() for name, tensor in stored_parameters(engine.module)}
 
 
 def after_grpo(folder: Path, division: Division) -> Weights:

@@ -19,6 +19,7 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.families import SPLIT_STYLES, refuse_split_layers
@@ -78,7 +79,7 @@ def train(folder: Path, name: str, options: dict) -> dict:
         "norms": norms,
         "said": said,
         "frozen": loss_of(frozen, name, SEQUENCES)[1],
-        "weights": {n: t.clone() for n, t in engine.gather_full_parameters()},
+        "weights": {n: t.clone() for n, t in stored_parameters(engine.module)},
         "has_split_head": getattr(getattr(model, "head", None), "shard", None) is not None,
         "numel": sum(p.numel() for p in engine.module.parameters()),
         "export": folder / where,

@@ -15,6 +15,7 @@ from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.optimizer import muon_groups, parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import NumericsError
 from tests.distributed.spawn import run_ranks
 
@@ -101,7 +102,7 @@ def full_gradients(engine: TrainEngine) -> list[Tensor]:
 
 
 def full_weights(engine: TrainEngine) -> list[Tensor]:
-    return [tensor.float().clone() for _, tensor in engine.gather_full_parameters()]
+    return [tensor.float().clone() for _, tensor in stored_parameters(engine.module)]
 
 
 def run_case(options: dict, folder: Path, name: str) -> dict:
@@ -119,7 +120,7 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
         norms.append(engine.step())
         lrs.append(engine.lr)
     weights = full_weights(engine)
-    names = [name for name, _ in engine.gather_full_parameters()]
+    names = [name for name, _ in stored_parameters(engine.module)]
     # One rank's loss is not a number: every rank must refuse, and nothing may change.
     factor = float("nan") if strategy.is_main else 1.0
     engine.backward(loss_of(engine, samples) * factor, is_last_micro_batch=True)

@@ -20,6 +20,7 @@ from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.manifest import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.stopped_runs import records, stopping_behind
@@ -74,7 +75,7 @@ def states_of(engine: TrainEngine) -> dict[str, Tensor]:
     """Every number that training goes on from."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found = {f"lp {name}": t.float().clone() for name, t in engine.gather_full_parameters()}
+    found = {f"lp {name}": t.float().clone() for name, t in stored_parameters(engine.module)}
     if engine.zero_stage in (1, 2):  # 0.19.8 links the states of the first group only
         engine.engine.optimizer._hp_optimizer_states_linked = False
         engine.engine.optimizer._lazy_init_hp_params_optimizer_state()

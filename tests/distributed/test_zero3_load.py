@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.ds_config import inference_config
 from openrlhf.distributed.strategy import DeepSpeedStrategy, split
+from openrlhf.distributed.weights import stored_parameters
 from tests.distributed.spawn import run_ranks
 
 OFFLOADED = {"frozen at home": {"offload": True}, "frozen at home, ZeRO-2": {"offload": True}}
@@ -79,7 +80,7 @@ def load_all(folder: Path) -> dict[str, dict]:
             "is_tied": module.head.weight is module.embed.weight,
             "held": [p.ds_tensor.numel() for p in module.parameters()],
             "dtypes": {p.dtype for p in module.parameters()},
-            "full": {name: t.float().clone() for name, t in engine.gather_full_parameters()},
+            "full": {name: t.float().clone() for name, t in stored_parameters(engine.module)},
         }
     strategy.shut_down()
     return results

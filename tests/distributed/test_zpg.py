@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
@@ -44,7 +45,7 @@ def train(options: dict, model_dir: Path) -> tuple[list[Tensor], int]:
             engine.backward(loss, is_last_micro_batch=index == len(micro_batches) - 1)
         engine.step()
     num_ranks = next(engine.module.parameters()).ds_secondary_tensor_group_size
-    return [t.float().clone() for _, t in engine.gather_full_parameters()], num_ranks
+    return [t.float().clone() for _, t in stored_parameters(engine.module)], num_ranks
 
 
 def train_with_and_without(folder: Path) -> dict:

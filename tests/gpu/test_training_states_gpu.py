@@ -12,6 +12,7 @@ from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import stored_parameters
 from tests.distributed.spawn import run_ranks
 from tests.gpu.engines import DEVICES
 
@@ -48,7 +49,7 @@ def train_step(engine: TrainEngine, step: int, *, factor: float = 1.0) -> float:
 
 
 def weights_of(engine: TrainEngine) -> list[Tensor]:
-    return [tensor.float().cpu().clone() for _, tensor in engine.gather_full_parameters()]
+    return [tensor.float().cpu().clone() for _, tensor in stored_parameters(engine.module)]
 
 
 def memory_in_use() -> int:

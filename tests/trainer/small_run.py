@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from openrlhf.config.common import AdamConfig, CheckpointConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
 from openrlhf.trainer.checkpointing import Checkpointer
 from openrlhf.utils.metrics import Metrics
@@ -104,7 +105,7 @@ def write_export(path: Path) -> None:
 
 
 def weights_of(trainer: VectorTrainer) -> list[Tensor]:
-    return [tensor.clone() for _, tensor in trainer.engine.gather_full_parameters()]
+    return [tensor.clone() for _, tensor in stored_parameters(trainer.engine.module)]
 
 
 class Stop(Exception):

@@ -20,6 +20,7 @@ from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer import supervised_run
@@ -78,7 +79,7 @@ def step_gradients(trainer: SFTTrainer) -> list[Tensor]:
 def poisoned_step(trainer: SFTTrainer) -> tuple[bool, Metrics]:
     """A step whose loss is not a number on the main rank only: are the weights as before?"""
     compute_loss = trainer.compute_loss
-    before = [tensor.clone() for _, tensor in trainer.engine.gather_full_parameters()]
+    before = [tensor.clone() for _, tensor in stored_parameters(trainer.engine.module)]
 
     def poisoned(*args: object) -> tuple[Tensor, Metrics]:
         loss, metrics = compute_loss(*args)
@@ -86,7 +87,7 @@ def poisoned_step(trainer: SFTTrainer) -> tuple[bool, Metrics]:
 
     trainer.compute_loss = poisoned  # type: ignore[method-assign]
     metrics = trainer.train_step(range(8))
-    after = [tensor for _, tensor in trainer.engine.gather_full_parameters()]
+    after = [tensor for _, tensor in stored_parameters(trainer.engine.module)]
     return all(map(torch.equal, before, after)), metrics
 
 

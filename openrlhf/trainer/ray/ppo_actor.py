@@ -25,7 +25,7 @@ from openrlhf.algorithms.policy_loss import (
 )
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.export import NamedTensors, check_room, export_hf
-from openrlhf.distributed.weights import WeightAverage
+from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.errors import WeightSyncError
@@ -246,7 +246,7 @@ class PolicyModelActor(TrainedWorker):
                 device=self.engine.device,
                 endpoint=self.master_endpoint,
             )
-        tensors = self.engine.gather_full_parameters()
+        tensors = stored_parameters(self.engine.module)
         if rank == 0:
             send_weights(
                 tensors,
@@ -295,7 +295,7 @@ class PolicyModelActor(TrainedWorker):
         held = dict(generator.model.named_parameters())
         buffers = dict(generator.model.named_buffers())
         with torch.no_grad():
-            for name, tensor in self.engine.gather_full_parameters():
+            for name, tensor in stored_parameters(self.engine.module):
                 (held.pop(name) if name in held else buffers[name]).copy_(tensor)
         if held:
             raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
