@@ -411,16 +411,6 @@ class PPOConfig(RunConfig):
                 "are now."
             )
 
-    def note_most_that_is_generated_ahead(self) -> Iterator[str]:
-        """What could not be trained on in time is not started."""
-        size, num_behind = self.rollout.vllm_generate_batch_size, self.train.async_queue_size
-        most = (num_behind + 1) * self.rollout.batch_size
-        if self.train.async_enable and size is not None and size > most:
-            yield (
-                f"--vllm_generate_batch_size {size} counts as {most}: more prompts on their way "
-                f"could not all be trained on within --async_queue_size {num_behind} update(s)."
-            )
-
     def note_correction_is_not_on(self) -> Iterator[str]:
         """The gate that was chosen is not there."""
         if self.algo.advantage.is_corrected:
@@ -429,15 +419,3 @@ class PPOConfig(RunConfig):
             path = f"algo.advantage.is_correction_{name}"
             if is_given(self, path) and is_changed(self, path):
                 yield f"--is_correction_{name} has no effect without --enable_vllm_is_correction."
-
-    def note_last_batch_is_smaller(self) -> Iterator[str]:
-        """Samples that do not fill the last optimizer step are trained on all the same."""
-        batch_size, num_samples = self.train.batch_size, self.num_rollout_samples
-        rest = num_samples % batch_size
-        if rest:
-            below = num_samples - rest
-            yield (
-                f"--train_batch_size {batch_size} does not divide the {num_samples} samples of a "
-                f"step: the last update of a step has {rest}. Even: {below} or "
-                f"{below + batch_size} samples."
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,15 +189,21 @@ def read_yaml(reading: Reading, path: Path) -> None:
     if not isinstance(tree, Mapping):
         reading.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
         return
-    _read_section(reading, _File(path.name), tree, "")
-
-
-@dataclass
-class _File:
-    """A YAML file, and under which key each group of leaves was set in it."""
-
-    name: str
-    keys: dict[frozenset[str], str] = field(default_factory=dict)
+    table = flag_table(reading.config_class)
+    said: dict[frozenset[str], str] = {}  # the key that set these leaves
+    for name, value in _settings_in(tree, table):
+        source, targets = f"{path.name}: {name}", table.get(name, ())
+        paths = frozenset(target.option.path for target in targets)
+        if paths and paths in said:
+            first = said[paths]
+            both = f"and {first} set the same" if first != name else "stands twice"
+            reading.problems.append(f"{source} {both}. Leave one out.")
+        said[paths] = name
+        if not targets or targets[0].meanings is not None:
+            words = yaml_words(value)
+            reading.take(name, source, words if words is not None else [str(value)])
+        else:
+            _read_value(reading, name, source, value)
 
 
 def _repeated_keys(node: yaml.Node | None, depth: int = 8) -> Iterator[str]:
@@ -210,28 +216,17 @@ def _repeated_keys(node: yaml.Node | None, depth: int = 8) -> Iterator[str]:
         yield from _repeated_keys(value, depth - 1)
 
 
-def _read_section(reading: Reading, file: _File, tree: Mapping[Any, Any], prefix: str) -> None:
-    table = flag_table(reading.config_class)
+def _settings_in(
+    tree: Mapping[Any, Any], known: Iterable[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every key that is no section."""
     for key, value in tree.items():
         name = prefix + str(key).replace("-", "_")
-        is_section = any(known.startswith(f"{name}.") for known in table)
+        is_section = any(path.startswith(f"{name}.") for path in known)
         if isinstance(value, Mapping) and is_section:
-            _read_section(reading, file, value, f"{name}.")
-            continue
-        source = f"{file.name}: {name}"
-        options = [target.option for target in table.get(name, ())]
-        if options:
-            paths = frozenset(option.path for option in options)
-            if paths in file.keys:
-                first = file.keys[paths]
-                both = f"and {first} set the same" if first != name else "stands twice"
-                reading.problems.append(f"{source} {both}. Leave one out.")
-            file.keys[paths] = name
-        if not options or table[name][0].meanings is not None:
-            words = yaml_words(value)
-            reading.take(name, source, words if words is not None else [str(value)])
+            yield from _settings_in(value, known, f"{name}.")
         else:
-            _read_value(reading, name, source, value)
+            yield name, value
 
 
 def _read_value(reading: Reading, name: str, source: str, value: object) -> None:

@@ -184,14 +184,6 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         yield from schedule_problems(self.lr_scheduler)
         yield from decay_problems(self, "learning_rate")
 
-    def note_probs_are_of_training_data(self) -> Iterator[str]:
-        """Evaluation data sets are not mixed."""
-        if self.data.dataset_probs and "," in (self.eval.dataset or ""):
-            yield (
-                "--dataset_probs has no effect on --eval_dataset: its data sets are read one after "
-                "the other."
-            )
-
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""

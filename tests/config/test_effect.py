@@ -150,10 +150,3 @@ def test_a_setting_that_was_typed_in_vain_is_said(config_class, line, expected):
 def test_a_setting_that_is_read_is_not_talked_about(config_class, line):
     parsed = parse_config(config_class, [*NEEDS[config_class].split(), *line.split()])
     assert parsed.notices == ()
-
-
-def test_the_probabilities_of_the_training_data_are_not_those_of_the_evaluation_data():
-    line = f"{ROWS},e --dataset_probs 0.5,0.5 --eval_dataset a"
-    assert parse_config(SFTConfig, line.split()).notices == ()
-    [notice] = parse_config(SFTConfig, f"{line},b".split()).notices
-    assert notice.startswith("--dataset_probs has no effect on --eval_dataset")
