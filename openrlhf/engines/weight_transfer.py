@@ -258,9 +258,10 @@ class BucketBuffers:
 
     def release(self) -> None:
         """Give the memory back until the next update."""
-        self.memory.release([buffer for buffer in self._buffers if buffer is not None])
+        buffers = [buffer for buffer in self._buffers if buffer is not None]
         self._buffers = [None] * NUM_BUFFERS
         self._handles = [None] * NUM_BUFFERS
+        self.memory.release(buffers)
 
     def _finished(self, packed: Packed) -> Packed:
         if self.is_used:
