@@ -106,10 +106,10 @@ def generate_vllm(work: w.Workload) -> Measurement:
 
 def generate_hf(work: w.Workload) -> Measurement:
     """Our engine on the policy itself (--vllm_num_engines 0)."""
-    from openrlhf.engines.hf_engine import HFEngine
+    from openrlhf.engines.own_generate import OwnGenerate
     from openrlhf.models.loading import load_causal_lm
 
-    engine = HFEngine(load_causal_lm(work.model))
+    engine = OwnGenerate(load_causal_lm(work.model))
     requests = _requests(work)
     took = seconds(lambda: engine.generate(requests))
     return {"seconds": took, "tokens": work.num_completions * work.max_new_tokens}

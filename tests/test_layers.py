@@ -42,7 +42,7 @@ HOMES = {
     "openrlhf.engines": {"torch"},
     "openrlhf.engines.vllm": {"torch", "vllm"},
     "openrlhf.engines.weight_receiver": {"torch", "vllm"},
-    "openrlhf.engines.hf_engine": {"torch", "transformers"},
+    "openrlhf.engines.own_generate": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
     "openrlhf.distributed.run_folder": {"psutil"},
     "openrlhf.distributed.optimizer": {"torch", "transformers"},

@@ -18,8 +18,8 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.command_data import prompt_format
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine, SamplingSettings
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError
@@ -76,7 +76,7 @@ class PromptTask(BatchTask):
         is_vllm = self.config.eval_task == "generate_vllm"
         if not mine and not is_vllm:  # vLLM makes groups among all ranks while it starts
             return
-        engine = self._vllm_engine() if is_vllm else self._hf_engine(strategy)
+        engine = self._vllm_engine() if is_vllm else self._own_engine(strategy)
         lengths = self.prompts.lengths
         ordered = sorted(mine, key=lambda index: -int(lengths[index]))
         size = self._chunk_size()
@@ -90,7 +90,8 @@ class PromptTask(BatchTask):
                     advance(len(chunk))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            engine.shutdown()
+            if isinstance(engine, VLLMEngine):
+                engine.shutdown()
 
     def _chunk_size(self) -> int:
         """Prompts of a chunk."""
@@ -102,7 +103,9 @@ class PromptTask(BatchTask):
         )
         return max(width // config.rollout.best_of_n, 1)
 
-    def _answer(self, engine: RolloutEngine, chunk: Sequence[int]) -> list[list[Completion]]:
+    def _answer(
+        self, engine: VLLMEngine | OwnGenerate, chunk: Sequence[int]
+    ) -> list[list[Completion]]:
         requests = [
             GenerationRequest(
                 str(index),
@@ -144,10 +147,10 @@ class PromptTask(BatchTask):
                 "the model. Type a smaller --max_new_tokens or --prompt_max_len."
             )
 
-    def _hf_engine(self, strategy: DeepSpeedStrategy) -> HFEngine:
+    def _own_engine(self, strategy: DeepSpeedStrategy) -> OwnGenerate:
         model = load_causal_lm(self.model_path, **load_options(self.config))
         model = model.to(strategy.device).eval()
-        return HFEngine(model, max_num_rows=self.config.micro_batch_size)
+        return OwnGenerate(model, max_num_rows=self.config.micro_batch_size)
 
     def _vllm_engine(self) -> VLLMEngine:
         config = self.config

@@ -22,8 +22,8 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import gathered
-from openrlhf.engines.base import GenerationRequest, RolloutEngine, SamplingSettings
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
@@ -54,7 +54,7 @@ class StudentAnswers:
     def __init__(
         self,
         samples: SampleSet[SFTExample],
-        engine: RolloutEngine,
+        engine: OwnGenerate,
         sampling: SamplingSettings,
         *,
         max_len: int,  # tokens of prompt and answer
@@ -218,7 +218,7 @@ def make_answers(run: SupervisedRun[Any]) -> StudentAnswers:
     )
     return StudentAnswers(
         inputs.samples,
-        HFEngine(unwrap_peft(hf_part(run.model))),
+        OwnGenerate(unwrap_peft(hf_part(run.model))),
         sampling,
         max_len=config.data.max_len,
         seed=config.train.seed,

@@ -177,11 +177,7 @@ def _run(
     generator: Generator = (
         EnginePool(engines)
         if engines
-        else GroupGenerator(
-            groups["actor"],
-            PolicyModelActor.generate,
-            is_own_process=isinstance(cluster, LocalCluster),
-        )
+        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
     )
     samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
     metric = best_metric(config, inputs.eval_prompts)

@@ -65,7 +65,7 @@ train_ppo.main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("module", "engine", "method", "flags"),
     [
-        ("hf_engine", "HFEngine", "generate", ""),
+        ("own_generate", "OwnGenerate", "generate", ""),
         ("vllm_engine", "VLLMEngine", "submit", "--vllm_num_engines 1 --enforce_eager"),
     ],
     ids=["transformers", "vllm"],

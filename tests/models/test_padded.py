@@ -16,7 +16,7 @@ import transformers as hf
 from torch import Tensor
 
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.families import causal_class, padding_note, refuse_own_code
@@ -260,13 +260,13 @@ def test_the_engine_without_a_cache_samples_what_the_model_says(family: str) -> 
         for k, prompt in enumerate(prompts)
     ]
     torch.manual_seed(1)
-    answers = HFEngine(model, max_num_rows=4).generate(requests)
+    answers = OwnGenerate(model, max_num_rows=4).generate(requests)
     for request, completions in zip(requests, answers, strict=True):
         for completion in completions:
             ids = torch.tensor([*request.prompt_token_ids, *completion.token_ids])
             with torch.no_grad():
                 said = own_logprobs(model, [ids])[len(request.prompt_token_ids) - 1 :]
-            torch.testing.assert_close(torch.tensor(completion.logprobs), said, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), said, atol=1e-3, rtol=0)
             limit = request.sampling.max_new_tokens
             assert len(completion.token_ids) == limit or completion.token_ids[-1] == 9
     assert len({c.token_ids for completions in answers for c in completions}) > 6

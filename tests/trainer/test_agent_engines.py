@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.request_desk import RequestDesk
 from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
@@ -16,6 +16,7 @@ from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.vllm_engine import RayEngine, RaySampler, samplers_of
+from tests.engines.helpers import load
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
@@ -118,7 +119,7 @@ def check_rollouts(rollouts, model_dir, tokenizer) -> None:
 def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
-    engine = HFEngine.from_path(tiny_model_dir, dtype=torch.float32)
+    engine = OwnGenerate(load(tiny_model_dir))
     samplers = samplers_of([engine])
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)

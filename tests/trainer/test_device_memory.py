@@ -21,13 +21,13 @@ from torch import nn
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.hf_engine import HFEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run
 from openrlhf.trainer.ppo_setup import prepare_inputs
 from openrlhf.trainer.ray.cluster import TRAINED_ROLES, RoleCounts
 from openrlhf.trainer.ray.model_actor import RankIdentity
+from tests.engines.receiving import ReceivingModel
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +105,7 @@ class Run:
     def start_engines(self) -> list[NotedEngine]:
         path = self.config.actor.model_name_or_path
         assert path is not None
-        return [NotedEngine(HFEngine.from_path(path, dtype=torch.bfloat16), self.events)]
+        return [NotedEngine(ReceivingModel(path, torch.bfloat16), self.events)]
 
     def wait_until_up(self) -> None: ...
 
@@ -147,7 +147,7 @@ class NotedEngine:
 
     who = "the engine"
 
-    def __init__(self, engine: HFEngine, events: list[Event]) -> None:
+    def __init__(self, engine: ReceivingModel, events: list[Event]) -> None:
         self.engine, self.events = engine, events
 
     def __getattr__(self, name: str) -> Any:

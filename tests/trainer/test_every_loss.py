@@ -23,7 +23,7 @@ from openrlhf.algorithms.preference_loss import (
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor
 from openrlhf.models.distillation import Student, Teacher
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
@@ -110,7 +110,7 @@ def make_student_trainer(
     if not is_own:
         return KDTrainer(strategy, engine, **parts)
     sampling = SamplingSettings(temperature=1.0, max_new_tokens=9, stop_token_ids=(1,))
-    own = StudentAnswers(texts(), HFEngine(model), sampling, max_len=40)
+    own = StudentAnswers(texts(), OwnGenerate(model), sampling, max_len=40)
     return KDTrainer(strategy, engine, answers=own, **parts)
 
 

@@ -366,10 +366,10 @@ def test_ranks_that_generate_draw_from_a_stream_of_their_share(
         def __init__(self, model: object, *, weight_version: int, stream: int) -> None:
             self.stream = stream
 
-        def generate(self, requests: object, on_done: object) -> int:
+        def generate(self, requests: object) -> int:
             return self.stream
 
-    monkeypatch.setattr(ppo_actor, "HFEngine", Engine)
+    monkeypatch.setattr(ppo_actor, "OwnGenerate", Engine)
     monkeypatch.setattr(PolicyModelActor, "_model_to_generate_with", lambda self: None)
     worker: Any = PolicyModelActor(config_of(""), IDENTITY)
     topology = Topology(world_size=4, rank=rank, tp_size=tp_size)

@@ -13,7 +13,7 @@ from openrlhf.cli import train_ppo
 from openrlhf.config.common import DeepSpeedConfig, LoraConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm
@@ -96,7 +96,7 @@ def test_a_frozen_model_in_four_bits_is_moved_and_answers(tiny_model_dir: Path) 
     engine = strategy.prepare_eval(Actor(load_causal_lm(tiny_model_dir, load_in_4bit=True)))
     model = engine.module.model.to(strategy.device)
     sampling = SamplingSettings(temperature=0.0, max_new_tokens=4)
-    [[answer]] = HFEngine(model).generate(
+    [[answer]] = OwnGenerate(model).generate(
         [GenerationRequest("r", tuple(BATCH_IDS.tolist()), sampling)]
     )
     assert len(answer.token_ids) == 4

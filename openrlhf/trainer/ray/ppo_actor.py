@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from openrlhf.distributed.collectives import together
 from openrlhf.distributed.export import NamedTensors, check_room, export_hf
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
-from openrlhf.engines.hf_engine import HFEngine
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
@@ -50,7 +50,7 @@ class PolicyModelActor(TrainedWorker):
     """One rank of the policy."""
 
     weight_version = 0
-    generator: HFEngine | None = None
+    generator: OwnGenerate | None = None
     transport: WeightTransport | None = None
     average: WeightAverage | None = None
 
@@ -260,23 +260,17 @@ class PolicyModelActor(TrainedWorker):
         return time.monotonic() - start
 
     @frees_cache
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_done: Callable[[int, list[Completion]], None] | None = None,
-    ) -> list[list[Completion]]:
-        """Sample with the policy itself (no vLLM); every rank of the group must call. `on_done`:
-        see HFEngine.
-        """
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Sample with the policy itself (no vLLM); every rank of the group must call."""
         if self.generator is None:
-            self.generator = HFEngine(
+            self.generator = OwnGenerate(
                 self._model_to_generate_with(),
                 weight_version=-1,
                 stream=self.strategy.topology.dp_rank,
             )
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
-        return self.generator.generate(requests, on_done)
+        return self.generator.generate(requests)
 
     def _model_to_generate_with(self) -> nn.Module:
         # Under ZeRO-3 each forward is a collective, and ranks decode different numbers of tokens:
@@ -287,7 +281,7 @@ class PolicyModelActor(TrainedWorker):
         assert path is not None
         return load_causal_lm(path, **self.load_options).to(self.engine.device)
 
-    def _refresh(self, generator: HFEngine) -> None:
+    def _refresh(self, generator: OwnGenerate) -> None:
         """Bring a copy up to date; the policy's own module always is."""
         generator.weight_version = self.weight_version
         if generator.model is self.actor.model:

@@ -402,29 +402,22 @@ class EnginePool:
 class GroupGenerator:
     """The policy's own ranks as generators (no vLLM); requests are shared among them."""
 
-    def __init__(
-        self, group: WorkerGroup, method: Callable[..., Any], *, is_own_process: bool = False
-    ) -> None:
-        """`is_own_process`: the method is called in this process, and can be given functions."""
+    def __init__(self, group: WorkerGroup, method: Callable[..., Any]) -> None:
         self.group = group
         self.method = method
-        self.is_own_process = is_own_process
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
     ) -> list[list[Completion]]:
-        """Completions of all requests, in order; `on_group` sees them as they come where this very
-        process generates alone, else all at the end.
-        """
+        """Return the completions of all requests, in order; `on_group` sees them at the end."""
         width = self.group.num_shares
-        early = (on_group,) if self.is_own_process and width == 1 and on_group else ()
         # A rank answers nothing while it generates: the bar only shows that work is going on.
         # Several ranks may be several controllers on one terminal, which must not all draw.
         with progress("generating") if width == 1 else nullcontext():
-            shares = [(requests[k::width], *early) for k in range(width)]
+            shares = [(requests[k::width],) for k in range(width)]
             parts = self.group.start(self.method, shares)()
         answers = interleave(parts, len(requests), width=width)
-        if on_group is not None and not early:
+        if on_group is not None:
             for position, answer in enumerate(answers):
                 on_group(position, answer)
         return answers

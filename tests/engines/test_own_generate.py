@@ -1,0 +1,187 @@
+"""A model's own `generate`: what it samples, and the log-probs it reports."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.errors import EngineError
+from tests.engines.helpers import (
+    PROMPT,
+    greedy,
+    largest_gap,
+    load,
+    request,
+)
+from tests.tiny import make_model
+
+RAGGED = [tuple(range(10, 10 + n)) for n in (1, 30, 7, 64, 2, 19, 5, 40)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir):
+    return load(tiny_model_dir)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_the_trainer(model, temperature):
+    requests = [request(p, temperature=temperature, max_new_tokens=16) for p in RAGGED]
+    answers = OwnGenerate(model).generate(requests)
+    for prompt, [answer] in zip(RAGGED, answers, strict=True):
+        assert len(answer.token_ids) == 16
+        assert largest_gap(model, prompt, answer, temperature) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {}),
+        ("gpt_neox", {}),
+        ("gemma", {}),
+        ("mixtral", {}),
+        ("gemma2", {"sliding_window": 16, "attn_implementation": "eager"}),
+        ("mistral", {"sliding_window": 16}),
+    ],
+)
+def test_ragged_prompts_decode_greedily_as_alone(tmp_path, architecture, overrides):
+    model = load(make_model(tmp_path, architecture, **overrides))
+    requests = [request(p, temperature=0.0, max_new_tokens=12) for p in RAGGED[:5]]
+    answers = OwnGenerate(model, max_num_rows=3).generate(requests)
+    for prompt, [answer] in zip(RAGGED, answers, strict=False):
+        assert answer.token_ids == greedy(model, 12, prompt)
+        assert largest_gap(model, prompt, answer, 1.0) < 1e-4
+
+
+def test_requests_of_many_lengths_keep_their_order(model):
+    settings = [SamplingSettings(num_samples=1 + k % 3, max_new_tokens=1 + 5 * k) for k in range(8)]
+    requests = [GenerationRequest(str(k), RAGGED[k], s) for k, s in enumerate(settings)]
+    answers = OwnGenerate(model, max_num_rows=4).generate(requests)
+    for prompt, sampling, group in zip(RAGGED, settings, answers, strict=True):
+        assert len(group) == sampling.num_samples
+        for answer in group:
+            assert len(answer.token_ids) == sampling.max_new_tokens
+            assert answer.finish_reason == "length"
+            assert largest_gap(model, prompt, answer, 1.0) < 1e-4
+
+
+def test_every_stop_id_stops_and_belongs_to_the_answer(model):
+    greedy_tokens = greedy(model, 24)
+    stop = greedy_tokens[10]
+    expected = greedy_tokens[: greedy_tokens.index(stop) + 1]
+    for stops in [(stop,), (1, stop), (stop, 261)]:
+        sampling = request(temperature=0.0, max_new_tokens=24, stop_token_ids=stops)
+        [[answer]] = OwnGenerate(model).generate([sampling])
+        assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
+        assert len(answer.logprobs) == len(expected)
+
+
+def test_samples_of_a_prompt_differ_and_follow_the_distribution(model):
+    torch.manual_seed(0)
+    [answers] = OwnGenerate(model).generate([request(num_samples=2000, max_new_tokens=1)])
+    with torch.no_grad():
+        probs = model(torch.tensor([PROMPT])).logits[0, -1].softmax(-1)
+    counts = Counter(answer.token_ids[0] for answer in answers)
+    expected = 2000 * probs
+    chi_square = sum(
+        (counts[token] - float(expected[token])) ** 2 / float(expected[token])
+        for token in range(len(probs))
+    )
+    assert chi_square < len(probs) + 5 * (2 * len(probs)) ** 0.5
+
+
+def test_ranks_that_are_seeded_alike_draw_different_numbers(model):
+    asked = [request(num_samples=4, max_new_tokens=16, temperature=1.0)]
+
+    def sampled(stream: int, seed: int = 3, num_calls: int = 1) -> list[tuple[int, ...]]:
+        torch.manual_seed(seed)
+        engine = OwnGenerate(model, stream=stream)
+        for _ in range(num_calls):
+            [answers] = engine.generate(asked)
+        return [answer.token_ids for answer in answers]
+
+    assert len({tuple(sampled(stream)) for stream in range(4)}) == 4
+    # Torch's state, which a checkpoint holds, is all that the numbers of a stream come from.
+    assert sampled(1) == sampled(1) != sampled(1, seed=4)
+    assert sampled(1) != sampled(1, num_calls=2)
+
+
+def test_top_p_leaves_the_tail_out_but_not_the_logprobs(model):
+    [answers] = OwnGenerate(model).generate(
+        [request(num_samples=300, max_new_tokens=1, top_p=0.3, temperature=0.6)]
+    )
+    with torch.no_grad():
+        probs = (model(torch.tensor([PROMPT])).logits[0, -1] / 0.6).softmax(-1)
+    ranked = probs.sort(descending=True)
+    num_kept = int((ranked.values.cumsum(0) < 0.3).sum()) + 1
+    assert {answer.token_ids[0] for answer in answers} <= set(ranked.indices[:num_kept].tolist())
+    assert all(largest_gap(model, PROMPT, answer, 0.6) < 1e-5 for answer in answers[:20])
+    [answers] = OwnGenerate(model).generate(
+        [request(num_samples=4, max_new_tokens=24, top_p=0.9, temperature=0.7)]
+    )
+    assert all(largest_gap(model, PROMPT, answer, 0.7) < 1e-5 for answer in answers)
+
+
+def test_a_seed_repeats_itself_in_any_company(model):
+    seeded = request(seed=7, num_samples=2, max_new_tokens=12)
+    [alone] = OwnGenerate(model).generate([seeded])
+    others = [request(p, max_new_tokens=5) for p in RAGGED]
+    in_company = OwnGenerate(model, max_num_rows=5).generate([*others, seeded])[-1]
+    assert [a.token_ids for a in in_company] == [a.token_ids for a in alone]
+    assert alone[0].token_ids != alone[1].token_ids
+
+
+def test_the_model_comes_back_as_it_was(model):
+    model.train()
+    attention = model.config._attn_implementation
+    OwnGenerate(model).generate([request(max_new_tokens=2)])
+    assert model.training
+    assert model.config._attn_implementation == attention
+    assert torch.is_grad_enabled()
+    model.eval()
+
+
+def test_threads_take_turns(model):
+    engine = OwnGenerate(model)
+    answers = {}
+
+    def run(k: int) -> None:
+        answers[k] = engine.generate([request(RAGGED[k], temperature=0.0, max_new_tokens=8)])
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(4):
+        assert answers[k][0][0].token_ids == greedy(model, 8, RAGGED[k])
+
+
+def test_a_request_that_cannot_be_answered_is_refused(model):
+    with pytest.raises(EngineError, match="request r has no prompt"):
+        OwnGenerate(model).generate([request(())])
+
+
+def test_what_the_model_folder_says_of_sampling_has_no_effect(tiny_model_dir):
+    model = load(tiny_model_dir)
+    own = GenerationConfig(do_sample=True, repetition_penalty=9.0, max_length=3, eos_token_id=5)
+    model.generation_config = own
+    [[answer]] = OwnGenerate(model).generate([request(temperature=0.0, max_new_tokens=24)])
+    assert answer.token_ids == greedy(model, 24)
+    assert model.generation_config is own
+
+
+def test_a_batch_ends_within_the_positions_of_the_model():
+    """Prompts of 30 and 2 tokens with 2 and 30 to come: together they would need 60 positions."""
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config)
+    requests = [request(range(10, 40), max_new_tokens=2), request((5, 6), max_new_tokens=30)]
+    answers = OwnGenerate(model).generate(requests)
+    assert [len(answer.token_ids) for [answer] in answers] == [2, 30]
