@@ -23,6 +23,7 @@ LAYERS = {
     "rewards": 4,
     "rollout": 5,
     "trainer": 6,
+    "serving": 6,
     "cli": 7,
 }
 
@@ -52,7 +53,8 @@ HOMES = {
     "openrlhf.rollout.agents": {"pydantic_core"},
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "uvicorn"},
     "openrlhf.trainer": {"torch"},
-    "openrlhf.trainer.reward_server": {"torch", "fastapi", "starlette", "uvicorn", "h11"},
+    "openrlhf.serving": {"torch"},
+    "openrlhf.serving.reward_server": {"fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch"},
     "openrlhf.trainer.ppo_utils.kept_groups": {"torch", "safetensors"},
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[ServeRewardConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.reward_server.server import serve_rewards  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.serving.reward_server import serve_rewards  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     serve_rewards(parsed.config)

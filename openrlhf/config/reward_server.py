@@ -83,9 +83,9 @@ class ServerLimitsConfig(Base):
     max_queries: int = option(4096, "Most texts in a request.", gt=0)
     max_chars: int = option(1_000_000, "Most characters in a text.", gt=0)
     max_requests: int = option(512, "Most requests at a time; more are sent away (503).", gt=0)
-    max_connections: int = option(1024, "Most open connections; more are closed.", gt=0)
+    max_connections: int = option(1024, "Most open connections; more are sent away (503).", gt=0)
     max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", gt=0)
-    receive_timeout_s: float = option(20, "Seconds in which a request must have arrived.", gt=0)
+    receive_timeout_s: float = option(20, "Seconds for the body of a request to arrive.", gt=0)
     stop_timeout_s: float = option(60, "Seconds to answer what is in flight when stopped.", gt=0)
 
     @property

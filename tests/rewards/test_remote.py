@@ -16,7 +16,7 @@ from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings, body_of
-from openrlhf.trainer.reward_server.request import read_request
+from openrlhf.serving.reward_server import read_request
 from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
 
 QUICK = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=2, backoff_s=0.02, rest_s=0.2)
@@ -238,7 +238,7 @@ def test_serve_rm_takes_what_is_sent() -> None:
     batch = replace(batch_of(2), columns={"is_truncated": [False, True], "level": ["easy", "hard"]})
     assert json.loads(body_of(batch))["is_truncated"] == [False, True]
     request = read_request(body_of(batch), ServerLimitsConfig())
-    assert request.queries == ["q", "qq"] and request.ids == ["step1/0/0", "step1/1/0"]
+    assert request.query == ["q", "qq"] and request.ids == ["step1/0/0", "step1/1/0"]
     row = 10**18  # and a step, a sample and a part of an episode that no run has
     longest = replace(batch, sample_ids=[f"episode{row}/{row}/{row}#{k}" for k in range(2)])
     assert read_request(body_of(longest), ServerLimitsConfig()).ids == longest.sample_ids

@@ -21,12 +21,12 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
-from openrlhf.trainer.reward_server.batcher import Batcher
-from openrlhf.trainer.reward_server.server import read_token, serve_rewards
+from openrlhf.serving.batcher import Batcher
+from openrlhf.serving.reward_server import read_token, serve_rewards
 from openrlhf.utils.packing import PackedBatch
+from tests.serving.served import JSON, serving, wait_until
 from tests.source import ROOT
 from tests.tiny import as_openrlhf_saves, make_reward_model
-from tests.trainer.served import JSON, serving
 
 TEXTS = [
     "hi",
@@ -139,24 +139,19 @@ def test_a_large_request_does_not_hold_up_a_small_one(served, monkeypatch):
 
 
 def test_a_forward_takes_a_row_of_each_request_in_turn():
-    batcher, forwards = Batcher(max_rows=2, max_tokens=100), []
+    forwards = []
 
     def first_ids(model, rows):
         forwards.append([row[0] for row in rows])
         return [float(row[0]) for row in rows]
 
     async def ask():
+        batcher = Batcher(first_ids, max_rows=2, max_tokens=100)
         large = asyncio.ensure_future(batcher.score(0, [[1], [2], [3]]))
         small = asyncio.ensure_future(batcher.score(0, [[4]]))
-        await asyncio.sleep(0)
-        worker = threading.Thread(target=batcher.run, args=(first_ids,))
-        worker.start()
-        answers = await large, await small
-        batcher.close()
-        worker.join(10)
-        return answers
+        return await asyncio.gather(large, small)
 
-    assert asyncio.run(ask()) == ([1.0, 2.0, 3.0], [4.0])
+    assert asyncio.run(ask()) == [[1.0, 2.0, 3.0], [4.0]]
     assert forwards == [[1, 4], [2, 3]]
 
 
@@ -214,17 +209,9 @@ def test_the_trainers_client_takes_the_answers(served, reward_dir):
     prompts = [text[:1] for text in TEXTS]
     batch = RewardBatch(TEXTS, prompts, [text[1:] for text in TEXTS], labels=[None] * len(TEXTS))
     source = RemoteReward(f"{served.url}/get_reward")
-    found = source.score(batch).rewards.tolist()
+    found = source.submit(batch).result().rewards
     source.close()
     assert found == pytest.approx(trainers_scores(reward_dir, TEXTS), abs=1e-5)
-
-
-def wait_until(is_so, seconds=10.0):
-    """Poll until it is so."""
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.005)
 
 
 def config_of(**settings):
@@ -251,18 +238,16 @@ def test_other_machines_need_a_token_and_this_one_does_not(monkeypatch, tmp_path
 
 
 def test_what_is_in_flight_is_answered_when_the_server_stops(reward_dir, monkeypatch):
-    with ThreadPoolExecutor(2) as pool:
-        with serving(reward_dir) as served:
-            model = served.service.models[0]
-            score = model.score
-            monkeypatch.setattr(model, "score", lambda rows: time.sleep(0.4) or score(rows))
-            first = pool.submit(served.rewards, "first")
-            wait_until(lambda: served.service.batcher.num_forwards == 1)
-            second = pool.submit(served.rewards, "second")  # waits for the first's forward
-            wait_until(lambda: served.service.batcher.num_waiting == 1)
-            url = served.url
-            served.server.stop()
-            served.worker.join(10)
+    with ThreadPoolExecutor(2) as pool, serving(reward_dir) as served:
+        model = served.service.models[0]
+        score = model.score
+        monkeypatch.setattr(model, "score", lambda rows: time.sleep(0.4) or score(rows))
+        first = pool.submit(served.rewards, "first")
+        wait_until(lambda: served.service.batcher.num_forwards == 1)
+        second = pool.submit(served.rewards, "second")  # waits for the first's forward
+        wait_until(lambda: served.service.batcher.num_waiting == 1)
+        url = served.url
+        served.server.should_exit = True
         found = [*first.result(), *second.result()]
     assert found == pytest.approx(trainers_scores(reward_dir, ["first", "second"]), abs=1e-5)
     with pytest.raises(httpx.ConnectError):
@@ -294,7 +279,7 @@ class Process:
 
     def wait_for(self, start):
         """The first line that begins so."""
-        wait_until(lambda: self._found(start) or self.popen.poll() is not None, 60)
+        wait_until(lambda: self._found(start) or self.popen.poll() is not None, 180)
         assert self._found(start), self.lines
         return self._found(start)
 
@@ -312,13 +297,13 @@ class Process:
 
 SLOW_MODEL = """
 import time
-from openrlhf.trainer.reward_server.model import ServedModel
+from openrlhf.serving.served_model import ServedModel
 score = ServedModel.score
 ServedModel.score = lambda self, rows: time.sleep(0.6) or score(self, rows)
 """
 ENDLESS_LOADING = """
 import time
-from openrlhf.trainer.reward_server.model import ServedModel
+from openrlhf.serving.served_model import ServedModel
 ServedModel.load = lambda self: time.sleep(600)
 """
 
@@ -343,14 +328,9 @@ def test_a_signal_stops_the_server_after_what_is_in_flight(reward_dir, number):
 
 
 @pytest.mark.slow
-def test_while_the_model_loads_the_server_lives_and_ctrl_c_ends_it_at_once(reward_dir):
+def test_ctrl_c_ends_a_server_that_loads_its_model_at_once(reward_dir):
     process = Process("--reward_pretrain", str(reward_dir), "--port", "0", patch=ENDLESS_LOADING)
-    url = process.wait_for("listening on ").split()[2].removesuffix(";")
-    base = url.removesuffix("/get_reward")
-    assert httpx.get(f"{base}/health").status_code == 200
-    ready = httpx.get(f"{base}/ready")
-    assert (ready.status_code, ready.json()["reason"]) == (503, "loading")
-    assert httpx.post(url, json={"query": ["a"]}).status_code == 503
+    process.wait_for("listening on ")
     start = time.monotonic()
     assert process.end(signal.SIGINT) == 130
     assert time.monotonic() - start < 10  # Python's own end takes a second or more
@@ -358,7 +338,7 @@ def test_while_the_model_loads_the_server_lives_and_ctrl_c_ends_it_at_once(rewar
 
 def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_model_dir, capsys):
     from openrlhf.cli.serve_rm import main
-    from openrlhf.trainer.reward_server.server import listen
+    from openrlhf.serving.reward_server import listen
 
     def refused(*words):
         with pytest.raises(SystemExit) as end:

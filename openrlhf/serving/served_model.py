@@ -1,4 +1,4 @@
-"""Reward models as the server asks them: texts to token ids, token ids to scores.
+"""Reward models as serve_rm asks them: texts to token ids, token ids to scores.
 
 A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
 a chat template where it was made; nothing is put at its end. The score is read at its last token.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,21 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.sizes import num_positions
 from openrlhf.models.value_head import RewardModel, RewardScale
-from openrlhf.trainer.reward_server.batcher import Row
-from openrlhf.trainer.reward_server.request import RefusedError
+from openrlhf.serving.batcher import Row
 from openrlhf.utils.logging import format_count
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 
-@dataclass(frozen=True)
-class Tokenized:
-    """Texts of a request for one model."""
+class RefusedError(Exception):
+    """A request that is not answered: the HTTP status, the reason, and the field it lies in."""
 
-    rows: list[Row]
-    truncated: list[bool]
+    def __init__(self, status: int, error: str, field: str | None) -> None:
+        super().__init__(error)
+        self.status = status
+        self.error = error
+        self.field = field
 
 
 class ServedModel:
@@ -90,7 +90,7 @@ class ServedModel:
 
     @property
     def facts(self) -> str:
-        """One line about the loaded model."""
+        """Say in one line what was loaded."""
         some = next(self.module.parameters())
         count = sum(parameter.numel() for parameter in self.module.parameters())
         return (
@@ -98,12 +98,12 @@ class ServedModel:
             f"{some.device}, texts up to {self.max_len} tokens, hash {self.hash}"
         )
 
-    def tokenize(self, texts: Sequence[str], first: int = 0) -> Tokenized:
-        """Token ids of texts, of which `first` is the place of the first in its request.
-
-        Raises RefusedError for a text without tokens, and for one that is too long unless it may
-        be cut.
+    def tokenize(self, texts: Sequence[str]) -> list[Row]:
+        """Return the token ids of texts; raises RefusedError for a text without tokens, and for one
+        that is too long unless it may be cut.
         """
+        if not texts:
+            return []
         encoded: Any = self.tokenizer(
             list(texts),
             add_special_tokens=False,
@@ -111,15 +111,18 @@ class ServedModel:
             return_attention_mask=False,
             verbose=False,
         )
-        rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
-        for index, ids in enumerate(rows, start=first):
+        rows: list[Row] = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        for index, ids in enumerate(rows):
             self._check_length(len(ids), f"query[{index}]")
-        return Tokenized(
-            [self._cut(ids) for ids in rows], [len(ids) > self.max_len for ids in rows]
-        )
+        return rows
+
+    def cut(self, ids: Row) -> Row:
+        """Return what fits of a row."""
+        keeps_end = self.config.data.overlong_texts == "truncate_left"
+        return ids[-self.max_len :] if keeps_end else ids[: self.max_len]
 
     def score(self, rows: Sequence[Row]) -> list[float]:
-        """Scores of rows, in one forward pass."""
+        """Return the scores of rows, in one forward pass."""
         ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
         batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
         device = next(self.module.parameters()).device
@@ -142,15 +145,9 @@ class ServedModel:
                 field,
             )
 
-    def _cut(self, ids: Row) -> Row:
-        if len(ids) <= self.max_len:
-            return ids
-        keeps_end = self.config.data.overlong_texts == "truncate_left"
-        return ids[-self.max_len :] if keeps_end else ids[: self.max_len]
-
 
 def load_order(config: ServeRewardConfig) -> list[ServedModel]:
-    """Every model of the command line, without weights; raises ConfigError."""
+    """Return every model of the command line, without weights; raises ConfigError."""
     models = [ServedModel(config, path) for path in config.reward.model_paths]
     names = [model.name for model in models]
     for model in models:
@@ -160,7 +157,7 @@ def load_order(config: ServeRewardConfig) -> list[ServedModel]:
 
 
 def model_hash(model: RewardModel) -> str:
-    """16 hexadecimal digits of the weights, their types, and the scale of the scores."""
+    """Return 16 hexadecimal digits of the weights, their types, and the scale of the scores."""
     digest = hashlib.sha256(repr(model.scale).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.dtype} {fingerprint(parameter)}".encode())

@@ -1,0 +1,384 @@
+"""serve_rm: reward models behind HTTP. POST /get_reward, GET /health, GET /ready.
+
+Who may ask is decided from the headers, before a byte of the body is read. Whatever is refused is a
+JSON object {error, field, request_id}; nothing that was sent is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import re
+import signal
+import socket
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+
+from openrlhf.config.reward_server import ServeRewardConfig, ServerLimitsConfig
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.models.kernels import check_here
+from openrlhf.serving.batcher import Batcher, Row, ScoringError
+from openrlhf.serving.served_model import RefusedError, ServedModel, load_order
+from openrlhf.utils.logging import notice
+
+TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
+MIN_TOKEN_CHARS = 16
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+BACKLOG = 2048
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they are the ones to close
+MAX_ANSWERS = 256  # that are kept for clients who ask again
+PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
+
+Answer = dict[str, Any]
+Id = Annotated[str, Field(max_length=256)] | int | float
+MAX_ID_BITS = 64
+
+
+class RewardRequest(BaseModel):
+    """B texts to score; what else is sent is of no use to a reward model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    query: list[str]  # B
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+    is_truncated: list[Any] | None = None
+    ids: list[Id | None] | None = None  # B, given back as they came
+    model: str | None = None  # None: all that are served
+
+
+def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
+    """Return the request in a body; raises RefusedError."""
+    try:
+        request = RewardRequest.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        name, *rest = [*first["loc"], "body"] if not first["loc"] else first["loc"]
+        is_syntax = first["type"] == "json_invalid" or name == "body"
+        is_bad = is_syntax or (first["type"] == "missing" and name == "query")
+        place = f"[{rest[0]}]" if rest and isinstance(rest[0], int) else ""
+        field = f"{name}"[:64].encode("utf-8", "backslashreplace").decode() + place
+        raise RefusedError(400 if is_bad else 422, first["msg"][:200], field) from error
+    if len(request.query) > limits.max_queries:
+        count = len(request.query)
+        raise RefusedError(413, f"{count} texts; at most {limits.max_queries} are taken", "query")
+    for index, text in enumerate(request.query):
+        if len(text) > limits.max_chars:
+            problem = f"{len(text)} characters; at most {limits.max_chars} are taken"
+            raise RefusedError(413, problem, f"query[{index}]")
+    for index, value in enumerate(request.ids or ()):
+        if isinstance(value, int) and value.bit_length() > MAX_ID_BITS:
+            problem = f"a whole number of more than {MAX_ID_BITS} bits"
+            raise RefusedError(422, problem, f"ids[{index}]")
+    for name in PER_TEXT:
+        values = getattr(request, name)
+        if values is not None and len(values) != len(request.query):
+            problem = f"{len(values)} values for {len(request.query)} texts in query"
+            raise RefusedError(422, problem, name)
+    return request
+
+
+class RewardService:
+    """The models of a server, what waits for them, and the answers that were given."""
+
+    def __init__(self, config: ServeRewardConfig, models: Sequence[ServedModel]) -> None:
+        self.models = models
+        self.limits = config.limits
+        self.num_requests = 0  # under way
+        self.num_given_up = 0  # when the server stopped
+        self.batcher = Batcher(
+            self._score, max_rows=config.batch_size, max_tokens=config.limits.max_tokens_per_forward
+        )
+        self._weights = config.reward.model_weights
+        self._is_cutting = config.data.overlong_texts != "error"
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[Answer]]] = OrderedDict()
+
+    async def once(self, request_id: str | None, body: bytes) -> Answer:
+        """Return the answer to a body; one that comes again under its id is computed once."""
+        if request_id is None:
+            return await self.answer(body)
+        digest = hashlib.sha256(body).digest()
+        if request_id not in self._answers:
+            task = asyncio.ensure_future(self.answer(body))
+            self._answers[request_id] = (digest, task)
+            if len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        known, task = self._answers[request_id]
+        if known != digest:
+            raise RefusedError(422, "the id was used for another request", "x-request-id")
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done() and (task.cancelled() or task.exception() is not None):
+                self._answers.pop(request_id, None)  # it may be tried again
+
+    async def answer(self, body: bytes) -> Answer:
+        """Return the rewards of a request; raises RefusedError and ScoringError."""
+        request = read_request(body, self.limits)
+        chosen = self._chosen(request.model)
+        loop, texts = asyncio.get_running_loop(), request.query
+        models = [self.models[k] for k in chosen]
+        rows = [await loop.run_in_executor(self._tokenizing, m.tokenize, texts) for m in models]
+        cut = [[m.cut(ids) for ids in part] for m, part in zip(models, rows, strict=True)]
+        scores = await asyncio.gather(*map(self.batcher.score, chosen, cut))
+        answer = self._added(chosen, scores)
+        if self._is_cutting:
+            is_cut = [
+                any(len(ids) > m.max_len for m, ids in zip(models, of_text, strict=True))
+                for of_text in zip(*rows, strict=True)
+            ]
+            answer["truncated"] = is_cut
+            answer.setdefault("extra_logs", {})["truncated"] = [float(value) for value in is_cut]
+        if request.ids is not None:
+            answer["ids"] = request.ids
+        return answer
+
+    def _score(self, index: int, rows: Sequence[Row]) -> list[float]:
+        return self.models[index].score(rows)
+
+    def _added(self, chosen: Sequence[int], scores: Sequence[Sequence[float]]) -> Answer:
+        """Add up the models that were asked, weighted; of several, name the parts."""
+        is_all = len(chosen) == len(self.models)
+        weights = [self._weights[k] if is_all else 1.0 for k in chosen]
+        columns = zip(*scores, strict=True)
+        rewards = [sum(w * s for w, s in zip(weights, row, strict=True)) for row in columns]
+        models = [self.models[k] for k in chosen]
+        answer: Answer = {"rewards": rewards, "models": {m.name: m.hash for m in models}}
+        if len(chosen) > 1:
+            parts = zip(models, scores, strict=True)
+            answer["extra_logs"] = {model.name: list(part) for model, part in parts}
+        return answer
+
+    def _chosen(self, name: str | None) -> list[int]:
+        """Return the indices of the models that a request asks."""
+        found = [k for k, m in enumerate(self.models) if name in (None, m.name, m.path)]
+        if not found:
+            served = ", ".join(model.name for model in self.models)
+            raise RefusedError(404, f"not served here; served: {served}", "model")
+        return found
+
+
+def build_app(service: RewardService, token: str | None) -> FastAPI:
+    """Return the application; `token` None lets everybody in."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    limits = service.limits
+
+    @app.post("/get_reward")
+    async def get_reward(request: Request) -> Response:
+        check_headers(request, limits, token)
+        if service.num_requests >= limits.max_requests:
+            raise RefusedError(503, f"busy with {service.num_requests} requests", None)
+        service.num_requests += 1
+        try:
+            body = await asyncio.wait_for(read_body(request, limits), limits.receive_timeout_s)
+            answer = await service.once(request.headers.get("x-request-id"), body)
+        except asyncio.TimeoutError as error:
+            raise RefusedError(408, "the request did not arrive in time", "body") from error
+        except asyncio.CancelledError:  # by the end of the server
+            service.num_given_up += 1
+            raise
+        finally:
+            service.num_requests -= 1
+        return reply(request, 200, answer)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready, batcher = service.batcher.is_working, service.batcher
+        reason = None if is_ready else "the model fails"
+        waiting = {"queued": batcher.num_waiting, "requests": service.num_requests}
+        state = {"ready": is_ready, "reason": reason, **waiting}
+        return JSONResponse(state, status_code=200 if is_ready else 503)
+
+    @app.exception_handler(RefusedError)
+    async def refused(request: Request, error: RefusedError) -> Response:
+        return reply(request, error.status, {"error": error.error, "field": error.field})
+
+    @app.exception_handler(ScoringError)
+    async def failed(request: Request, error: ScoringError) -> Response:
+        status = 500 if error.is_non_finite else 503
+        field = f"query[{error.index}]"
+        return reply(request, status, {"error": error.error, "field": field})
+
+    @app.exception_handler(HTTPException)
+    async def no_such_place(request: Request, error: HTTPException) -> Response:
+        return reply(request, error.status_code, {"error": str(error.detail), "field": None})
+
+    return app
+
+
+def check_headers(request: Request, limits: ServerLimitsConfig, token: str | None) -> None:
+    """Refuse a request by what its headers say."""
+    headers = request.headers
+    given = headers.get("authorization", "").encode("latin-1")
+    if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise RefusedError(401, "the token is missing or wrong", "authorization")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RefusedError(415, "must be application/json", "content-type")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise RefusedError(415, "compressed requests are not taken", "content-encoding")
+    length = headers.get("content-length", "")
+    if length.isdigit():
+        check_size(int(length), limits)
+    if not REQUEST_ID.fullmatch(headers.get("x-request-id", "none")):
+        raise RefusedError(400, "1 to 128 letters, digits or . : _ -", "x-request-id")
+
+
+async def read_body(request: Request, limits: ServerLimitsConfig) -> bytes:
+    """Return the whole body; raises RefusedError when it is too large."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        check_size(len(body), limits)
+    return bytes(body)
+
+
+def check_size(num_bytes: int, limits: ServerLimitsConfig) -> None:
+    """Refuse a body that is too large."""
+    if num_bytes > limits.max_body_bytes:
+        problem = f"{num_bytes} bytes; at most {limits.max_body_bytes} are taken"
+        raise RefusedError(413, problem, "body")
+
+
+def reply(request: Request, status: int, content: Answer) -> Response:
+    """Return an answer with the id of its request."""
+    given = request.headers.get("x-request-id", "")
+    request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    headers = {"x-request-id": request_id}
+    if status == 503:
+        headers["retry-after"] = "1"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse({**content, "request_id": request_id}, status, headers)
+
+
+def serve_rewards(config: ServeRewardConfig) -> None:
+    """Serve until a signal; raises ConfigError before anything listens that should not."""
+    token = read_token(config)
+    check_here(config.ds)
+    models = load_order(config)
+    listener = listen(config.host, config.port)
+    address = address_of(listener)
+    notice(f"listening on {address}/get_reward; loading the weights")
+    for model in models:
+        model.load()
+        notice(model.facts)
+    service = RewardService(config, models)
+    server = uvicorn.Server(uvicorn_config(build_app(service, token), config.limits))
+    notice(f"ready: {address}/get_reward")
+    run_until_signal(server, listener)
+    if service.num_given_up:
+        raise RewardError(
+            f"Requests were left unanswered {config.limits.stop_timeout_s:g} s after the stop. "
+            "Raise --limits.stop_timeout_s to wait longer."
+        )
+    batcher = service.batcher
+    notice(f"stopped: {batcher.num_rows} texts scored in {batcher.num_forwards} forward passes")
+
+
+def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve in this thread. uvicorn stops in order at SIGINT and SIGTERM, and raises them again
+    when it has ended: they are taken then.
+    """
+
+    def take(number: int, frame: FrameType | None) -> None: ...
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
+    """Return HTTP without access log, websockets, trusted proxies or a word about the software."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="critical",
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        limit_concurrency=limits.max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
+    )
+
+
+def read_token(config: ServeRewardConfig) -> str | None:
+    """Return the token clients must send; None where only this machine connects and none is set."""
+    source = f"--token_file {config.token_file}" if config.token_file else TOKEN_VARIABLE
+    token = token_in(config.token_file) if config.token_file else os.environ.get(TOKEN_VARIABLE)
+    if not token and config.token_file is None:
+        if config.is_loopback:
+            return None
+        raise ConfigError(
+            f"--host {config.host} lets other machines connect, and no token is set. Put one into "
+            f"--token_file FILE or {TOKEN_VARIABLE}, or type --host 127.0.0.1."
+        )
+    if not token or len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{source} must hold one line of at least {MIN_TOKEN_CHARS} plain characters: "
+            f"{len(token or '')} found. Make a token with `openssl rand -hex 32`."
+        )
+    return token
+
+
+def token_in(path: str) -> str:
+    """Return the text of a token file without the white space around it."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--token_file {path} cannot be read: {error}. Give a text file with the token."
+        ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that takes connections; raises ConfigError when the address cannot be had."""
+    listener = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, number, _, address = min(found, key=lambda item: item[0] != socket.AF_INET)
+        listener = socket.socket(family, kind, number)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on: {error.strerror or error}. "
+            "Type --port 0 for a free port, or an address of this machine."
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return `http://127.0.0.1:5000`."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
