@@ -1,24 +1,29 @@
-"""LoRA adapters over the models of this package: put on, switched off, merged.
+"""LoRA adapters over the models of this package: put on, switched off, read from a folder, merged.
 
 PEFT does the work; this module says which layers take an adapter, that a value head is trained and
-saved with it, and that a frozen base is the reference of an adapter trained on it.
+saved with it, and that every weight of a folder finds its place: PEFT takes a folder with weights
+missing and trains on with random ones. With bitsandbytes it takes seconds to import, so it is
+imported where an adapter is at hand.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
-from typing_extensions import Unpack
 
 from openrlhf.config.common import LoraConfig
-from openrlhf.errors import ConfigError
-from openrlhf.models.adapter_files import merge_adapter_into
-from openrlhf.models.loading import LoadOptions, load_causal_lm, load_reward_base
-from openrlhf.utils.adapter_folder import is_reward_adapter, read_adapter_config
+from openrlhf.errors import ConfigError, first_line
+from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
 
 if TYPE_CHECKING:
     import peft
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 MAX_NAMES_SHOWN = 12
+NUM_KEYS_SHOWN = 3
+SCALE_FIELDS = ("mean", "std")  # of a reward model's scores
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
@@ -80,33 +87,103 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def merge_adapter(
-    base_path: str, adapter_path: str, *, is_rm: bool = False, **options: Unpack[LoadOptions]
-) -> PreTrainedModel:
-    """The base with the adapter's weights added, as a plain Hugging Face model.
+def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.PeftModel:
+    """A model with the adapter saved at `path` on it.
 
-    A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
-    `load_adapter` does.
+    Raises ConfigError when the folder holds no adapter, one that does not fit the model, or one
+    that lacks weights.
     """
-    _check_kind(adapter_path, is_rm=is_rm)
-    if is_rm:
-        model = load_reward_base(base_path, adapter_path, **options)
-    else:
-        model = load_causal_lm(base_path, **options)
-    merged = merge_adapter_into(model, adapter_path)
-    merged.name_or_path = merged.config._name_or_path = base_path
+    import peft  # noqa: PLC0415 - see above
+
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{path} holds no {ADAPTER_CONFIG}. Give the folder of an adapter.")
+    config = _read_config(folder)
+    if config.task_type != REWARD_TASK and "value_head_prefix" in model.config.to_dict():
+        config.task_type = None  # a policy's adapter on a model that does not generate
+    try:
+        with warnings.catch_warnings():
+            # What PEFT warns of, and the heads it says nothing about, are errors below.
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")
+            adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
+        check_adapter_keys(adapted, folder)
+    except KeyError as error:  # a module that is trained whole, such as a head, has no weights
+        raise ConfigError(
+            f"The weights of the adapter at {path} do not fit its base: {error.args[0]} is "
+            "missing. Save it again."
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise ConfigError(would_run_code(f"The adapter at {path}", refused_name(error))) from error
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"The adapter at {path} does not fit {model.config._name_or_path}: "
+            f"{first_line(error)}. "
+            "Give the base it was trained on."
+        ) from error
+    return adapted
+
+
+def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
+    """The model with the weights of the adapter at `path` added; it is named after the adapter, so
+    that what is trained on it names it as its base.
+    """
+    adapted = load_adapter(model, path)
+    with torch.no_grad():
+        merged: PreTrainedModel = adapted.merge_and_unload()
+    merged.requires_grad_(requires_grad=True)
+    merged.name_or_path = merged.config._name_or_path = str(path)
     return merged
 
 
-def _check_kind(path: str, *, is_rm: bool) -> None:
-    """Refuse to merge a reward model's adapter as a language model's, which would lose the head."""
-    if read_adapter_config(path) is None:
-        raise ConfigError(f"{path} holds no adapter_config.json. Give the folder of an adapter.")
-    has_head = is_reward_adapter(path)
-    if has_head and not is_rm:
-        raise ConfigError(f"{path} is the adapter of a reward model. Type --is_rm.")
-    if is_rm and not has_head:
-        raise ConfigError(f"--is_rm: the adapter at {path} has no value head. Leave --is_rm out.")
+def check_adapter_keys(adapted: peft.PeftModel, folder: Path) -> None:
+    """Raise ConfigError unless the folder holds every weight of the adapter, and no others."""
+    import peft  # noqa: PLC0415 - see above
+
+    expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    found = set(peft.load_peft_weights(str(folder), device="cpu"))
+    own = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+    problems = {"missing": expected - found, "unexpected": found - expected - own}
+    texts = [f"{len(keys)} are {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]
+    if texts:
+        raise ConfigError(
+            f"The weights of the adapter at {folder} do not fit its base: {'; '.join(texts)}. "
+            "Save it again, or give the base it was trained on."
+        )
+
+
+def _read_config(folder: Path) -> peft.PeftConfig:
+    import peft  # noqa: PLC0415 - see above
+
+    try:
+        config = peft.PeftConfig.from_pretrained(folder)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG} cannot be read: {error!r}. Save the adapter again."
+        ) from error
+    if config.is_prompt_learning:
+        raise ConfigError(
+            f"The adapter at {folder} is of kind {config.peft_type.value}, which adds tokens and "
+            "cannot be merged. Give a LoRA adapter."
+        )
+    return config
+
+
+def _some(keys: Set[str]) -> str:
+    return ", ".join(sorted(keys)[:NUM_KEYS_SHOWN])
+
+
+def would_run_code(file: str, names: str) -> str:
+    """Return the line about pickled weights that name more than tensors."""
+    return (
+        f"{file} would run code when it is loaded: it names {names}. "
+        "Do not use it; take the model from a source you trust, as safetensors."
+    )
+
+
+def refused_name(error: pickle.UnpicklingError) -> str:
+    """Return what torch's restricted reader has stumbled over."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else "more than tensors"
 
 
 def _linear_names(model: nn.Module) -> str:

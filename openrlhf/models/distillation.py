@@ -30,47 +30,49 @@ class StudentTerms(NamedTuple):
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
-class DistillationHead(ChunkedHead):
-    """The student's LM head, which is shown the teacher's."""
+def distill(
+    head: ChunkedHead,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    teacher: Head,
+    coef: float,
+    method: Distillation,
+) -> tuple[Tensor, ...]:
+    """Return the fields of `DistillationTerms`.
 
-    can_be_split = False
-
-    def __init__(self, head: ChunkedHead, *, coef: float, method: Distillation) -> None:
-        super().__init__(head, head.transform)
-        self.coef = coef
-        self.method = method
-
-    def forward(self, hidden_NH: Tensor, targets_N: Tensor, teacher: Head) -> tuple[Tensor, ...]:
-        """The fields of `DistillationTerms`.
-
-        Models of one family pad their vocabularies to different widths; logits that only one of
-        them has stand for no token and are left out.
-        """
-        num_logits = min(len(self.weight), len(teacher.weight_VH))
-        terms: DistillationTerms = chunked_distillation(
-            first_logits(as_head(self, hidden_NH), num_logits),
-            first_logits(teacher, num_logits),
-            targets_N,
-            ce_weights_N=hidden_NH.new_full(targets_N.shape, 1 - self.coef).float(),
-            divergence_weights_N=hidden_NH.new_full(targets_N.shape, self.coef).float(),
-            method=self.method,
-        )
-        return tuple(terms)
+    Models of one family pad their vocabularies to different widths; logits that only one of
+    them has stand for no token and are left out.
+    """
+    num_logits = min(len(head.weight), len(teacher.weight_VH))
+    terms: DistillationTerms = chunked_distillation(
+        first_logits(as_head(head, hidden_NH), num_logits),
+        first_logits(teacher, num_logits),
+        targets_N,
+        ce_weights_N=hidden_NH.new_full(targets_N.shape, 1 - coef).float(),
+        divergence_weights_N=hidden_NH.new_full(targets_N.shape, coef).float(),
+        method=method,
+    )
+    return tuple(terms)
 
 
 class Student(Actor):
     """The model that learns."""
 
+    reads_whole_head = True
+
     def __init__(
         self, model: nn.Module, *, coef: float, method: Distillation, with_aux_loss: bool = False
     ) -> None:
         super().__init__(model, with_aux_loss=with_aux_loss)
-        self.head = DistillationHead(self.head, coef=coef, method=method)
+        self.coef, self.method = coef, method
 
     def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
         """The loss on the targets of a batch, against what the teacher says there."""
         states = self.states_at(batch, batch.predict_index)
-        loss, *of_tokens = self.head(states.hidden_nH, states.select(batch.targets), teacher)
+        targets_n = states.select(batch.targets)
+        loss, *of_tokens = self.head(
+            distill, states.hidden_nH, targets_n, teacher, self.coef, self.method
+        )
         return StudentTerms(
             states.total(loss), *map(states.spread, of_tokens), aux_loss=states.aux_loss
         )
@@ -79,9 +81,7 @@ class Student(Actor):
 class Teacher(Actor):
     """The model that is learnt from; the student reads all of its head."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.head.can_be_split = False
+    reads_whole_head = True
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Hidden states where a target is predicted, (N, K); of a shared row those the student
@@ -97,8 +97,7 @@ class Teacher(Actor):
 
 def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
     """States with the head in front of which they stand."""
-    transform = head.transform
-    return Head(hidden_NH, head.weight, head.bias, transform.softcap, transform.scale)
+    return Head(hidden_NH, head.weight, head.bias, head.softcap, head.scale)
 
 
 def first_logits(head: Head, num_logits: int) -> Head:

@@ -6,57 +6,74 @@ value head put fresh on a model that never had one. Which attention a model gets
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
+import math
 import os
+import pickle
 import re
-from collections.abc import Set
-from contextlib import nullcontext, suppress
-from functools import cache
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
+from openrlhf.config.base import is_given
 from openrlhf.config.local_paths import looks_local
+from openrlhf.config.run import RunConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.models.adapter_files import SCALE_FIELDS, merge_adapter_into
-from openrlhf.models.families import causal_class, refuse_own_code
+from openrlhf.models.actor import Actor, token_stats
+from openrlhf.models.adapters import (
+    SCALE_FIELDS,
+    merge_adapter_into,
+    refused_name,
+    would_run_code,
+)
+from openrlhf.models.families import causal_class, padding_note, refuse_own_code
 from openrlhf.models.kernels import (
     FLASH_2,
     OWN_ATTENTION,
     apply_liger,
-    check_4bit,
-    check_experts,
+    is_installed,
     keep_4bit_trainable,
 )
-from openrlhf.models.own_logits import check_own_logits
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.quiet_loading import download_bar_class, quiet_transformers, would_run_code
-from openrlhf.models.rotary import give_each_its_own, refuse_padded_rows
-from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
+from openrlhf.utils.adapter_folder import (
+    base_of_adapter,
+    is_reward_adapter,
+    merge_command,
+    read_adapter_config,
+)
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.packable import why_padded
-from openrlhf.utils.progress import tracked
-
-logger = logging.getLogger(__name__)
+from openrlhf.utils.logging import notice, say_notices
+from openrlhf.utils.packable import is_padded, why_padded
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import bars_for_tqdm, tracked
 
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
 OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
-# Ways of asking for attention that packed attention answers itself.
-GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
+# Ways of asking for attention that packed attention is the answer to.
+GENERIC_ATTENTION = (None, *OWN_ATTENTION, PACKED_ATTENTION)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of the comparison with a model's own logits: how far log-probs may lie from them on average
+# (rounding), and from those before another last token (experts compute with others then).
+NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
+MAX_ERROR = {torch.float32: 0.01}
+MAX_AHEAD = {torch.float32: 1e-4}
+MAX_ERROR_HALF, MAX_AHEAD_HALF = 0.25, 0.1
+MAX_WEIGHTS_ON_CPU = 4_000_000_000  # of a model that is compared there: it would wait
+# For weights in a .bin file transformers would ask a service of the hub to convert them.
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config; a path that is no model is a ConfigError."""
+    """Return the model's config; raise ConfigError if the path is no model."""
     folder = Path(path).expanduser()
     if looks_local(path) and not folder.is_dir():
         raise ConfigError(
@@ -142,38 +159,25 @@ def resolve_dtype(
     return dtype if dtype is not None else torch.float32
 
 
-@cache
-def has_flash_attention() -> bool:
-    """Whether the flash-attn package is installed; logged once where a GPU could use it."""
-    is_there = importlib.util.find_spec("flash_attn") is not None
-    if torch.cuda.is_available():
-        logger.info(
-            "flash-attn is %s: packed rows use %s",
-            "installed" if is_there else "not installed",
-            "flash_attention_2" if is_there else "torch's kernels",
-        )
-    return is_there
-
-
 def choose_attention(
     requested: str | None,
     *,
     dtype: torch.dtype,
     device_type: str | None = None,
-    is_padded: bool = False,
+    has_padded_rows: bool = False,
 ) -> str | None:
     """The attention for packed rows: flash-attn on CUDA in half precision, else our own.
 
     Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
     A family whose rows are padded gets what transformers takes for it (None), or eager.
     """
-    if requested is not None and requested not in GENERIC_ATTENTION:
+    if requested not in GENERIC_ATTENTION:
         return requested
-    if is_padded:
+    if has_padded_rows:
         return "eager" if requested == "eager" else None
     is_cuda = (device_type or default_device_type()) == "cuda"
     wants_flash = requested in (None, "auto", FLASH_2)
-    if wants_flash and is_cuda and dtype != torch.float32 and has_flash_attention():
+    if wants_flash and is_cuda and dtype != torch.float32 and is_installed("flash_attn"):
         return FLASH_2
     return PACKED_ATTENTION
 
@@ -195,23 +199,20 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, config)
     family = causal_class(config)
-    is_padded = family is not None and why_padded(family, config) is not None
-    if family is not None and is_padded:
-        refuse_padded_rows(config, family.__name__)
+    has_padded_rows = family is not None and why_padded(family, config) is not None
     requested = options.get("attn_implementation")
     kwargs: dict[str, object] = {
         "config": config,
         "dtype": dtype,
-        "attn_implementation": choose_attention(requested, dtype=dtype, is_padded=is_padded),
+        "attn_implementation": choose_attention(
+            requested, dtype=dtype, has_padded_rows=has_padded_rows
+        ),
         "trust_remote_code": options.get("trust_remote_code", False),
         "output_loading_info": True,
-        "tqdm_class": download_bar_class(),
     }
-    check_experts(options.get("experts_implementation"))
     if options.get("experts_implementation") is not None:
         kwargs["experts_implementation"] = options["experts_implementation"]
     if options.get("load_in_4bit"):
-        check_4bit()
         kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -219,6 +220,39 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
             bnb_4bit_compute_dtype=dtype,
         )
     return kwargs
+
+
+@contextmanager
+def reading_weights(path: str) -> Iterator[None]:
+    """A block in which transformers reads weights without a report of keys, which are checked
+    instead; what it refuses and files that are torn are a ConfigError.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
+
+    hook = bars_for_tqdm({"Loading weights": f"loading {Path(path).name}"})
+    previous_hook = transformers.logging.set_tqdm_hook(hook)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with looking_up("model", path):
+            yield
+    except pickle.UnpicklingError as error:
+        file = f"The file of weights in {path}"
+        raise ConfigError(would_run_code(file, refused_name(error))) from error
+    except (OSError, SafetensorError, EOFError, KeyError, RuntimeError) as error:
+        is_pickled = any(Path(path).expanduser().glob("*_model*.bin"))
+        if isinstance(error, (KeyError, RuntimeError)) and not is_pickled:
+            raise
+        raise ConfigError(
+            f"The weights of {path} cannot be read: {first_line(error).rstrip('.')}. "
+            "Copy or save them again."
+        ) from error
+    except (ImportError, ValueError) as error:
+        reason = first_line(error).rstrip(".")
+        raise ConfigError(f"The model cannot be loaded with these settings: {reason}") from error
+    finally:
+        transformers.logging.set_tqdm_hook(previous_hook)
+        transformers.logging.set_verbosity(verbosity)
 
 
 def check_loading_info(
@@ -257,7 +291,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
         return merge_adapter_into(load_causal_lm(base, **options), path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     kwargs = from_pretrained_kwargs(config, options)
-    with quiet_transformers(path):
+    with reading_weights(path):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
     check_loading_info(path, info)
     refuse_own_code(model, path)
@@ -307,7 +341,7 @@ def load_sequence_model(
     kwargs = from_pretrained_kwargs(config, options)
     if name != HEAD:
         kwargs["key_mapping"] = {rf"^{re.escape(name)}\.": f"{HEAD}."}
-    with quiet_transformers(path):
+    with reading_weights(path):
         auto_class = transformers.AutoModelForSequenceClassification
         model, info = auto_class.from_pretrained(path, **kwargs)
     if has_stored_head:
@@ -350,11 +384,124 @@ def finish_loading(
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
-    give_each_its_own(model)
-    if has_lm_head:
-        check_own_logits(model, runs_on=default_device_type())
+    has_torch_kernels = options.get("attn_implementation") in GENERIC_ATTENTION
+    if has_lm_head and has_torch_kernels:
+        check_own_logits(model)
     if options.get("use_liger_kernel"):
         apply_liger(model)
+
+
+def check_own_logits(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
+
+    They are computed from last hidden states and the LM head. A family that does more between the
+    two, or lets a token see those to its right, would be trained on other numbers than it is used
+    with. Weights that ZeRO-3 has split, and very large ones on a CPU, are not compared.
+    """
+    weights = list(model.parameters())
+    is_large = sum(weight.numel() for weight in weights) > MAX_WEIGHTS_ON_CPU
+    is_away = any(hasattr(weight, "ds_id") or weight.is_meta for weight in weights)
+    if is_away or (is_large and model.device.type == "cpu"):
+        return
+    with _plain_attention(model):
+        ahead, error = _distances(model)
+    dtype, name = weights[0].dtype, type(model).__name__
+    if not ahead <= MAX_AHEAD.get(dtype, MAX_AHEAD_HALF):
+        raise ConfigError(f"{name}: its tokens see those to their right. Use a causal model.")
+    if not error <= MAX_ERROR.get(dtype, MAX_ERROR_HALF):
+        raise ConfigError(
+            f"{name} computes its logits in a way of its own: log-probs from its last hidden "
+            f"states and its head are {error:.2g} off. Use another family."
+        )
+
+
+@torch.no_grad()
+def _distances(model: PreTrainedModel) -> tuple[float, float]:
+    """Return the mean change that another last token makes before it, and the mean distance of the
+    actor's log-probs from the model's.
+    """
+    num_known = model.config.get_text_config().vocab_size
+    tokens_BT = (torch.arange(1, NUM_TOKENS + 1) * STRIDE % num_known).repeat(2, 1)
+    tokens_BT[1, -1] = (tokens_BT[1, -1] + 1) % num_known
+    is_target_T = torch.arange(NUM_TOKENS) > 0
+    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
+    tokens_BT = tokens_BT.to(model.device)
+    own_BTV: Tensor = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
+    own_BTV = own_BTV.float().log_softmax(-1)
+    ahead = (own_BTV[0] - own_BTV[1]).abs().mean().item()
+    actor = Actor(model)
+    hidden_NH = actor.states_at(batch, batch.predict_index).hidden_nH
+    if hidden_NH.size(1) != model.get_output_embeddings().in_features:
+        return ahead, math.inf  # a projection stands between the two
+    found_N, *_ = actor.head(token_stats, hidden_NH, batch.targets, 1.0, False)  # noqa: FBT003
+    own_N = own_BTV.gather(-1, tokens_BT[:, 1:, None]).flatten()
+    return ahead, (own_N - found_N).abs().mean().item()
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """A block without dropout, and with an attention that any device has."""
+    was_training, attention = model.training, model.config._attn_implementation
+    is_packed = not is_padded(model)
+    model.eval()
+    if is_packed:
+        model.set_attn_implementation(PACKED_ATTENTION)
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if is_packed:
+            model.set_attn_implementation(attention)
+
+
+def say_attention(config: RunConfig, requested: str, paths: Iterable[str]) -> None:
+    """Say that an attention is not what runs, and which of the models at `paths` is padded; the
+    main rank calls.
+
+    Flash attention is the default: without a GPU only who typed it is told.
+    """
+    notes = [
+        padding_note(load_config(path, trust_remote_code=config.trust_remote_code), path)
+        for path in dict.fromkeys(paths)
+    ]
+    say_notices(filter(None, notes))
+    if all(notes):
+        return
+    if requested == "eager":
+        notice("eager attention is not for packed rows: they use torch's own (SDPA)")
+    elif not torch.cuda.is_available():
+        if is_given(config, "ds.attn_implementation") and requested.startswith("flash"):
+            notice(f"{requested} needs a GPU: packed rows use torch's own attention here (SDPA)")
+    elif requested == FLASH_2 and not is_installed("flash_attn"):
+        notice("flash-attn is not installed: packed rows use torch's own attention (SDPA)")
+
+
+def merge_adapter(
+    base_path: str, adapter_path: str, *, is_rm: bool = False, **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
+    """Return the base with the adapter's weights added, as a plain Hugging Face model.
+
+    A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
+    `load_adapter` does.
+    """
+    if read_adapter_config(adapter_path) is None:
+        raise ConfigError(
+            f"{adapter_path} holds no adapter_config.json. Give the folder of an adapter."
+        )
+    has_head = is_reward_adapter(adapter_path)
+    if has_head and not is_rm:  # the head would be lost
+        raise ConfigError(f"{adapter_path} is the adapter of a reward model. Type --is_rm.")
+    if is_rm and not has_head:
+        raise ConfigError(
+            f"--is_rm: the adapter at {adapter_path} has no value head. Leave --is_rm out."
+        )
+    if is_rm:
+        model = load_reward_base(base_path, adapter_path, **options)
+    else:
+        model = load_causal_lm(base_path, **options)
+    merged = merge_adapter_into(model, adapter_path)
+    merged.name_or_path = merged.config._name_or_path = base_path
+    return merged
 
 
 def rename_head(model: PreTrainedModel, name: str) -> None:

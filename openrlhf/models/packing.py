@@ -9,16 +9,15 @@ of each, h query heads, k key heads, D head size, Q queries, S keys.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -26,14 +25,13 @@ from transformers.masking_utils import sdpa_mask
 from openrlhf.errors import ConfigError
 from openrlhf.utils.packing import PackedBatch
 
-logger = logging.getLogger(__name__)
-
 PACKED_ATTENTION = "openrlhf_packed"
 # A sequence joins a batch of longer ones when it fills at least this share of its slot.
 # At 0.92 some 2.5 % of the slots are padding on log-normal lengths (0.8: 8 %), for more calls.
 MIN_FILL = 0.92
 # Queries per call where a band or a soft cap needs a mask: bounds the memory of long sequences.
 QUERY_BLOCK = 1024
+MAX_MASK_ELEMENTS = 1 << 24  # of a call that sees all keys: fewer queries beside very long ones
 UNSUPPORTED_KWARGS = ("s_aux", "position_bias", "head_mask", "cache")
 
 
@@ -42,10 +40,10 @@ class PaddedLayout:
     """How T row positions lie in padded batches of near-equal sequences."""
 
     batches: tuple[tuple[int, int], ...]  # (number of sequences, padded length) of each batch
-    slot_to_row_M: (
-        Tensor | None
-    )  # (M,) row position a slot copies; None when row order already is slot order
-    row_to_slot_T: Tensor | None  # (T,) the slot that holds each row position
+    # Row position that a slot copies, (M,); None when row order already is slot order.
+    slot_to_row_M: Tensor | None = None
+    row_to_slot_T: Tensor | None = None  # the slot that holds each row position
+    is_filled_M: Tensor | None = None  # False in padding slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,37 +139,29 @@ def padded_layout(seq_lengths: Sequence[int], device: torch.device | str) -> Pad
 
     slot_to_row_M, is_filled_M = torch.cat(rows), torch.cat(fills)
     if torch.equal(slot_to_row_M, torch.arange(sum(seq_lengths))):
-        return PaddedLayout(tuple(batches), None, None)
+        return PaddedLayout(tuple(batches))
     row_to_slot_T = torch.empty(sum(seq_lengths), dtype=torch.int64)
     row_to_slot_T[slot_to_row_M[is_filled_M]] = is_filled_M.nonzero().squeeze(-1)
-    return PaddedLayout(tuple(batches), slot_to_row_M.to(device), row_to_slot_T.to(device))
+    indices = (slot_to_row_M, row_to_slot_T, is_filled_M)
+    return PaddedLayout(tuple(batches), *(index.to(device) for index in indices))
 
 
-class _Pad(torch.autograd.Function):
-    """Copy row positions into slots; a padding slot's gradient is zero, so a gather undoes it."""
-
-    @staticmethod
-    def forward(ctx: object, row: Tensor, slot_to_row_M: Tensor, row_to_slot_T: Tensor) -> Tensor:
-        ctx.row_to_slot_T = row_to_slot_T
-        return row.index_select(0, slot_to_row_M)
+class _Reorder(torch.autograd.Function):
+    """Copy rows to other places; the gradient of a row is that of the one place `back` names."""
 
     @staticmethod
-    def backward(ctx: object, grad_slots: Tensor) -> tuple[Tensor, None, None]:
-        return grad_slots.index_select(0, ctx.row_to_slot_T), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """Copy filled slots back to their row positions."""
-
-    @staticmethod
-    def forward(ctx: object, slots: Tensor, row_to_slot_T: Tensor) -> Tensor:
-        ctx.row_to_slot_T, ctx.num_slots = row_to_slot_T, slots.size(0)
-        return slots.index_select(0, row_to_slot_T)
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, back: Tensor, is_filled: Tensor | None
+    ) -> Tensor:
+        ctx.back, ctx.is_filled = back, is_filled
+        return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: object, grad_row: Tensor) -> tuple[Tensor, None]:
-        grad_slots = grad_row.new_zeros(ctx.num_slots, *grad_row.shape[1:])
-        return grad_slots.index_copy_(0, ctx.row_to_slot_T, grad_row), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.index_select(0, ctx.back)
+        if ctx.is_filled is not None:  # nobody reads a padding slot
+            grad.masked_fill_(~ctx.is_filled[:, None, None], 0.0)
+        return grad, None, None, None
 
 
 @dataclass(frozen=True)
@@ -182,11 +172,6 @@ class ScoreOptions:
     dropout: float = 0.0
     sliding_window: int | None = None  # tokens seen: a token itself and those just before it
     softcap: float | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Return True if scores are the scaled products and nothing else."""
-        return self.dropout == 0.0 and self.softcap is None
 
 
 def causal_attention(
@@ -209,11 +194,9 @@ def causal_attention(
             scale=options.scale,
             enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
-    is_square = q_BhQD.size(-1) == v_BkSD.size(-1)  # unlike multi-head latent attention
-    if q_BhQD.device.type == "cpu" and options.is_plain and is_square and window >= length:
-        keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
-        return _TailAttention.apply(q_BhQD, keys, values, options.scale)
-    block_size = max(QUERY_BLOCK, window) if window < length else QUERY_BLOCK
+    block_size = max(QUERY_BLOCK, window)
+    if window >= length:
+        block_size = max(1, min(QUERY_BLOCK, MAX_MASK_ELEMENTS // length))
     attend = band_attention
     if num_earlier and torch.is_grad_enabled():  # masks of long keys are not kept, but made anew
         attend = partial(checkpoint, band_attention, use_reentrant=False)
@@ -227,52 +210,6 @@ def causal_attention(
     return torch.cat(outputs, dim=2)
 
 
-class _TailAttention(torch.autograd.Function):
-    """Causal attention of the last Q of S tokens on a CPU, without a mask.
-
-    All see the keys before them in one call, and one another in a causal one; log-sum-exps merge
-    the two. With the merged results the kernel's own backward gives the gradient of each part
-    (arXiv 2310.01889).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q_BhQD: Tensor, k_BhSD: Tensor, v_BhSD: Tensor, scale: float | None
-    ) -> Tensor:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        num_earlier = k_BhSD.size(2) - q_BhQD.size(2)
-        (out, lse), (own_out, own_lse) = (
-            attend(q_BhQD, k, v, 0.0, is_causal, scale=scale)
-            for k, v, is_causal in _two_parts(k_BhSD, v_BhSD, num_earlier)
-        )
-        total_BhQ = torch.logaddexp(lse, own_lse)  # fp32 at least, whatever the queries are
-        weight, own_weight = ((x - total_BhQ).exp()[..., None] for x in (lse, own_lse))
-        merged = (out * weight + own_out * own_weight).to(q_BhQD.dtype)
-        ctx.save_for_backward(q_BhQD, k_BhSD, v_BhSD, merged, total_BhQ)
-        ctx.scale = scale
-        return merged
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        q, k, v, merged, total = ctx.saved_tensors
-        parts = [
-            backward(grad, q, k_part, v_part, merged, total, 0.0, is_causal, scale=ctx.scale)
-            for k_part, v_part, is_causal in _two_parts(k, v, k.size(2) - q.size(2))
-        ]
-        (dq, *earlier), (own_dq, *own) = parts
-        dk, dv = (torch.cat(pair, dim=2) for pair in zip(earlier, own, strict=True))
-        return dq + own_dq, dk, dv, None
-
-
-def _two_parts(k: Tensor, v: Tensor, num_earlier: int) -> list[tuple[Tensor, Tensor, bool]]:
-    """Keys and values that all queries see, and those of the queries themselves, causal."""
-    return [
-        (k[:, :, :num_earlier], v[:, :, :num_earlier], False),
-        (k[:, :, num_earlier:], v[:, :, num_earlier:], True),
-    ]
-
-
 def band_attention(
     q_BhQD: Tensor,
     k_BkSD: Tensor,
@@ -282,9 +219,11 @@ def band_attention(
     options: ScoreOptions,
 ) -> Tensor:
     """Causal attention, in the sliding window, of queries and keys at these positions."""
-    window = options.sliding_window or keys.stop
-    is_seen = band_mask(queries, keys, window, q_BhQD.device)
-    return masked_attention(q_BhQD, k_BkSD, v_BkSD, is_seen, options)
+    q_pos = torch.arange(queries.start, queries.stop, device=q_BhQD.device)[:, None]
+    k_pos = torch.arange(keys.start, keys.stop, device=q_BhQD.device)[None]
+    first_pos = q_pos - (options.sliding_window or keys.stop)
+    is_seen_QS = (k_pos <= q_pos) & (k_pos > first_pos)
+    return masked_attention(q_BhQD, k_BkSD, v_BkSD, is_seen_QS, options)
 
 
 def masked_attention(
@@ -311,29 +250,14 @@ def repeat_heads(q_BhQD: Tensor, x_BkSD: Tensor) -> Tensor:
     return x_BkSD if num_repeats == 1 else x_BkSD.repeat_interleave(num_repeats, dim=1)
 
 
-def band_mask(query_range: range, key_range: range, window: int, device: torch.device) -> Tensor:
-    """True where a query sees a key: its own position and the `window - 1` before it -> (Q, S)."""
-    q_pos = torch.arange(query_range.start, query_range.stop, device=device)[:, None]
-    k_pos = torch.arange(key_range.start, key_range.stop, device=device)[None]
-    return (k_pos <= q_pos) & (k_pos > q_pos - window)
-
-
-def unpacked_attention(
-    q_RhQD: Tensor, k_RkSD: Tensor, v_RkSD: Tensor, mask: Tensor | None, options: ScoreOptions
-) -> Tensor:
-    """Attention of a plain batch whose queries are the last Q of S positions -> (R, h, Q, D)."""
-    if mask is None:
-        return causal_attention(q_RhQD, k_RkSD, v_RkSD, options)
-    return masked_attention(q_RhQD, k_RkSD, v_RkSD, mask, options)
-
-
 def grouped_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, layout: PaddedLayout, options: ScoreOptions
 ) -> Tensor:
     """Attention over a row as one call per batch of near-equal sequences -> (T, h, D)."""
     tensors = [q_ThD, k_TkD, v_TkD]
-    if layout.slot_to_row_M is not None:
-        tensors = [_Pad.apply(x, layout.slot_to_row_M, layout.row_to_slot_T) for x in tensors]
+    to_slots, to_row = layout.slot_to_row_M, layout.row_to_slot_T
+    if to_slots is not None:
+        tensors = [_Reorder.apply(x, to_slots, to_row, None) for x in tensors]
     sizes = [num_seqs * length for num_seqs, length in layout.batches]
     outputs = []
     for (num_seqs, length), *parts in zip(
@@ -342,34 +266,19 @@ def grouped_attention(
         q, k, v = (x.unflatten(0, (num_seqs, length)).transpose(1, 2) for x in parts)
         outputs.append(causal_attention(q, k, v, options).transpose(1, 2).flatten(0, 1))
     slots = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return slots if layout.row_to_slot_T is None else _Unpad.apply(slots, layout.row_to_slot_T)
-
-
-@cache
-def varlen_kernel() -> object | None:
-    """torch's variable-length flash attention, or None where this torch has none that fits."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch
-    except ImportError:
-        return None
-    has_options = {"scale", "window_size", "enable_gqa"} <= set(
-        inspect.signature(varlen_attn).parameters
-    )
-    logger.info(
-        "packed attention on CUDA: %s", "torch varlen flash" if has_options else "grouped SDPA"
-    )
-    return varlen_attn if has_options else None
+    if to_slots is None:
+        return slots
+    return _Reorder.apply(slots, to_row, to_slots, layout.is_filled_M)
 
 
 def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
-    """Whether the flash kernel computes exactly what is asked."""
+    """Return True if the flash kernel computes exactly what is asked."""
     return (
         q_ThD.is_cuda
         and q_ThD.dtype in (torch.float16, torch.bfloat16)
         and q_ThD.size(-1) == v_TkD.size(-1) <= 256
         and options.softcap is None
         and options.dropout == 0.0
-        and varlen_kernel() is not None
     )
 
 
@@ -384,7 +293,7 @@ def row_attention(
         return sdpa_row_attention(q_ThD, k_TkD, v_TkD, row, options)
     window = -1 if options.sliding_window is None else options.sliding_window - 1
     cu_keys, max_keys = row.key_boundaries
-    return varlen_kernel()(
+    return varlen_attn(
         q_ThD.contiguous(),
         k_TkD.contiguous(),
         v_TkD.contiguous(),
@@ -429,7 +338,7 @@ def packed_attention_forward(  # noqa: PLR0913 - the signature transformers call
     packed_row: PackedRow | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention function models call; answers (R, T, h, D) and no weights."""
+    """Return the attention, (R, T, h, D), and no weights; models call this."""
     if used := [name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None]:
         raise ConfigError(
             f"{type(module).__name__} needs {', '.join(used)}, unknown to packed attention: "
@@ -437,7 +346,11 @@ def packed_attention_forward(  # noqa: PLR0913 - the signature transformers call
         )
     options = ScoreOptions(scaling, dropout, sliding_window, softcap)
     if packed_row is None:
-        return unpacked_attention(query, key, value, attention_mask, options).transpose(1, 2), None
+        # A plain batch, as in generation: the queries are the last of the positions.
+        states = (query, key, value)
+        if attention_mask is None:
+            return causal_attention(*states, options).transpose(1, 2), None
+        return masked_attention(*states, attention_mask, options).transpose(1, 2), None
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ConfigError(
             f"{type(module).__name__} is not causal: packed rows need causal attention."

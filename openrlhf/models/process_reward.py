@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from openrlhf.algorithms.language_loss import PRMTerms, prm_losses
-from openrlhf.models.actor import Actor, ChunkedHead
+from openrlhf.algorithms.language_loss import prm_losses
+from openrlhf.models.actor import Actor, ChunkedHead, token_stats
 from openrlhf.utils.packing import Batch, PackedBatch
 
 CHUNK_MARKERS = 256  # whose logits over the whole vocabulary exist at the same time
@@ -52,50 +52,37 @@ class MarkerTerms(NamedTuple):
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
-class MarkerHead(ChunkedHead):
-    """The LM head as verdicts, at the marker's own position."""
+def judge_markers(
+    head: ChunkedHead, hidden_MH: Tensor, labels_M: Tensor, reward_tokens_R: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return losses, (M,) fp32, and whether the likeliest token is the labelled one, (M,) bool."""
+    if reward_tokens_R is None:
+        (logprobs_M,) = token_stats(head, hidden_MH, labels_M, 1.0, False)  # noqa: FBT003
+        return -logprobs_M, _likeliest(head, hidden_MH) == labels_M
+    bias_R = None if head.bias is None else head.bias[reward_tokens_R]
+    raw_MR = F.linear(hidden_MH, head.weight[reward_tokens_R], bias_R)
+    logits_MR = raw_MR.float() * head.scale
+    if head.softcap is not None:
+        logits_MR = head.softcap * (logits_MR / head.softcap).tanh()
+    columns_R = torch.arange(len(reward_tokens_R), device=labels_M.device)
+    return tuple(prm_losses(logits_MR, labels_M, reward_tokens_R=columns_R))
 
-    can_be_split = False
 
-    def forward(
-        self, hidden_MH: Tensor, labels_M: Tensor, reward_tokens_R: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Losses (M,) fp32, and whether the likeliest token is the labelled one, (M,) bool."""
-        if reward_tokens_R is None:
-            return self._among_all(hidden_MH, labels_M)
-        columns_R = torch.arange(len(reward_tokens_R), device=labels_M.device)
-        logits_MR = self._logits(hidden_MH, reward_tokens_R)
-        return tuple(prm_losses(logits_MR, labels_M, reward_tokens_R=columns_R))
-
-    def _among_all(self, hidden_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, ...]:
-        (logprobs_M,) = super().forward(hidden_MH, labels_M, temperature=1.0, with_entropy=False)
-        return tuple(PRMTerms(-logprobs_M, self._likeliest(hidden_MH) == labels_M))
-
-    @torch.no_grad()
-    def _likeliest(self, hidden_MH: Tensor) -> Tensor:
-        """The likeliest token at each marker, (M,); scale and cap keep the order of logits."""
-        chunks = hidden_MH.split(CHUNK_MARKERS)
-        likeliest = [F.linear(chunk, self.weight, self.bias).argmax(-1) for chunk in chunks]
-        return torch.cat(likeliest)
-
-    def _logits(self, hidden_MH: Tensor, tokens_R: Tensor) -> Tensor:
-        """Logits of some of the tokens, (M, R) fp32."""
-        bias_R = None if self.bias is None else self.bias[tokens_R]
-        raw_MR = F.linear(hidden_MH, self.weight[tokens_R], bias_R)
-        logits_MR = raw_MR.float() * self.transform.scale
-        softcap = self.transform.softcap
-        return logits_MR if softcap is None else softcap * (logits_MR / softcap).tanh()
+@torch.no_grad()
+def _likeliest(head: ChunkedHead, hidden_MH: Tensor) -> Tensor:
+    """Return the likeliest token at each marker, (M,); scale and cap keep the order of logits."""
+    chunks = hidden_MH.split(CHUNK_MARKERS)
+    return torch.cat([F.linear(chunk, head.weight, head.bias).argmax(-1) for chunk in chunks])
 
 
 class StepJudge(Actor):
     """A causal language model seen as a judge of steps."""
 
-    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
-        super().__init__(model, with_aux_loss=with_aux_loss)
-        self.head = MarkerHead(self.head, self.head.transform)
+    reads_whole_head = True
 
     def forward(self, batch: MarkedBatch) -> MarkerTerms:
         """Loss and verdict at every marker."""
         states = self.states_at(batch.packed, batch.marker_index)
-        verdicts = self.head(states.hidden_nH, states.select(batch.labels), batch.reward_tokens)
+        labels_m = states.select(batch.labels)
+        verdicts = self.head(judge_markers, states.hidden_nH, labels_m, batch.reward_tokens)
         return MarkerTerms(*map(states.spread, verdicts), aux_loss=states.aux_loss)

@@ -23,8 +23,8 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError
+from openrlhf.models.families import head_size, num_positions
 from openrlhf.models.loading import load_causal_lm, load_config
-from openrlhf.models.sizes import head_size, num_positions
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
 from openrlhf.trainer.post_processors import wish_template

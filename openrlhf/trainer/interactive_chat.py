@@ -20,6 +20,7 @@ import torch
 from openrlhf.config.serving import ChatConfig
 from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
 from openrlhf.errors import ConfigError
+from openrlhf.models.families import num_positions
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import (
     LoadOptions,
@@ -27,7 +28,6 @@ from openrlhf.models.loading import (
     load_causal_lm,
     load_config,
 )
-from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.post_processors import wish_template
 from openrlhf.utils.tokenizer import (
     TextEncoder,

@@ -27,8 +27,8 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
+from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_causal_lm, load_config
-from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import (
     LoopParts,
     SampleSet,

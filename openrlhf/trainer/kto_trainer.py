@@ -28,7 +28,7 @@ from openrlhf.datasets.unpaired_preference_dataset import (
 )
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
-from openrlhf.models.sizes import num_positions
+from openrlhf.models.families import num_positions
 from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun, hf_part
 from openrlhf.trainer.preference_batch import (
     PreferenceBatch,

@@ -13,7 +13,7 @@ from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.errors import ConfigError
-from openrlhf.models.adapters import merge_adapter
+from openrlhf.models.loading import merge_adapter
 from openrlhf.utils.logging import notice
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 

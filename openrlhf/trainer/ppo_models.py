@@ -12,11 +12,15 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
+from openrlhf.models.families import (
+    head_size,
+    num_positions,
+    refuse_shared_rows,
+    refuse_split_layers,
+    refuse_token_budget,
+)
 from openrlhf.models.loading import is_value_model, load_config
-from openrlhf.models.rotary import own_length
 from openrlhf.models.router_loss import check_has_experts
-from openrlhf.models.sizes import head_size, num_positions
 from openrlhf.models.value_head import RewardScale
 from openrlhf.trainer.ppo_utils.vocabulary import other_tokenizer
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
@@ -101,10 +105,8 @@ def _check_head(config: PPOConfig, path: str) -> None:
 
 
 def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:
-    """A model reads prompt and response as a whole, the policy's engine with one rotary table."""
-    limit, of_what = num_positions(facts), "positions"
-    if name == config.actor.model_name_or_path and (alike := own_length(facts)) is not None:
-        limit, of_what = alike, "tokens that engine and trainer read alike, by the rope_type"
+    """A model reads prompt and response as a whole."""
+    limit = num_positions(facts)
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
     if limit is not None and prompt + response > limit:
         remedy = f"{limit - response} or a smaller --generate_max_len"
@@ -112,5 +114,5 @@ def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> N
             remedy = f"{limit // 2} --generate_max_len {limit - limit // 2}"
         raise ConfigError(
             f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
-            f"{limit} {of_what} of the model {name}. Type --prompt_max_len {remedy}."
+            f"{limit} positions of the model {name}. Type --prompt_max_len {remedy}."
         )

@@ -22,9 +22,8 @@ from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.attention_note import say_attention
 from openrlhf.models.kernels import check_here
-from openrlhf.models.loading import DTYPES
+from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (

@@ -33,8 +33,8 @@ from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
+from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_config
-from openrlhf.models.sizes import num_positions
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers

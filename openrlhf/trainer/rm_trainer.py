@@ -23,8 +23,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import CheckpointError
 from openrlhf.models.actor import unwrap_peft
-from openrlhf.models.adapter_files import load_adapter
-from openrlhf.models.adapters import add_lora, is_adapted
+from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import (

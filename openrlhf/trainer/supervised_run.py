@@ -34,12 +34,15 @@ from openrlhf.distributed.rank_watch import watching_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.attention_note import say_attention
-from openrlhf.models.families import refuse_shared_rows, refuse_split_layers, refuse_token_budget
+from openrlhf.models.families import (
+    num_positions,
+    refuse_shared_rows,
+    refuse_split_layers,
+    refuse_token_budget,
+)
 from openrlhf.models.kernels import check_here
-from openrlhf.models.loading import load_config
+from openrlhf.models.loading import load_config, say_attention
 from openrlhf.models.router_loss import check_has_experts
-from openrlhf.models.sizes import num_positions
 from openrlhf.trainer.base_trainer import (
     BaseTrainer,
     Inputs,

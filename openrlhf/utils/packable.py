@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-# Their decoders do not hand keywords on to the attention.
-LOSE_BOUNDARIES = {"moshi", "nemotron"}
 
 
 def is_padded(model: Any) -> bool:
@@ -30,6 +28,6 @@ def why_padded(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
     kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
     if model_class._is_stateful or kinds:
         return ", ".join(sorted(kinds)) or "recurrent layers"
-    if config.model_type in LOSE_BOUNDARIES or not model_class._supports_attention_backend:
+    if not model_class._supports_attention_backend:
         return "an attention of its own"
     return None if model_class._supports_sdpa else "an attention that torch's kernels do not have"

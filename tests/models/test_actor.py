@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.actor import Actor, LogitTransform
+from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.utils.packing import PackedBatch
@@ -158,13 +158,6 @@ def test_the_actor_adds_nothing_to_names_and_state_dicts(qwen2_dir):
     }
     assert actor.head.weight is actor.model.lm_head.weight
     actor.load_state_dict(actor.state_dict(), strict=True)
-
-
-def test_an_unknown_change_of_logits_is_an_error():
-    config = transformers.GraniteConfig(logits_scaling=2.0)
-    config.model_type = "novel"
-    with pytest.raises(ConfigError, match="logits_scaling"):
-        LogitTransform.of(config)
 
 
 def test_a_model_that_drops_the_boundaries_is_an_error(qwen2_dir, monkeypatch):

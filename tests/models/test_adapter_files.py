@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.adapter_files import load_adapter
-from openrlhf.models.adapters import add_lora, is_adapted
+from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter

@@ -12,9 +12,8 @@ import transformers
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.adapter_files import load_adapter
-from openrlhf.models.adapters import adapters_disabled, add_lora, merge_adapter
-from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.adapters import adapters_disabled, add_lora, load_adapter
+from openrlhf.models.loading import load_causal_lm, load_sequence_model, merge_adapter
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model

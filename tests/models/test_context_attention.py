@@ -60,11 +60,6 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
     [
         (BloomConfig(), {}, "its rows are padded, not packed"),
         (
-            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
-            {},
-            "its rotary positions change beyond 2048 tokens",
-        ),
-        (
             LlamaConfig(num_attention_heads=8, num_key_value_heads=2),
             {"cp_mode": "ulysses"},
             "has 2, not a multiple of the 4 ranks",
@@ -75,7 +70,7 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
             "has 4, not a multiple of the 8 ranks",
         ),
     ],
-    ids=["padded", "dynamic rotary", "heads", "heads of a part"],
+    ids=["padded", "heads", "heads of a part"],
 )
 def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
     with pytest.raises(ConfigError, match=why):

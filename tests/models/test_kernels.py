@@ -11,10 +11,10 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models import kernels
+from openrlhf.models import kernels, loading
 from openrlhf.models.actor import Actor
-from openrlhf.models.kernels import apply_liger, check_here, is_installed
-from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.kernels import apply_liger, check_here
+from openrlhf.models.loading import load_causal_lm, say_attention
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import run_supervised
 from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
@@ -52,42 +52,16 @@ def liger_package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@NO_GPU
-def test_liger_is_refused_by_name_of_what_is_missing(qwen2_dir):
-    with pytest.raises(ConfigError) as caught:
-        load_causal_lm(qwen2_dir, use_liger_kernel=True)
-    assert str(caught.value) == (
-        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
-        "device. Run on a GPU, or leave --use_liger_kernel out."
-    )
-
-
-@NO_GPU
-def test_liger_without_a_gpu_is_refused_for_reward_models_too(qwen2_dir, liger_package):
-    with pytest.raises(ConfigError, match=r"^--use_liger_kernel: torch sees no CUDA device\. Run"):
-        load_sequence_model(qwen2_dir, use_liger_kernel=True)
-
-
 def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
     model = load_causal_lm(qwen2_dir)
-    apply_liger(model, is_cuda=True)
+    apply_liger(model)
     assert model.liger_call == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def test_a_family_that_liger_does_not_know_is_refused(mixtral_dir, liger_package):
     model = load_causal_lm(mixtral_dir)
     with pytest.raises(ConfigError, match=r"Liger has no kernels for model type 'mixtral'\. Leave"):
-        apply_liger(model, is_cuda=True)
-
-
-@pytest.mark.skipif(is_installed("bitsandbytes"), reason="says what is missing")
-def test_four_bits_without_bitsandbytes_are_refused_before_the_weights_are_read(qwen2_dir):
-    with pytest.raises(ConfigError) as caught:
-        load_causal_lm(qwen2_dir, load_in_4bit=True)
-    assert str(caught.value) == (
-        "--load_in_4bit: the bitsandbytes package is not installed. "
-        "Install bitsandbytes, or leave --load_in_4bit out."
-    )
+        apply_liger(model)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
@@ -103,12 +77,6 @@ def test_kernels_of_expert_layers_equal_the_plain_loop(implementation, mixtral_d
     torch.testing.assert_close(stats[1], stats[0], atol=1e-5, rtol=0)
     for name, gradient in grads[0].items():
         torch.testing.assert_close(grads[1][name], gradient, atol=1e-5, rtol=0, msg=name)
-
-
-def test_the_expert_kernel_without_gradients_is_refused(mixtral_dir):
-    assert "computes no gradients" in missing(experts_implementation="deepgemm")[0]
-    with pytest.raises(ConfigError, match=r"computes no gradients\. Use grouped_mm"):
-        load_causal_lm(mixtral_dir, experts_implementation="deepgemm")
 
 
 @pytest.fixture
@@ -142,11 +110,18 @@ def test_settings_of_every_machine_lack_nothing():
 
 def test_everything_a_machine_lacks_is_said_at_once(bare):
     assert missing(
-        use_liger_kernel=True, attn_implementation="flash_attention_3", grad_accum_dtype="bf16"
+        use_liger_kernel=True,
+        attn_implementation="flash_attention_3",
+        grad_accum_dtype="bf16",
+        experts_implementation="deepgemm",
+        load_in_4bit=True,
     ) == [
         "--attn_implementation flash_attention_3: the flash-attn-3 package is not installed and "
         "torch sees no CUDA device. Run on a GPU, or leave --attn_implementation flash_attention_3 "
         "out.",
+        "--ds.experts_implementation deepgemm: the kernel computes no gradients. Use grouped_mm.",
+        "--load_in_4bit: the bitsandbytes package is not installed. Install bitsandbytes, or leave "
+        "--load_in_4bit out.",
         "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
         "device. Run on a GPU, or leave --use_liger_kernel out.",
         "--grad_accum_dtype bf16 with fp32 parameters, as they are on a CPU: add --bf16 or leave "
@@ -166,3 +141,26 @@ def test_a_command_says_what_is_missing_before_it_reads_anything():
     words = ["--pretrain", "no-model", "--dataset", "no-data", "--use_liger_kernel"]
     with pytest.raises(ConfigError, match=r"^--use_liger_kernel: "):
         run_supervised(SFTTrainer, parse_config(SFTConfig, words).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "has_gpu", "has_package", "said"),
+    [
+        ("", False, False, ""),
+        ("--flash_attn", False, False, "flash_attention_2 needs a GPU: "),
+        ("--attn_implementation sdpa", False, False, ""),
+        ("", True, False, "flash-attn is not installed: "),
+        ("--flash_attn", True, True, ""),
+        ("--attn_implementation eager", True, True, "eager attention is not for packed rows: "),
+    ],
+)
+def test_flash_attention_that_does_not_run_is_said_once(
+    monkeypatch, capsys, qwen2_dir, words, has_gpu, has_package, said
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(loading, "is_installed", lambda package: has_package)
+    config = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d", *words.split()]).config
+    say_attention(config, config.ds.attn_implementation, [str(qwen2_dir)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(said)
+    assert all(line.startswith(said) and "(SDPA)" in line for line in lines)

@@ -131,7 +131,7 @@ def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
 
 
 def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
-    monkeypatch.setattr(loading, "has_flash_attention", lambda: True)
+    monkeypatch.setattr(loading, "is_installed", lambda package: True)
     choose = choose_attention
     assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_2"
     assert choose("flash_attention_2", dtype=torch.float32, device_type="cuda") == PACKED_ATTENTION
@@ -140,7 +140,7 @@ def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
     assert (
         choose("flash_attention_3", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_3"
     )
-    monkeypatch.setattr(loading, "has_flash_attention", lambda: False)
+    monkeypatch.setattr(loading, "is_installed", lambda package: False)
     assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
 
 

@@ -14,7 +14,6 @@ from openrlhf.models.packing import (
     packed_attention_forward,
     padded_layout,
     row_attention,
-    unpacked_attention,
 )
 
 
@@ -129,15 +128,6 @@ def test_values_may_be_narrower_than_keys_that_stand_before_a_row():
     torch.testing.assert_close(output, whole[0].transpose(0, 1)[6:])
 
 
-def test_sixteen_bits_are_merged_in_thirty_two():
-    q, k, v = (x.detach().transpose(0, 1)[None].bfloat16() for x in random_qkv(200))
-    whole = causal_attention(q, k, v, ScoreOptions())[:, :, 150:]
-    tail = causal_attention(q[:, :, 150:], k, v, ScoreOptions())
-    torch.testing.assert_close(tail, whole, rtol=1e-2, atol=1e-2)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    assert attend(q, q, q, 0.0, True)[1].dtype == torch.float32
-
-
 def test_the_flash_kernel_is_told_where_keys_begin():
     part = PackedRow.of_lengths((7, 8), torch.device("cpu"), num_earlier=6)
     cu_keys, longest = part.key_boundaries
@@ -160,8 +150,8 @@ def test_nan_in_a_neighbour_stays_there():
 def test_decoding_one_token_sees_its_window(softcap):
     q, k, v = (x.transpose(0, 1)[None] for x in random_qkv(8))
     options = ScoreOptions(sliding_window=3, softcap=softcap)
-    full = unpacked_attention(q, k, v, None, options)
-    last = unpacked_attention(q[:, :, -1:], k, v, None, options)
+    full = causal_attention(q, k, v, options)
+    last = causal_attention(q[:, :, -1:], k, v, options)
     torch.testing.assert_close(last, full[:, :, -1:])
 
 

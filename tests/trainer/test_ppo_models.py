@@ -14,7 +14,7 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models.sizes import head_size
+from openrlhf.models.families import head_size
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -272,5 +272,5 @@ def test_a_policy_whose_positions_change_with_length_generates_no_longer_texts(
     path = make_model(tmp_path / "m", max_position_embeddings=64, rope_parameters=scaling)
     flags = "--advantage_estimator group_norm --prompt_max_len 14 --generate_max_len"
     check_models(config_of(path, reward_dir, f"{flags} 50"), has_engines=True)
-    with pytest.raises(ConfigError, match=r"64 tokens that engine and trainer read alike"):
+    with pytest.raises(ConfigError, match=r"64 positions of the model"):
         check_models(config_of(path, reward_dir, f"{flags} 51"), has_engines=True)

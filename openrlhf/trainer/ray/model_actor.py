@@ -20,7 +20,7 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.models.kernels import check_fp16
+from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
@@ -140,7 +140,7 @@ class ModelWorker:
         )
         self.strategy.setup()
         is_cuda = self.strategy.device.type == "cuda"
-        check_fp16(self.config.ds.param_dtype, is_cuda=is_cuda)
+        check_here(self.config.ds, is_cuda=is_cuda)
 
     @property
     def load_options(self) -> LoadOptions:
