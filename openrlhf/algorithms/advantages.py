@@ -21,30 +21,34 @@ MIN_VARIANCE = 1e-8
 
 
 def unshaped(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """Rewards as they are, (B,)."""
+    """Return rewards as they are, (B,)."""
     return rewards_B
 
 
 def batch_centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """r_i - mean of all rewards of the rollout batch, whatever their prompts, (B,)."""
+    """Return r_i - mean of all rewards of the rollout batch, whatever their prompts, (B,)."""
     return (rewards_B - rewards_B.double().mean()).to(rewards_B.dtype)
 
 
 def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """r_i - mean of the others of its group (arXiv 2402.14740); 0 in a group of one, (B,)."""
+    """Return r_i - mean of the others of its group (arXiv 2402.14740); 0 in a group of one,
+    (B,).
+    """
     mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
     # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1)
     return ((rewards_B - mean_B) * size_B / (size_B - 1).clamp(min=1)).to(rewards_B.dtype)
 
 
 def group_centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """r_i - mean of its group (Dr. GRPO, arXiv 2503.20783); 0 in a group of one, (B,)."""
+    """Return r_i - mean of its group (Dr. GRPO, arXiv 2503.20783); 0 in a group of one, (B,)."""
     mean_B, _ = _group_mean_and_size(rewards_B, group_ids_B)
     return (rewards_B - mean_B).to(rewards_B.dtype)
 
 
 def group_standardised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """(r_i - mean) / (std + 1e-9) in the group, std with n - 1 (GRPO, arXiv 2402.03300), (B,)."""
+    """Return (r_i - mean) / (std + 1e-9) in the group, std with n - 1 (GRPO, arXiv 2402.03300),
+    (B,).
+    """
     mean_B, size_B = _group_mean_and_size(rewards_B, group_ids_B)
     centred_B = rewards_B - mean_B
     mean_square_B, _ = _group_mean_and_size(centred_B.square(), group_ids_B)
@@ -53,7 +57,7 @@ def group_standardised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 
 def _group_mean_and_size(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and size of every sample's group, (B,) each.
+    """Return the mean and the size of every sample's group, (B,) each.
 
     The mean is float64, so that equal rewards differ from it by exactly 0: their std is 0 as well,
     and a rounding error divided by 1e-9 would be an advantage.
@@ -71,7 +75,7 @@ def shape_episodes(
     group_ids_B: Tensor,
     episode_ids_B: Tensor | None,
 ) -> Tensor:
-    """Shaped rewards where samples with the same id are parts of one episode, (B,).
+    """Return shaped rewards where samples with the same id are parts of one episode, (B,).
 
     The parts have the same reward; their episode is compared once and all get its result.
     """
@@ -88,7 +92,9 @@ def shape_episodes(
 def token_rewards(
     rewards_B: Tensor, kl_N: Tensor, num_actions_B: Tensor, *, kl_coef: float
 ) -> Tensor:
-    """-kl_coef * kl on every action token, plus the sample's reward on its last one, (N,)."""
+    """Return -kl_coef * kl on every action token, plus the sample's reward on its last one,
+    (N,).
+    """
     assert len(kl_N) == int(num_actions_B.sum()), "one KL per action token is needed"
     rewards_N = -kl_coef * kl_N
     last = last_action_index(num_actions_B)
@@ -96,7 +102,7 @@ def token_rewards(
 
 
 def discounted_sums(rewards_BA: Tensor, discount: float) -> Tensor:
-    """S_t = r_t + discount * S_{t+1} along the last dimension, (B, A)."""
+    """Return S_t = r_t + discount * S_{t+1} along the last dimension, (B, A)."""
     if discount == 1:
         return rewards_BA.flip(-1).cumsum(-1).flip(-1)
     sums_BA = torch.empty_like(rewards_BA)
@@ -110,7 +116,8 @@ def discounted_sums(rewards_BA: Tensor, discount: float) -> Tensor:
 def gae(
     rewards_BA: Tensor, values_BA: Tensor, *, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation on zero-padded blocks; advantages and returns, (B, A) each.
+    """Return generalised advantage estimation on zero-padded blocks; advantages and returns, (B,
+    A) each.
 
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 past the end,
     A_t = delta_t + gamma lambd A_{t+1}, R_t = A_t + V_t (arXiv 1506.02438).
@@ -123,14 +130,16 @@ def gae(
 
 
 def moments(values_N: Tensor) -> Tensor:
-    """Count, sum and sum of squares, (3,) float64; those of several ranks may be added."""
+    """Return count, sum and sum of squares, (3,) float64; those of several ranks may be added."""
     values_N = values_N.double()
     count = values_N.new_tensor(len(values_N))
     return torch.stack((count, values_N.sum(), values_N.square().sum()))
 
 
 def normalise(values_N: Tensor, moments_3: Tensor, *, subtract_only: bool = False) -> Tensor:
-    """(x - mean) / std, both from `moments`: population std, variance at least 1e-8, (N,)."""
+    """Return (x - mean) / std, both from `moments`: population std, variance at least 1e-8,
+    (N,).
+    """
     count, total, total_square = moments_3.to(values_N.device, torch.float64)
     mean = total / count.clamp(min=1)
     centred_N = values_N.double() - mean
@@ -164,7 +173,7 @@ class AdvantageEstimator:
         clip_range: tuple[float, float],
         episode_ids_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of the whole rollout batch, (N,) each, in fp32.
+        """Return advantages and returns of the whole rollout batch, (N,) each, in fp32.
 
         `kl_N` is 0 where the reward holds no KL term. `values_N` is needed by, and only by, gae.
         Samples without actions have no part in the baseline of their group; parts of an episode,
@@ -217,7 +226,9 @@ ESTIMATORS = {
 def estimator(
     name: str, *, gamma: float = 1.0, lambd: float = 1.0, no_std_norm: bool = False
 ) -> AdvantageEstimator:
-    """The named estimator; with `no_std_norm` it divides by no std, neither group's nor batch's."""
+    """Return the named estimator; with `no_std_norm` it divides by no std, neither group's nor
+    batch's.
+    """
     found = ESTIMATORS[name]
     assert gamma == 1 or name in ("gae", "reinforce"), f"{name} is defined for gamma 1 only"
     is_plain_group = no_std_norm and found.shape is group_standardised

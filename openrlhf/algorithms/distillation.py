@@ -20,7 +20,7 @@ CHUNK_TOKENS = 1024
 
 
 def forward_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(q || p) = sum q (log q - log p), (C,), and its gradient p - q, (C, V).
+    """Return KL(q || p) = sum q (log q - log p), (C,), and its gradient p - q, (C, V).
 
     As of all divergences here: from log p of the student and log q of the teacher, each
     normalised, with the gradient in the student's logits. Hinton et al., arXiv 1503.02531.
@@ -31,7 +31,9 @@ def forward_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p || q) = sum p (log p - log q), and p (log p - log q - KL). MiniLLM, arXiv 2306.08543."""
+    """Return KL(p || q) = sum p (log p - log q), and p (log p - log q - KL). MiniLLM, arXiv
+    2306.08543.
+    """
     p_CV = student_CV.exp()
     gap_CV = student_CV - teacher_CV
     divergence_C = (p_CV * gap_CV).sum(-1)
@@ -39,7 +41,8 @@ def reverse_kl(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jensen_shannon(student_CV: Tensor, teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2, and p (log p - log m - KL(p || m)) / 2.
+    """Return (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2, and p (log p - log m - KL(p ||
+    m)) / 2.
 
     GKD with beta 1/2, arXiv 2306.13649.
     """
@@ -66,7 +69,7 @@ class Head:
     logit_scale: float = 1.0
 
     def logits(self, rows: slice) -> Tensor:
-        """z of some of the tokens, (C, V), in fp32 but for the matrix product."""
+        """Return z of some of the tokens, (C, V), in fp32 but for the matrix product."""
         raw_CV = self.hidden_NH[rows] @ self.weight_VH.t()
         z_CV = raw_CV.to(_compute_dtype(raw_CV))
         if self.bias_V is not None:
@@ -76,7 +79,7 @@ class Head:
         return z_CV.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
 
     def slope(self, z_CV: Tensor) -> Tensor | float:
-        """d z / d raw logits, (C, V), or one number where it is the same everywhere."""
+        """Return d z / d raw logits, (C, V), or one number where it is the same everywhere."""
         if self.softcap is None:
             return self.logit_scale
         return (z_CV / self.softcap).square_().neg_().add_(1).mul_(self.logit_scale)
@@ -112,7 +115,8 @@ def chunked_distillation(
     divergence_weights_N: Tensor,
     method: Distillation,
 ) -> DistillationTerms:
-    """Weighted sum of cross-entropy and divergence; gradients reach the student's Head alone.
+    """Return the weighted sum of cross-entropy and divergence; gradients reach the student's Head
+    alone.
 
     Gradients are computed here and multiplied in the backward by the gradient of `loss`, which is
     why the weights of the tokens must be known now. Divide `loss`, not the weights, by the tokens
@@ -138,7 +142,7 @@ class _Tokens(NamedTuple):
     divergence_weights_N: Tensor
 
     def at(self, rows: slice) -> _Tokens:
-        """The same for some of the tokens, each (C, 1)."""
+        """Return the same for some of the tokens, each (C, 1)."""
         return _Tokens(*(values_N[rows].unsqueeze(-1) for values_N in self))
 
 
@@ -184,7 +188,7 @@ class _ChunkedDistillation(torch.autograd.Function):
 
 
 def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
+    """Return log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
     token, temperature = job.tokens.at(rows), job.method.temperature
     student_CV = job.student.logits(rows)
     slope = job.student.slope(student_CV)

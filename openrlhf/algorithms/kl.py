@@ -19,17 +19,17 @@ MAX_ABS_DIFFERENCE = 20.0
 
 
 def k1(difference_N: Tensor) -> Tensor:
-    """d: unbiased, of either sign, (N,)."""
+    """Return d: unbiased, of either sign, (N,)."""
     return difference_N
 
 
 def k2(difference_N: Tensor) -> Tensor:
-    """d^2 / 2: biased, low variance; its gradient is that of the KL, (N,)."""
+    """Return d^2 / 2: biased, low variance; its gradient is that of the KL, (N,)."""
     return difference_N.square() / 2
 
 
 def k3(difference_N: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative, (N,)."""
+    """Return exp(-d) - 1 + d: unbiased and never negative, (N,)."""
     return torch.expm1(-difference_N) + difference_N
 
 
@@ -37,7 +37,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 
 def kl_per_token(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: str = "k1") -> Tensor:
-    """The named estimator of KL(policy || reference) in fp32, clamped to +-10, (N,)."""
+    """Return the named estimator of KL(policy || reference) in fp32, clamped to +-10, (N,)."""
     assert logprobs_N.shape == ref_logprobs_N.shape, "log-probs of the same tokens are needed"
     difference_N = logprobs_N.float() - ref_logprobs_N.float()
     difference_N = difference_N.clamp(-MAX_ABS_DIFFERENCE, MAX_ABS_DIFFERENCE)
@@ -47,7 +47,8 @@ def kl_per_token(logprobs_N: Tensor, ref_logprobs_N: Tensor, *, estimator: str =
 def with_reverse_kl_gradient(
     kl_N: Tensor, logprobs_N: Tensor, old_logprobs_N: Tensor, ref_logprobs_N: Tensor
 ) -> Tensor:
-    """The values of `kl_N` with the gradient of KL(policy || reference) in expectation, (N,).
+    """Return the values of `kl_N` with the gradient of KL(policy || reference) in expectation,
+    (N,).
 
     The gradient is that of w * k2 with w = exp(logp - logp_old), detached and at most 10: tokens
     were sampled from the old policy, so w d grad(logp) averages to the gradient of the KL. The
@@ -65,6 +66,8 @@ def with_reverse_kl_gradient(
 def adaptive_kl_coef(
     coef: float, kl: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon) (arXiv 1909.08593)."""
+    """Return coef * (1 + clip(kl / target - 1, +-0.2) * num_samples / horizon) (arXiv
+    1909.08593).
+    """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / horizon)

@@ -16,7 +16,8 @@ from torch import Tensor
 def sft_loss(
     logprobs_N: Tensor, *, num_tokens_global: int | float | Tensor, weights_N: Tensor | None = None
 ) -> Tensor:
-    """-sum(weight * logp) / tokens, (): this micro-batch's part of the token mean of the step.
+    """Return -sum(weight * logp) / tokens, (): this micro-batch's part of the token mean of the
+    step.
 
     `num_tokens_global` counts the targets (or sums their weights) of its micro-batches and ranks.
     """
@@ -37,7 +38,7 @@ class PRMTerms(NamedTuple):
 def prm_losses(
     logits_NV: Tensor, labels_N: Tensor, *, reward_tokens_R: Tensor | None = None
 ) -> PRMTerms:
-    """Cross-entropy of each marker's label under the logits at the marker itself, unshifted.
+    """Return cross-entropy of each marker's label under the logits at the marker itself, unshifted.
 
     Integer labels are token ids. With `reward_tokens_R` the softmax runs over those tokens alone,
     and each label must be one of them. Labels that are floats are the probability p of the first
@@ -56,7 +57,9 @@ def prm_losses(
 
 
 def _soft_terms(logits_N2: Tensor, positive_N: Tensor) -> PRMTerms:
-    """Loss of the probability of the first column; a verdict is which side of one half it is on."""
+    """Return the loss of the first column's probability; a verdict is which side of one half it
+    is on.
+    """
     targets_N2 = torch.stack([positive_N, 1 - positive_N], -1)
     losses_N = -(targets_N2 * logits_N2.log_softmax(-1)).sum(-1)
     says_positive_N = logits_N2.detach()[:, 0] >= logits_N2.detach()[:, 1]
@@ -64,7 +67,7 @@ def _soft_terms(logits_N2: Tensor, positive_N: Tensor) -> PRMTerms:
 
 
 def _find(labels_N: Tensor, reward_tokens_R: Tensor) -> Tensor:
-    """Where each label stands among the reward tokens, (N,) int64."""
+    """Return the place of each label among the reward tokens, (N,) int64."""
     is_equal_NR = labels_N.unsqueeze(-1) == reward_tokens_R
     assert bool(is_equal_NR.any(-1).all()), "a label is none of the reward tokens"
     return is_equal_NR.int().argmax(-1)

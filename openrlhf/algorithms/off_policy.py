@@ -90,7 +90,9 @@ def importance_weights(
     engine_logprobs_N: Tensor,
     num_actions_B: Tensor,
 ) -> ImportanceWeights:
-    """Weights (N,) by which the losses of tokens are multiplied; denominators stay as they are."""
+    """Return weights (N,) by which the losses of tokens are multiplied; denominators stay as they
+    are.
+    """
     trainer_N = trainer_logprobs_N.detach().float()
     engine_N = engine_logprobs_N.detach().float()
     ratio_N = _exp(_at_level(trainer_N - engine_N, num_actions_B, correction.level))
@@ -112,7 +114,7 @@ def importance_weights(
 
 
 def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind: str) -> Tensor:
-    """Distance of two policies that is seen at the sampled token alone, (N,).
+    """Return the distance of two policies that is seen at the sampled token alone, (N,).
 
     Its probability is p for the engine and q for the trainer, held in [1e-6, 1 - 1e-6]. binary_kl:
     KL(Bernoulli(p) || Bernoulli(q)); tv: |p - q|.
@@ -126,7 +128,7 @@ def token_divergence(engine_logprobs_N: Tensor, trainer_logprobs_N: Tensor, kind
 
 
 def token_ratio(trainer_logprobs_N: Tensor, engine_logprobs_N: Tensor) -> Tensor:
-    """How many times as likely each token is for the trainer as it was for the engine, (N,)."""
+    """Return how many times as likely each token is for the trainer as for the engine, (N,)."""
     return _exp((trainer_logprobs_N.float() - engine_logprobs_N.float()).detach())
 
 

@@ -48,7 +48,8 @@ def ppo_loss(
     num_actions_B: Tensor,
     clip: ClipRange,
 ) -> PolicyLossTerms:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) with ratio = exp(clip(logp - old, +-20)).
+    """Return -min(ratio A, clip(ratio, 1 - low, 1 + high) A) with ratio = exp(clip(logp - old,
+    +-20)).
 
     PPO, arXiv 1707.06347.
     """
@@ -64,7 +65,7 @@ def gspo_loss(
     num_actions_B: Tensor,
     clip: ClipRange,
 ) -> PolicyLossTerms:
-    """PPO's loss with one ratio per sequence, exp(mean of logp - old over its tokens).
+    """Return PPO's loss with one ratio per sequence, exp(mean of logp - old over its tokens).
 
     GSPO, arXiv 2507.18071; defined with the aggregation seq_mean.
     """
@@ -82,7 +83,8 @@ def cispo_loss(
     num_actions_B: Tensor,
     clip: ClipRange,
 ) -> PolicyLossTerms:
-    """-stopgrad(min(ratio, 1 + high)) A logp: every token keeps a gradient, its weight is capped.
+    """Return -stopgrad(min(ratio, 1 + high)) A logp: every token keeps a gradient, its weight is
+    capped.
 
     CISPO, arXiv 2506.13585.
     """
@@ -102,7 +104,7 @@ def sapo_loss(
     num_actions_B: Tensor,
     clip: ClipRange,
 ) -> PolicyLossTerms:
-    """-sigmoid(tau (ratio - 1)) 4 / tau A, tau by the sign of A: the gradient fades with the
+    """Return -sigmoid(tau (ratio - 1)) 4 / tau A, tau by the sign of A: the gradient fades with the
     distance from ratio 1 instead of ending at a bound. `is_clipped_N`: less than half is left.
 
     SAPO, arXiv 2511.20347.
@@ -131,7 +133,9 @@ def _log_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, num_actions_B: Tensor
 def _clipped_surrogate(
     log_ratio_N: Tensor, token_log_ratio_N: Tensor, advantages_N: Tensor, clip: ClipRange
 ) -> PolicyLossTerms:
-    """The pessimistic surrogate; with dual clip -max(min(...), dual A) where A < 0 (1912.09729)."""
+    """Return the pessimistic surrogate; with dual clip -max(min(...), dual A) where A < 0
+    (1912.09729).
+    """
     assert advantages_N.shape == log_ratio_N.shape, "one advantage per token is needed"
     ratio_N = _exp(log_ratio_N)
     free_N = ratio_N * advantages_N
@@ -154,7 +158,9 @@ class ValueLossTerms(NamedTuple):
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, *, returns_N: Tensor, clip: float | None
 ) -> ValueLossTerms:
-    """max((clip(V, V_old +- clip) - R)^2, (V - R)^2) / 2, (N,); with clip None (V - R)^2 / 2."""
+    """Return max((clip(V, V_old +- clip) - R)^2, (V - R)^2) / 2, (N,); with clip None (V - R)^2 /
+    2.
+    """
     assert values_N.shape == old_values_N.shape == returns_N.shape, "one value per token is needed"
     free_N = (values_N - returns_N).square()
     if clip is None:
@@ -190,7 +196,7 @@ def aggregate(
     num_seqs_global: int | float | Tensor,
     max_new_tokens: int,
 ) -> Tensor:
-    """This micro-batch's part of the loss of the whole optimizer step, (); the parts add up.
+    """Return this micro-batch's part of the loss of the whole optimizer step, (); the parts add up.
 
     token_mean: sum / tokens; seq_mean: sum of the samples' token means / samples; seq_sum_norm:
     sum / (samples * max_new_tokens) (Dr. GRPO, arXiv 2503.20783). Tokens and samples (those with an

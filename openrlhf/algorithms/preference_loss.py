@@ -39,23 +39,25 @@ class PairLogps:
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """log pi of chosen and rejected, (B,) fp32."""
+        """Return log pi of chosen and rejected, (B,) fp32."""
         return self.chosen_B.float(), self.rejected_B.float()
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """log pi / |y|, (B,) fp32."""
+        """Return log pi / |y|, (B,) fp32."""
         return self.per_token(*self.sums)
 
     @property
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """r = log pi - log ref, (B,) fp32."""
+        """Return r = log pi - log ref, (B,) fp32."""
         assert self.ref_chosen_B is not None and self.ref_rejected_B is not None
         chosen_B, rejected_B = self.sums
         return chosen_B - self.ref_chosen_B.float(), rejected_B - self.ref_rejected_B.float()
 
     def per_token(self, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the two responses, each divided by its length (an empty one counts as 1)."""
+        """Return numbers of the two responses, each divided by its length (an empty one counts as
+        1).
+        """
         lengths = self.chosen_lengths_B.clamp(min=1), self.rejected_lengths_B.clamp(min=1)
         return chosen_B / lengths[0], rejected_B / lengths[1]
 
@@ -82,7 +84,7 @@ Terms = tuple[Tensor, tuple[Tensor, Tensor]]  # losses_B, rewards of chosen and 
 
 
 def dpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """-(1 - eps) log s(beta h) - eps log s(-beta h).
+    """Return -(1 - eps) log s(beta h) - eps log s(-beta h).
 
     DPO, arXiv 2305.18290; eps, the label smoothing, makes it cDPO (ericmitchell.ai/cdpo.pdf).
     """
@@ -92,7 +94,7 @@ def dpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def ipo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """(h - 1 / (2 beta))^2; with `ipo_length_average` each r in h is divided by |y|.
+    """Return (h - 1 / (2 beta))^2; with `ipo_length_average` each r in h is divided by |y|.
 
     IPO, arXiv 2310.12036.
     """
@@ -102,13 +104,15 @@ def ipo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def hinge(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """max(0, 1 - beta h): SLiC (arXiv 2305.10425) on ratios to a reference (RSO, 2309.06657)."""
+    """Return max(0, 1 - beta h): SLiC (arXiv 2305.10425) on ratios to a reference (RSO,
+    2309.06657).
+    """
     ratios = pairs.ratios
     return F.relu(1 - options.beta * (ratios[0] - ratios[1])), ratios
 
 
 def robust(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """(-(1 - eps) log s(beta h) + eps log s(-beta h)) / (1 - 2 eps).
+    """Return (-(1 - eps) log s(beta h) + eps log s(-beta h)) / (1 - 2 eps).
 
     Without bias when labels are flipped with probability eps < 1/2. Robust DPO, arXiv 2403.00409.
     """
@@ -120,7 +124,8 @@ def robust(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def exo_pair(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """KL from (s(beta h), s(-beta h)) to (1 - eps, eps), the pair's labels; eps at least 0.001.
+    """Return KL from (s(beta h), s(-beta h)) to (1 - eps, eps), the pair's labels; eps at least
+    0.001.
 
     s(beta h) (log s(beta h) - log(1 - eps)) + s(-beta h) (log s(-beta h) - log eps). EXO, arXiv
     2402.00856.
@@ -134,7 +139,8 @@ def exo_pair(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def apo_zero(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """(1 - s(beta r_chosen)) + s(beta r_rejected): raise the chosen, lower the rejected response.
+    """Return (1 - s(beta r_chosen)) + s(beta r_rejected): raise the chosen, lower the rejected
+    response.
 
     For chosen responses better than the model's own. APO, arXiv 2408.06266.
     """
@@ -143,7 +149,7 @@ def apo_zero(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def apo_down(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """s(beta r_chosen) + (1 - s(beta h)): lower both responses, the rejected one more.
+    """Return s(beta r_chosen) + (1 - s(beta h)): lower both responses, the rejected one more.
 
     For chosen responses worse than the model's own. APO, arXiv 2408.06266.
     """
@@ -153,7 +159,7 @@ def apo_down(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def simpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """-log s(beta log pi_chosen / |y| - beta log pi_rejected / |y| - gamma).
+    """Return -log s(beta log pi_chosen / |y| - beta log pi_rejected / |y| - gamma).
 
     Rewards are beta log pi / |y|, gamma is `simpo_gamma`. SimPO, arXiv 2405.14734.
     """
@@ -162,7 +168,7 @@ def simpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def cpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """-log s(beta (log pi_chosen - log pi_rejected)) - log pi_chosen / |y|.
+    """Return -log s(beta (log pi_chosen - log pi_rejected)) - log pi_chosen / |y|.
 
     Rewards are beta log pi. The likelihood term is taken per token, so that a long response does
     not drown the preference. CPO, arXiv 2401.08417.
@@ -172,7 +178,7 @@ def cpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def orpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
-    """-log P_chosen - beta log s(log odds_chosen - log odds_rejected), odds = P / (1 - P).
+    """Return -log P_chosen - beta log s(log odds_chosen - log odds_rejected), odds = P / (1 - P).
 
     log P = log pi / |y|, beta the paper's lambda. Rewards are beta log odds. ORPO, arXiv
     2403.07691.
@@ -183,7 +189,7 @@ def orpo(pairs: PairLogps, options: PreferenceOptions) -> Terms:
 
 
 def _log_odds(logprob_B: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p."""
+    """Return log(p / (1 - p)) from log p."""
     logprob_B = logprob_B.clamp(max=MAX_MEAN_LOGPROB)
     return logprob_B - torch.log(-torch.expm1(logprob_B))
 
@@ -198,7 +204,9 @@ class PreferenceLoss:
     options: PreferenceOptions = PreferenceOptions()
 
     def __call__(self, pairs: PairLogps) -> PreferenceTerms:
-        """Losses and rewards per pair, (B,) fp32; rewards are beta r where there is a reference."""
+        """Return losses and rewards per pair, (B,) fp32; rewards are beta r where there is a
+        reference.
+        """
         has_reference = pairs.ref_chosen_B is not None
         assert has_reference or not self.needs_reference, "this loss compares with a reference"
         losses_B, rewards = self.terms(pairs, self.options)
@@ -221,7 +229,7 @@ PREFERENCE_LOSSES = {
 
 
 def preference_loss(name: str, options: PreferenceOptions) -> PreferenceLoss:
-    """The named loss with these numbers."""
+    """Return the named loss with these numbers."""
     found = PREFERENCE_LOSSES[name]
     assert options.beta > 0, "beta is a temperature"
     is_plain = options.label_smoothing == 0
@@ -239,7 +247,8 @@ class KTOOptions:
 
 
 def kto_kl_sum(policy_B: Tensor, ref_B: Tensor) -> Tensor:
-    """This rank's part of the reference point: the sum of r over mismatched pairs, (), detached.
+    """Return this rank's part of the reference point: the sum of r over mismatched pairs, (),
+    detached.
 
     A mismatched pair is a prompt with the response to the next prompt of the global batch. The
     parts, and the numbers of pairs, are added over micro-batches and ranks.
@@ -249,7 +258,9 @@ def kto_kl_sum(policy_B: Tensor, ref_B: Tensor) -> Tensor:
 
 
 def kto_reference_point(kl_sum: Tensor, num_pairs: int | float | Tensor) -> Tensor:
-    """z = max(0, sum of r / pairs), (): how far the policy is from the reference as it stands."""
+    """Return z = max(0, sum of r / pairs), (): how far the policy is from the reference as it
+    stands.
+    """
     return (kl_sum.detach() / num_pairs).clamp(min=0)
 
 
@@ -261,7 +272,7 @@ def kto_losses(
     reference_point: Tensor,
     options: KTOOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and rewards beta r, (B,) fp32 each; only the losses carry a gradient.
+    """Return losses and rewards beta r, (B,) fp32 each; only the losses carry a gradient.
 
     weight (1 - s(beta (r - z))) where desirable, else weight (1 - s(beta (z - r))), with z the
     `reference_point` of the global batch. KTO, arXiv 2402.01306.

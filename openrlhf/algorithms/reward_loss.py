@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def log_sigmoid_loss(gap_B: Tensor) -> Tensor:
-    """-log sigmoid(gap), the Bradley-Terry loss (InstructGPT, arXiv 2203.02155)."""
+    """Return -log sigmoid(gap), the Bradley-Terry loss (InstructGPT, arXiv 2203.02155)."""
     return -F.logsigmoid(gap_B)
 
 
 def log_exp_loss(gap_B: Tensor) -> Tensor:
-    """log(1 + exp(-gap)): the same function, kept because users know it by this name."""
+    """Return log(1 + exp(-gap)): the same function, kept because users know it by this name."""
     return F.softplus(-gap_B)
 
 
@@ -26,7 +26,7 @@ PAIRWISE_LOSSES = {"sigmoid": log_sigmoid_loss, "logexp": log_exp_loss}
 def pairwise_losses(
     chosen_B: Tensor, rejected_B: Tensor, *, kind: str = "sigmoid", margin_B: Tensor | None = None
 ) -> Tensor:
-    """The loss of r_chosen - r_rejected - margin, (B,) fp32.
+    """Return the loss of r_chosen - r_rejected - margin, (B,) fp32.
 
     `margin_B` says by how much the chosen response is better (Llama 2, arXiv 2307.09288).
     """

@@ -29,7 +29,9 @@ def penalise_overlong(
 
 
 def penalise_truncated(rewards_B: Tensor, is_truncated_B: Tensor, *, coef: float) -> Tensor:
-    """Rewards of truncated samples times `coef` in [0, 1], or set to it where negative, (B,)."""
+    """Return rewards of truncated samples times `coef` in [0, 1], or set to it where negative,
+    (B,).
+    """
     assert rewards_B.shape == is_truncated_B.shape, "one flag per reward is needed"
     assert coef <= 1, f"a coefficient of {coef} would reward truncation"
     penalised_B = rewards_B * coef if coef >= 0 else torch.full_like(rewards_B, coef)

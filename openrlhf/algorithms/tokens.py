@@ -24,7 +24,7 @@ MIN_BLOCK_ELEMENTS = 1 << 20  # a block may always be this large: tiny chunks ar
 
 
 def action_mask(num_actions_B: Tensor) -> Tensor:
-    """True at the actions of a right-padded block, (B, A)."""
+    """Return True at the actions of a right-padded block, (B, A)."""
     longest = int(num_actions_B.max()) if len(num_actions_B) else 0
     return torch.arange(longest, device=num_actions_B.device) < num_actions_B.unsqueeze(-1)
 
@@ -37,7 +37,7 @@ def pad_flat(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
 
 
 def unpad(padded_BA: Tensor, num_actions_B: Tensor) -> Tensor:
-    """The inverse of `pad_flat`: (B, A) to (N,)."""
+    """Return the inverse of `pad_flat`: (B, A) to (N,)."""
     return padded_BA[action_mask(num_actions_B)]
 
 
@@ -55,12 +55,12 @@ def segment_sum(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
 
 
 def segment_mean(flat_N: Tensor, num_actions_B: Tensor) -> Tensor:
-    """Mean over the tokens of each sample, (B,); 0 for an empty one."""
+    """Return the mean over the tokens of each sample, (B,); 0 for an empty one."""
     return segment_sum(flat_N, num_actions_B) / num_actions_B.clamp(min=1)
 
 
 def last_action_index(num_actions_B: Tensor) -> Tensor:
-    """Flat index of the last action of every sample that has one, (samples with actions,)."""
+    """Return the flat index of the last action of each sample that has one."""
     return num_actions_B.cumsum(0)[num_actions_B > 0] - 1
 
 
@@ -70,7 +70,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean where the mask is True, (); 0 when it is True nowhere."""
+    """Return the mean where the mask is True, (); 0 when it is True nowhere."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
@@ -87,7 +87,8 @@ def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the o
     chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn from.
+    """Return log-probs of the targets (N,) and, if asked, the entropy (N,) of what they were drawn
+    from.
 
     z = cap(logit_scale * (hidden @ weight.T + bias)) / temperature with cap(x) = softcap *
     tanh(x / softcap); the product is taken in the dtype of hidden and weight, all else in fp32.
@@ -159,7 +160,7 @@ class _Head:
         return logits_CV if scale == 1 else logits_CV.mul_(scale)
 
     def tanh_derivative(self, tempered_CV: Tensor, *, out: Tensor) -> Tensor:
-        """1 - tanh^2, found again from tempered logits (only with a softcap)."""
+        """Return 1 - tanh^2, found again from tempered logits (only with a softcap)."""
         assert self.softcap is not None
         torch.mul(tempered_CV, self.temperature / self.softcap, out=out)
         return out.square_().neg_().add_(1)
@@ -175,7 +176,7 @@ class _Block:
     spares_CV: list[Tensor]  # fp32
 
     def compute_logits(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Raw logits of the chunk in fp32, (C, V)."""
+        """Return raw logits of the chunk in fp32, (C, V)."""
         torch.mm(hidden_NH[self.rows], weight_VH.t(), out=self.raw_CV)
         if bias_V is not None:
             self.raw_CV.add_(bias_V)
@@ -297,7 +298,7 @@ class _PerToken(NamedTuple):
     grad_entropy_N: Tensor | None
 
     def at(self, rows: slice) -> _PerToken:
-        """The same for some of the tokens, each (C, 1)."""
+        """Return the same for some of the tokens, each (C, 1)."""
         return _PerToken(
             *(x[rows].unsqueeze(-1) for x in self[:4]),
             *(None if x is None else x[rows].unsqueeze(-1) for x in self[4:]),

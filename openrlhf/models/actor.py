@@ -251,5 +251,5 @@ class Actor(PackedModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
+        """Return where the model's parameters are."""
         return self.head.weight.device

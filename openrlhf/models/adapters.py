@@ -74,7 +74,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model carries an adapter."""
+    """Return True if a model carries an adapter."""
     peft = sys.modules.get("peft")  # what put the adapter on has imported it
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -124,8 +124,8 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
 
 
 def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
-    """The model with the weights of the adapter at `path` added; it is named after the adapter, so
-    that what is trained on it names it as its base.
+    """Return the model with the weights of the adapter at `path` added; it is named after the
+    adapter, so that what is trained on it names it as its base.
     """
     adapted = load_adapter(model, path)
     with torch.no_grad():

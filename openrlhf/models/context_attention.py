@@ -36,7 +36,7 @@ class SharedRow(PackedRow):
         return cls(row.seq_lengths, row.cu_seqlens, own=own)
 
     def slice_of(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Token ids and positions of the slice, (S,) each."""
+        """Return token ids and positions of the slice, (S,) each."""
         num_padding = self.own.padded_length - self.own.num_tokens
         index_S = self.own.positions_S.to(batch.token_ids.device)
         padding = torch.arange(num_padding, device=index_S.device)
@@ -45,14 +45,14 @@ class SharedRow(PackedRow):
 
     @cached_property
     def pieces(self) -> list[tuple[slice, PackedRow]]:
-        """For each chunk the keys that its queries see, and its own boundaries."""
+        """Return for each chunk the keys that its queries see, and its own boundaries."""
         device = self.cu_seqlens.device
         return [chunk_of_row(self.seq_lengths, chunk, device) for chunk in self.own.chunks]
 
     def attention(
         self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """Attention of the slice's tokens to all those before them -> (S, h, D)."""
+        """Return the attention of the slice's tokens to all those before them -> (S, h, D)."""
         if self.own.context.mode == "ulysses":
             heads = [self.own.to_heads(x) for x in (q_ThD, k_TkD, v_TkD)]
             return self.own.to_tokens(row_attention(*heads, self, options))

@@ -67,7 +67,7 @@ class Student(Actor):
         self.coef, self.method = coef, method
 
     def forward(self, batch: PackedBatch, teacher: Head) -> StudentTerms:
-        """The loss on the targets of a batch, against what the teacher says there."""
+        """Return the loss on the targets of a batch, against what the teacher says there."""
         states = self.states_at(batch, batch.predict_index)
         targets_n = states.select(batch.targets)
         loss, *of_tokens = self.head(
@@ -84,24 +84,24 @@ class Teacher(Actor):
     reads_whole_head = True
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Hidden states where a target is predicted, (N, K); of a shared row those the student
-        reads on this rank.
+        """Return hidden states where a target is predicted, (N, K); of a shared row those the
+        student reads on this rank.
         """
         return self.states_at(batch, batch.predict_index).hidden_nH
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
-        """What must be whole while the student's head looks at the teacher's."""
+        """Return what must be whole while the student reads the teacher's head."""
         return list(self.head.parameters())
 
 
 def as_head(head: ChunkedHead, hidden_NH: Tensor) -> Head:
-    """States with the head in front of which they stand."""
+    """Return states with the head in front of which they stand."""
     return Head(hidden_NH, head.weight, head.bias, head.softcap, head.scale)
 
 
 def first_logits(head: Head, num_logits: int) -> Head:
-    """The head without the logits from `num_logits` on."""
+    """Return the head without the logits from `num_logits` on."""
     if len(head.weight_VH) == num_logits:
         return head
     bias_V = None if head.bias_V is None else head.bias_V[:num_logits]

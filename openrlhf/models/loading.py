@@ -120,7 +120,7 @@ def refuse_pickled_code(folder: Path) -> None:
 
 
 def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The base's config, with what the adapter's folder says of its head."""
+    """Return the base's config, with what the adapter's folder says of its head."""
     try:
         config = load_config(base, trust_remote_code=trust_remote_code)
     except ConfigError as error:
@@ -132,21 +132,25 @@ def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> Pret
 
 
 def _stored_head(path: str) -> dict[str, object]:
-    """Name of the head and scale of its scores, as they stand beside a reward model's adapter."""
+    """Return the name of the head and scale of its scores, as they stand beside a reward model's
+    adapter.
+    """
     file = Path(path).expanduser() / "config.json"
     stored = json.loads(file.read_text()) if file.is_file() else {}
     return {name: stored[name] for name in ("value_head_prefix", *SCALE_FIELDS) if name in stored}
 
 
 def default_device_type() -> str:
-    """The kind of device models of this process run on."""
+    """Return the kind of device that models of this process run on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_dtype(
     param_dtype: str, config: PretrainedConfig, *, device_type: str | None = None
 ) -> torch.dtype:
-    """The type of `bf16|fp16|fp32|auto`; auto is fp32 on CPU, the checkpoint's own on a GPU."""
+    """Return the type of `bf16|fp16|fp32|auto`; auto is fp32 on CPU, the checkpoint's own on a
+    GPU.
+    """
     if param_dtype != "auto":
         if param_dtype not in DTYPES:
             raise ConfigError(
@@ -166,7 +170,7 @@ def choose_attention(
     device_type: str | None = None,
     has_padded_rows: bool = False,
 ) -> str | None:
-    """The attention for packed rows: flash-attn on CUDA in half precision, else our own.
+    """Return the attention for packed rows: flash-attn on CUDA in half precision, else our own.
 
     Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
     A family whose rows are padded gets what transformers takes for it (None), or eager.
@@ -194,7 +198,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> dict[str, object]:
-    """What transformers' `from_pretrained` is given for these options."""
+    """Return what transformers' `from_pretrained` is given for these options."""
     dtype = options.get("dtype", "auto")
     if isinstance(dtype, str):
         dtype = resolve_dtype(dtype, config)
@@ -258,7 +262,7 @@ def reading_weights(path: str) -> Iterator[None]:
 def check_loading_info(
     path: str, info: dict[str, object], *, ignored: Set[str] = frozenset()
 ) -> None:
-    """Keys without a place, places without a key, and shapes that differ are a ConfigError."""
+    """Raise ConfigError for keys without a place, places without a key, other shapes."""
     problems = {
         "missing": set(info["missing_keys"]) - ignored,
         "unexpected": set(info["unexpected_keys"]) - ignored,
@@ -300,7 +304,9 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
 
 
 def head_name(config: PretrainedConfig, requested: str | None) -> str:
-    """Name of the value head: what the stored model says, else what was asked for, else `score`."""
+    """Return the name of the value head: what the stored model says, else what was asked for, else
+    `score`.
+    """
     return config.to_dict().get("value_head_prefix") or requested or HEAD
 
 
@@ -359,7 +365,9 @@ def load_sequence_model(
 def load_reward_base(
     base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """The base with a head of the name, and the scale, that stand in a reward adapter's folder."""
+    """Return the base with a head of the name, and the scale, that stand in a reward adapter's
+    folder.
+    """
     stored = _stored_head(adapter_path)
     head = stored.pop("value_head_prefix", None)
     name = head if isinstance(head, str) else None
@@ -369,7 +377,7 @@ def load_reward_base(
 
 
 def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
-    """Merged weights would be rounded to 4 bits once more."""
+    """Raise ConfigError: merged weights would be rounded to 4 bits once more."""
     if options.get("load_in_4bit"):
         raise ConfigError(
             f"--load_in_4bit: {path} holds an adapter, and merging rounds 4-bit weights again. "
@@ -380,7 +388,7 @@ def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
 def finish_loading(
     model: PreTrainedModel, options: LoadOptions, *, has_lm_head: bool = False
 ) -> None:
-    """What every model gets once its weights are in place."""
+    """Finish a model whose weights are in place."""
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
@@ -530,18 +538,18 @@ def own_memory(model: PreTrainedModel) -> None:
 
 
 def is_value_model(config: PretrainedConfig) -> bool:
-    """Whether the checkpoint was saved with a scalar head, which must then be found in it."""
+    """Return True for a checkpoint with a scalar head, which must then be found in it."""
     has_own_class = OPENRLHF_CLASSES.intersection(config.architectures or ())
     return bool(has_own_class) or is_classifier(config) or "value_head_prefix" in config.to_dict()
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a sequence classifier of transformers was saved, which may have several labels."""
+    """Return True for a sequence classifier of transformers; it may have several labels."""
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def is_lm_head_key(key: str) -> bool:
-    """Whether a checkpoint key belongs to the language-model head, which a value model drops."""
+    """Return True for a key of the language-model head, which a value model drops."""
     return key.split(".")[0] in ("lm_head", "embed_out", "output")
 
 

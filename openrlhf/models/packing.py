@@ -60,25 +60,25 @@ class PackedRow:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> PackedRow:
-        """The boundaries of a batch."""
+        """Return the boundaries of a batch."""
         return cls(batch.seq_lengths, batch.cu_seqlens)
 
     @classmethod
     def of_lengths(
         cls, seq_lengths: Sequence[int], device: torch.device, *, num_earlier: int = 0
     ) -> PackedRow:
-        """The boundaries of sequences of these lengths."""
+        """Return the boundaries of sequences of these lengths."""
         ends = torch.tensor((0, *seq_lengths)).cumsum(0, dtype=torch.int32)
         return cls(tuple(seq_lengths), ends.to(device), num_earlier)
 
     @cached_property
     def max_length(self) -> int:
-        """Length of the longest sequence."""
+        """Return the length of the longest sequence."""
         return max(self.seq_lengths)
 
     @cached_property
     def key_boundaries(self) -> tuple[Tensor, int]:
-        """Where the keys of the sequences begin, (B + 1,) int32, and the largest number of them."""
+        """Return where the keys of the sequences begin, (B + 1,) int32, and the most of one."""
         if not self.num_earlier:
             return self.cu_seqlens, self.max_length
         cu_keys = self.cu_seqlens + self.num_earlier
@@ -87,22 +87,24 @@ class PackedRow:
 
     @cached_property
     def rest(self) -> PackedRow | None:
-        """The row without its first sequence; None where it has only one."""
+        """Return the row without its first sequence; None where it has only one."""
         lengths = self.seq_lengths[1:]
         return PackedRow.of_lengths(lengths, self.cu_seqlens.device) if lengths else None
 
     def attention(
         self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """Attention over this row -> (T, h, D)."""
+        """Return the attention over this row -> (T, h, D)."""
         return row_attention(q_ThD, k_TkD, v_TkD, self, options)
 
     def kwargs(self) -> dict[str, PackedRow]:
-        """Keywords that carry the row through a model to `PACKED_ATTENTION`."""
+        """Return keywords that carry the row through a model to `PACKED_ATTENTION`."""
         return {"packed_row": self}
 
     def flash_kwargs(self) -> dict[str, Tensor | int]:
-        """Keywords that carry the row through a model to transformers' own flash attention."""
+        """Return keywords that carry the row through a model to transformers' own flash
+        attention.
+        """
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -112,7 +114,7 @@ class PackedRow:
 
     @cached_property
     def layout(self) -> PaddedLayout:
-        """The padded layout, computed once for all layers."""
+        """Return the padded layout, computed once for all layers."""
         return padded_layout(self.seq_lengths, self.cu_seqlens.device)
 
 
@@ -177,7 +179,9 @@ class ScoreOptions:
 def causal_attention(
     q_BhQD: Tensor, k_BkSD: Tensor, v_BkSD: Tensor, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention of the last Q tokens of B sequences of S tokens each -> (B, h, Q, D)."""
+    """Return causal attention of the last Q tokens of B sequences of S tokens each -> (B, h, Q,
+    D).
+    """
     num_queries, length = q_BhQD.size(2), k_BkSD.size(2)
     num_earlier = length - num_queries
     window = options.sliding_window or length
@@ -218,7 +222,7 @@ def band_attention(
     keys: range,
     options: ScoreOptions,
 ) -> Tensor:
-    """Causal attention, in the sliding window, of queries and keys at these positions."""
+    """Return causal attention, in the sliding window, of queries and keys at these positions."""
     q_pos = torch.arange(queries.start, queries.stop, device=q_BhQD.device)[:, None]
     k_pos = torch.arange(keys.start, keys.stop, device=q_BhQD.device)[None]
     first_pos = q_pos - (options.sliding_window or keys.stop)
@@ -229,7 +233,7 @@ def band_attention(
 def masked_attention(
     q_BhQD: Tensor, k_BkSD: Tensor, v_BkSD: Tensor, is_seen: Tensor, options: ScoreOptions
 ) -> Tensor:
-    """Attention under a boolean mask broadcast to (B, h, Q, S) -> (B, h, Q, D)."""
+    """Return the attention under a boolean mask broadcast to (B, h, Q, S) -> (B, h, Q, D)."""
     keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
     if options.softcap is None:
         return F.scaled_dot_product_attention(
@@ -245,7 +249,7 @@ def masked_attention(
 
 
 def repeat_heads(q_BhQD: Tensor, x_BkSD: Tensor) -> Tensor:
-    """Keys or values with as many heads as the queries -> (B, h, S, D)."""
+    """Return keys or values with as many heads as the queries -> (B, h, S, D)."""
     num_repeats = q_BhQD.size(1) // x_BkSD.size(1)
     return x_BkSD if num_repeats == 1 else x_BkSD.repeat_interleave(num_repeats, dim=1)
 
@@ -253,7 +257,7 @@ def repeat_heads(q_BhQD: Tensor, x_BkSD: Tensor) -> Tensor:
 def grouped_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, layout: PaddedLayout, options: ScoreOptions
 ) -> Tensor:
-    """Attention over a row as one call per batch of near-equal sequences -> (T, h, D)."""
+    """Return attention over a row, one call per batch of near-equal sequences -> (T, h, D)."""
     tensors = [q_ThD, k_TkD, v_TkD]
     to_slots, to_row = layout.slot_to_row_M, layout.row_to_slot_T
     if to_slots is not None:
@@ -285,7 +289,7 @@ def can_use_varlen(q_ThD: Tensor, v_TkD: Tensor, options: ScoreOptions) -> bool:
 def row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Attention over one packed row by the fastest exact kernel at hand -> (T, h, D).
+    """Return the attention over one packed row by the fastest exact kernel at hand -> (T, h, D).
 
     Keys and values begin `row.num_earlier` tokens before the queries.
     """
@@ -366,7 +370,9 @@ def packed_attention_mask(
     use_vmap: bool = False,
     **kwargs: object,
 ) -> Tensor | None:
-    """No mask for packed rows, which come without one; the ordinary mask for padded batches."""
+    """Return no mask for packed rows, which come without one; the ordinary mask for padded
+    batches.
+    """
     if attention_mask is not None:
         return sdpa_mask(*args, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if use_vmap:

@@ -34,12 +34,12 @@ class MarkedBatch(Batch):
 
     @property
     def token_ids(self) -> Tensor:
-        """Every token of the batch, (T,) int64."""
+        """Return every token of the batch, (T,) int64."""
         return self.packed.token_ids
 
     @cached_property
     def num_markers(self) -> Tensor:
-        """Number of markers of each text, (B,) int64."""
+        """Return the number of markers of each text, (B,) int64."""
         owner_M = torch.bucketize(self.marker_index, self.packed.cu_seqlens[1:].long(), right=True)
         return owner_M.bincount(minlength=len(self.packed.seq_lengths))
 
@@ -81,7 +81,7 @@ class StepJudge(Actor):
     reads_whole_head = True
 
     def forward(self, batch: MarkedBatch) -> MarkerTerms:
-        """Loss and verdict at every marker."""
+        """Return the loss and verdict at every marker."""
         states = self.states_at(batch.packed, batch.marker_index)
         labels_m = states.select(batch.labels)
         verdicts = self.head(judge_markers, states.hidden_nH, labels_m, batch.reward_tokens)

@@ -20,7 +20,8 @@ from openrlhf.errors import ConfigError
 def load_balancing_losses(
     router_logits: Sequence[Tensor], seq_lengths: Sequence[int], *, top_k: int
 ) -> Tensor:
-    """E * sum over experts of (choices of it per token) * (its mean router probability), (B,).
+    """Return E * sum over experts of (choices of it per token) * (its mean router probability),
+    (B,).
 
     `router_logits` holds (T, E) of each layer; the layers of a sequence count as one long row of
     its tokens. A loss is `top_k` when all experts are used evenly, and more otherwise (arXiv
@@ -53,7 +54,7 @@ def _num_experts_per_token(config: PretrainedConfig) -> int:
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """How many experts a token is sent to; a model without experts is a ConfigError."""
+    """Return the experts a token is sent to; raise ConfigError if there are none."""
     records = model.base_model._can_record_outputs or {}
     top_k = _num_experts_per_token(model.config)
     if "router_logits" not in records or not top_k:
@@ -64,7 +65,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 
 def refuse_reentrant(*, use_reentrant: bool) -> None:
-    """The reentrant variant runs layers without a graph, so the router loss would train nothing."""
+    """Raise ConfigError: layers would run without a graph, and the router loss train nothing."""
     if use_reentrant:
         raise ConfigError(
             "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would "

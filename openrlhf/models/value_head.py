@@ -46,7 +46,7 @@ class RewardScale:
         return cls(float(mean), float(std))
 
     def apply(self, scores: Tensor) -> Tensor:
-        """(x - mean) / std."""
+        """Return (x - mean) / std."""
         return (scores - self.mean) / self.std
 
 
@@ -85,7 +85,7 @@ class ScalarHeadModel(PackedModel):
         return cls(model, normalize_reward=normalize_reward)
 
     def scores_at(self, batch: PackedBatch, positions_N: Tensor) -> RewardTerms:
-        """Scalar of each of these row positions, (N,) fp32."""
+        """Return the scalar of each of these row positions, (N,) fp32."""
         states = self.states_at(batch, positions_N)
         head = unwrap_peft(self.model).get_submodule(self.head_name)
         scores = states.spread(head(states.hidden_nH).squeeze(-1).float())
@@ -97,7 +97,7 @@ class CriticModel(ScalarHeadModel):
     """V at the position before each target token."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Values -> (N,) fp32."""
+        """Return values -> (N,) fp32."""
         return self.scores_at(batch, batch.predict_index).scores
 
 
@@ -105,7 +105,7 @@ class RewardModel(ScalarHeadModel):
     """One reward for each sequence, read at its last token."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Rewards -> (B,) fp32."""
+        """Return rewards -> (B,) fp32."""
         return self.scores_at(batch, last_tokens(batch)).scores
 
 
@@ -116,10 +116,10 @@ class RewardLearner(RewardModel):
         super().__init__(model, with_aux_loss=with_aux_loss)
 
     def forward(self, batch: PackedBatch) -> RewardTerms:
-        """Rewards and the router losses."""
+        """Return rewards and the router losses."""
         return self.scores_at(batch, last_tokens(batch))
 
 
 def last_tokens(batch: PackedBatch) -> Tensor:
-    """Row position of the last token of every sequence, (B,) int64."""
+    """Return the row position of the last token of every sequence, (B,) int64."""
     return batch.cu_seqlens[1:].long() - 1
