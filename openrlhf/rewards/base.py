@@ -135,7 +135,13 @@ class RewardSource:
 
     async def _score_parts(self, batch: RewardBatch) -> RewardResult:
         parts = batch.parts(self.batch_size)
-        results = await asyncio.gather(*map(self.score_part, parts))
+        # All of them are waited for, so that what is raised is the first error in order.
+        found = await asyncio.gather(*map(self.score_part, parts), return_exceptions=True)
+        results: list[RewardResult] = []
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
         return concat_results(results, source=self.name)
 
     async def _end(self) -> None:
