@@ -77,6 +77,8 @@ def math_equal(answer: str, truth: str) -> bool:
 
 
 def _equal_in_pool(answer: str, truth: str) -> bool:
+    if not _pool().active:  # somebody killed a process of it that had nothing to do
+        _pool.cache_clear()
     future = _pool().schedule(math_equal, args=(answer, truth), timeout=POOL_LIMIT_S)
     try:
         return bool(future.result(POOL_WAIT_S))
