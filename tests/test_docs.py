@@ -350,7 +350,7 @@ def test_the_sft_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path
 def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_dir: Path) -> None:
     from openrlhf.cli import train_ppo
 
-    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run"]
+    names = ["--pretrain", str(tiny_model_dir), "--save_path", "run", "--seed", "3"]
     train_ppo.main([*readme_command("train_ppo", folder), *names])
     first, last = records_of(folder / "run")
     assert {"reward", "score", "extra/num_chars", "policy_loss", "vllm_kl"} <= first.keys()
