@@ -36,7 +36,7 @@ score() {
     "${launcher[@]}" openrlhf.cli.batch_inference \
         --eval_task rm --pretrain "$REWARD_MODEL" \
         --dataset "$1" $FORMAT \
-        --max_len 2048 --micro_batch_size 8 --bf16 \
+        --max_len 2048 --micro_batch_size 8 --ds.param_dtype bf16 \
         --output_path "$2" "${@:3}" \
         ${SCORE_ARGS:-}
 }
@@ -47,7 +47,7 @@ train() {
     "${launcher[@]}" "openrlhf.cli.$1" \
         --pretrain "$2" --dataset "$3" $FORMAT \
         --max_len 2048 --train_batch_size 128 --micro_train_batch_size 2 \
-        --max_epochs 1 --bf16 --gradient_checkpointing \
+        --max_epochs 1 --ds.param_dtype bf16 --gradient_checkpointing \
         --save_path "$4" --ckpt_path "$4/checkpoints" "${@:5}" \
         ${TRAIN_ARGS:-}
 }
