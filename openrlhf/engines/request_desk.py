@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.utils.mailboxes import Mailboxes
@@ -19,20 +19,14 @@ from openrlhf.utils.mailboxes import Mailboxes
 Answer = Future[list[Completion]]
 
 
-@runtime_checkable
 class TakesRequests(Protocol):
-    """An engine that takes requests while it runs and answers each as soon as it is done."""
+    """An engine that takes requests while it runs, and can stop them."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        """One future a request, in order."""
-
-
-@runtime_checkable
-class AbortsRequests(Protocol):
-    """An engine that can stop sampling for a request."""
+        """Return one future a request, in order."""
 
     def abort(self, futures: Iterable[Answer]) -> None:
-        """Forget requests, cancel their futures; those that are answered stay so."""
+        """Stop requests and cancel their futures; those that are answered stay so."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class RequestDesk:
         self._abort([pending[name] for name in request_ids if name in pending])
 
     def _abort(self, answers: list[Answer]) -> None:
-        if answers and isinstance(self._engine, AbortsRequests):
+        if answers:
             self._engine.abort(answers)
 
     def _answered(self, owner: str, request_id: str, answer: Answer) -> None:

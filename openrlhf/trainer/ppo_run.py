@@ -22,9 +22,12 @@ from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.rollout.agents.worker import AgentSetup
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.samplers import BatchSampler, Sampler
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -60,7 +63,6 @@ from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.samples_generator import (
-    Generator,
     SamplesGenerator,
     SampleSource,
 )
@@ -85,7 +87,7 @@ from openrlhf.trainer.ray.placement import view_cluster
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
-from openrlhf.trainer.ray.vllm_engine import EnginePool, GroupGenerator, samplers_of
+from openrlhf.trainer.ray.vllm_engine import GroupGenerator, samplers_of
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     notice,
@@ -173,16 +175,14 @@ def _run(
     phases.start()
     sizes = _init_models(config, groups, schedule, phases)
     _banner(config, inputs, schedule, sizes, cluster)
-    generator: Generator = (
-        EnginePool(engines)
-        if engines
-        else GroupGenerator(groups["actor"], PolicyModelActor.generate)
-    )
-    samples = _samples_generator(config, inputs, groups, cluster, generator, turn)
+    samplers = samplers_of(engines) or [
+        BatchSampler(GroupGenerator(groups["actor"], PolicyModelActor.generate))
+    ]
+    samples = _sample_source(config, inputs, groups, cluster, samplers, turn)
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=metric)
     opened.clear_folder(inputs.run_dir, config)
-    parts = _assemble(config, inputs, cluster, checkpoints, groups, samples)
+    parts = _assemble(config, inputs, cluster, checkpoints, groups, samples, engines)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
     # What is refused leaves the folder as it was.
@@ -248,9 +248,8 @@ def _assemble(
     checkpoints: PPOCheckpoints,
     groups: Groups,
     samples: SampleSource,
+    engines: Sequence[RolloutEngine],
 ) -> PPOParts:
-    pool = samples.generator
-    engines = pool.engines if isinstance(pool, EnginePool) else []
     schedule = make_schedule(config, len(inputs.prompts))
     resume_step = checkpoints.opened.resume_step
     return PPOParts(
@@ -273,24 +272,27 @@ def _assemble(
     )
 
 
-def _samples_generator(
+def _sample_source(
     config: PPOConfig,
     inputs: RunInputs,
     groups: Groups,
     cluster: RayCluster | LocalCluster,
-    generator: Generator,
+    samplers: Sequence[Sampler],
     turn: AbstractContextManager[object],
 ) -> SampleSource:
-    """What makes scored samples: engines and rewards, or agents that act through the engines."""
+    """Return what makes scored samples: engines and rewards, or agents that act through engines."""
     if config.train.agent_func_path:
-        engines = generator.engines if isinstance(generator, EnginePool) else [generator]
         path, limits = config.train.agent_func_path, agent_limits(config)
         setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
-        samplers = samplers_of(engines)
-        return AgentSamplesGenerator(setup, samplers, FailurePolicy.of(config), generator)
+        return AgentSamplesGenerator(setup, samplers, FailurePolicy.of(config))
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
-    scorer = _scorer(config, inputs, groups, models_stream=has_own_devices, turn=turn)
-    return SamplesGenerator(generator, scorer, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    # Where engines do not pause, models that share their devices cannot wait for a pause.
+    never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
+    models_stream = has_own_devices or never_pauses
+    scorer = _scorer(config, inputs, groups, models_stream=models_stream, turn=turn)
+    return SamplesGenerator(
+        EnginePool(samplers), scorer, inputs.tokenizer, vocab_size=inputs.vocab_size
+    )
 
 
 def _scorer(

@@ -16,9 +16,9 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.rollout.agents.worker import AgentSetup
-from openrlhf.rollout.samplers import LocalSampler
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from tests.trainer.stream_fakes import sampler_of
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -57,6 +57,9 @@ class StreamingEngine(FakeEngine):
             else:
                 self._answer(future, request)
         return futures
+
+    def abort(self, futures) -> None:
+        """What is sampled is sampled to its end."""
 
     def _answer(self, future: Future[list[Completion]], request: GenerationRequest) -> None:
         try:
@@ -142,7 +145,7 @@ def agents_over(
 ) -> Iterator[AgentSamplesGenerator]:
     """Agents on these engines; they are ended with the block."""
     setup = setup_of(write_agent(folder, code), tokenizer, num_tasks=4)
-    samplers = [LocalSampler(engine) for engine in engines]
+    samplers = [sampler_of(engine) for engine in engines]
     agents = AgentSamplesGenerator(setup, samplers, policy or FailurePolicy(4))
     try:
         yield agents
@@ -183,7 +186,7 @@ class EpisodeRunner:
     """Runs single episodes for a test; its event loop has a thread."""
 
     def __init__(self, setup: AgentSetup, engine) -> None:
-        self.agents = AgentSamplesGenerator(setup, [LocalSampler(engine)], FailurePolicy(4))
+        self.agents = AgentSamplesGenerator(setup, [sampler_of(engine)], FailurePolicy(4))
         self.close = self.agents.close
 
     def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:

@@ -163,7 +163,6 @@ class FakeSource:
     """Opens streams; evaluation takes a moment and shares the engines."""
 
     world: World
-    generator: object = None
 
     def open_stream(self, sampling: SamplingSettings) -> FakeStream:
         return FakeStream(self.world)

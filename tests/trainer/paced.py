@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.rewards.base import RewardSource
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.samplers import LocalSampler
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
-from openrlhf.trainer.ray.vllm_engine import EnginePool
 
 
 class PacedEngine:
-    """Answers every request with the same two tokens, the last after `seconds`."""
+    """Answers requests with the same two tokens, one after the other."""
 
     def __init__(self, seconds: float) -> None:
+        """`seconds`: for each request."""
         self.seconds = seconds
+        self.thread = ThreadPoolExecutor(max_workers=1)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
         """A future for each request."""
-        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        return [self.thread.submit(self.answer, request) for request in requests]
 
-        def work() -> None:
-            for request, future in zip(requests, futures, strict=True):
-                time.sleep(self.seconds / len(requests))
-                one = Completion((5, 1), (0.0, 0.0), "stop", weight_version=0)
-                future.set_result([one] * request.sampling.num_samples)
+    def answer(self, request: GenerationRequest) -> list[Completion]:
+        """The samples of one request, after its time."""
+        time.sleep(self.seconds)
+        one = Completion((5, 1), (0.0, 0.0), "stop", weight_version=0)
+        return [one] * request.sampling.num_samples
 
-        threading.Thread(target=work).start()
-        return futures
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """The same when all is done."""
-        return [future.result() for future in self.submit(requests)]
+    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None:
+        """Every request is wanted."""
+        raise AssertionError("nothing was cancelled")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def step_seconds(
 ) -> float:
     """How long generation and reward of one step take; every sample must come out once."""
     generator = SamplesGenerator(
-        EnginePool(engines),  # type: ignore[arg-type]
+        EnginePool([LocalSampler(engine) for engine in engines]),
         GroupScorer(SourceScorer(source, batch_size), FailurePolicy(len(prompts))),
         Words(),  # type: ignore[arg-type]
         vocab_size=10**6,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.samplers import BatchSampler, LocalSampler, Sampler
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
-from openrlhf.trainer.ray.vllm_engine import EnginePool
 
 DEADLINE_S = 20.0
 
@@ -106,6 +107,11 @@ class HeldSource:
     def close(self) -> None: ...
 
 
+def sampler_of(engine: Any) -> Sampler:
+    """An engine that takes requests while it runs, or that samples batches."""
+    return LocalSampler(engine) if hasattr(engine, "submit") else BatchSampler(engine)
+
+
 def prompt(row: int) -> PromptRecord:
     return PromptRecord(row, f"prompt {row}", (row + 1, row + 2), label=row, columns={})
 
@@ -122,7 +128,7 @@ def open_stream(
     source = HeldSource() if source is None else source
     scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
     generator = SamplesGenerator(
-        EnginePool(engines),  # type: ignore[arg-type]
+        EnginePool([sampler_of(engine) for engine in engines]),
         GroupScorer(scorer, policy or FailurePolicy(4)),
         PromptTokenizer(),  # type: ignore[arg-type]
         vocab_size=1000,
@@ -152,8 +158,3 @@ def until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.002)
-
-
-def stream_threads() -> list[str]:
-    """Threads that streams have not ended."""
-    return [t.name for t in threading.enumerate() if t.name == "group-stream"]

@@ -12,6 +12,7 @@ from openrlhf.engines.request_desk import RequestDesk
 from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.rollout.samplers import BatchSampler
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
@@ -120,7 +121,7 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
     engine = OwnGenerate(load(tiny_model_dir))
-    samplers = samplers_of([engine])
+    samplers = [BatchSampler(engine)]
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
@@ -22,7 +23,7 @@ from tests.trainer.stream_fakes import (
     HeldSource,
     fetch,
     open_stream,
-    stream_threads,
+    prompt,
     submit,
     until,
 )
@@ -113,7 +114,7 @@ def test_models_that_share_devices_with_training_score_before_it_or_after():
     turn = threading.Lock()
     phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
     engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": Forward()}, turn=turn))
+    stream = open_stream([engine], ModelScorer({"m": Forward()}, turn=turn, is_streaming=True))
     submit(stream, range(2))
     for phase in (phases.training, phases.sync):
         with phase():
@@ -161,7 +162,7 @@ def test_models_score_what_has_come_since_their_last_forward():
             return wait
 
     engine = HeldEngine()
-    stream = open_stream([engine], ModelScorer({"m": Forward()}))
+    stream = open_stream([engine], ModelScorer({"m": Forward()}, is_streaming=True))
     submit(stream, range(4))
     engine.answer("t/0")
     until(lambda: sizes == [2])
@@ -289,7 +290,6 @@ def test_closing_abandons_what_runs_and_ends_the_threads():
     stream.close()
     stream.close()
     assert engines[0].aborted == ["t/2"] and sorted(engines[1].aborted) == ["t/1", "t/3"]
-    until(lambda: not stream_threads())
 
 
 def test_an_engine_that_only_answers_whole_calls_gets_them_in_batches():
@@ -304,6 +304,43 @@ def test_an_engine_that_only_answers_whole_calls_gets_them_in_batches():
     stream = open_stream([Whole()])
     submit(stream, range(6))
     assert sorted(group.key[1] for group in fetch(stream, 6)) == list(range(6))
+    stream.close()
+
+
+def test_models_that_may_not_run_beside_generation_wait_for_its_end():
+    sizes: list[int] = []
+
+    class Forward:
+        def start(self, experience):
+            sizes.append(len(experience.num_actions))
+            return lambda: torch.arange(float(sizes[-1]))
+
+    engine = HeldEngine()
+    stream = open_stream([engine], ModelScorer({"m": Forward()}))
+    submit(stream, range(3))
+    engine.answer("t/0")
+    engine.answer("t/1")
+    until(lambda: "2 prompts wait for their rewards" in stream.describe())
+    assert not stream.finished(0.1) and not sizes
+    engine.answer("t/2")
+    assert len(fetch(stream, 3)) == 3 and sizes == [6]
+    stream.close()
+
+
+def test_prompts_that_come_together_are_one_batch_of_an_engine_without_streaming():
+    calls: list[list[str]] = []
+
+    class Whole:
+        def generate(self, requests):
+            calls.append([request.request_id for request in requests])
+            one = Completion((3,), (-0.5,), "stop", 0)
+            return [[one] * request.sampling.num_samples for request in requests]
+
+    stream = open_stream([Whole()])
+    assert stream.in_rounds
+    stream.submit_all([((0, row), prompt(row)) for row in range(20)], tag="t")
+    fetch(stream, 20)
+    assert calls == [[f"t/{row}" for row in range(20)]]
     stream.close()
 
 

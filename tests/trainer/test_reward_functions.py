@@ -17,6 +17,8 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.function import UserFunction
 from openrlhf.rewards.workers import FunctionPool, PoolSettings
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.samplers import BatchSampler
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 
@@ -32,11 +34,9 @@ class SayingEngine:
     def __init__(self, tokenizer, texts: Sequence[str], version: int) -> None:
         self.tokenizer, self.texts, self.version = tokenizer, texts, version
 
-    def generate(self, requests: Sequence[GenerationRequest], on_group=None) -> list:
-        for index, text in enumerate(self.texts):
-            ids = (*self.tokenizer.encode(text), self.tokenizer.eos_token_id)
-            on_group(index, [Completion(ids, (-0.5,) * len(ids), "stop", self.version)])
-        return []
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        said = [(*self.tokenizer.encode(t), self.tokenizer.eos_token_id) for t in self.texts]
+        return [[Completion(ids, (-0.5,) * len(ids), "stop", self.version)] for ids in said]
 
 
 def score(
@@ -53,7 +53,8 @@ def score(
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
-        generator = SamplesGenerator(engine, scorer, tokenizer, vocab_size=len(tokenizer))
+        pool = EnginePool([BatchSampler(engine)])
+        generator = SamplesGenerator(pool, scorer, tokenizer, vocab_size=len(tokenizer))
         return generator.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
+from openrlhf.rollout.engine_pool import EnginePool
+from openrlhf.rollout.samplers import BatchSampler
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.utils.rollout import Rollout
@@ -31,19 +33,14 @@ class FixedEngine:
     def __init__(self, completions: list[Completion]) -> None:
         self.completions = completions
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_group: object = None
-    ) -> list[list[Completion]]:
-        assert callable(on_group)
-        for index in range(len(requests)):
-            on_group(index, self.completions)
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         return [self.completions for _ in requests]
 
 
 def samples_of(*completions: Completion) -> list[Rollout]:
     """The samples that are made of the answer to one prompt."""
     generator = SamplesGenerator(
-        FixedEngine([*completions]),
+        EnginePool([BatchSampler(FixedEngine([*completions]))]),
         GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4)),
         PromptTokenizer(),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,17 +17,19 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.engine_stream import StreamScoring
 from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.scoring import (
     FailurePolicy,
     GroupScorer,
-    ScoredGroups,
+    Scorer,
     SourceScorer,
+    add_score_metrics,
 )
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.paced import PacedEngine, Prompt, step_seconds
-from tests.trainer.stream_fakes import handed_to, until
+from tests.trainer.stream_fakes import handed_to
 
 FAIL = FailurePolicy(4)
 DROP = FailurePolicy(4, drops=True)
@@ -87,42 +90,37 @@ def failing_for(*bad: int) -> Answers:
     return answer
 
 
+class Scored(NamedTuple):
+    rollouts: list[Rollout]
+    failed: dict[int, str]
+    metrics: Metrics
+
+
 def run(
     source: Source, groups: Sequence[list[Rollout]], policy: FailurePolicy, batch_size: int = 4
-) -> ScoredGroups:
-    scoring = GroupScorer(SourceScorer(source, batch_size), policy).begin()
-    for one in groups:
-        scoring.add(one)
-    return scoring.finish()
+) -> Scored:
+    """Score groups that are there at the same time; the first error is raised where none may be."""
+    return score_with(SourceScorer(source, batch_size), groups, policy)
 
 
-def test_groups_are_sent_as_soon_as_they_fill_a_batch_and_come_back_in_order() -> None:
-    source = Source(by_label)
-    scoring = GroupScorer(SourceScorer(source, batch_size=4), FAIL).begin()
-    for index, sent in ((2, 0), (0, 1), (1, 1)):
-        scoring.add(group(index))
-        assert len(source.asked) == sent
-    scored = scoring.finish()
-    assert source.asked == [["2/0", "2/1", "0/0", "0/1"], ["1/0", "1/1"]]
-    assert [r.sample_id for r in scored.rollouts] == ["0/0", "0/1", "1/0", "1/1", "2/0", "2/1"]
-    assert [r.reward for r in scored.rollouts] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+def score_with(scorer: Scorer, groups: Sequence[list[Rollout]], policy: FailurePolicy) -> Scored:
+    metrics = Metrics()
 
+    async def score_all() -> list[list[Rollout] | BaseException]:
+        scoring = StreamScoring(GroupScorer(scorer, policy), may_get_more=lambda: False)
+        work = [scoring.score(one, metrics) for one in groups]
+        return await asyncio.gather(*work, return_exceptions=True)
 
-def test_a_small_group_is_sent_at_once_where_somebody_has_nothing_to_do() -> None:
-    @dataclass
-    class Idle(Source):
-        has_room: bool = True
-
-    source = Idle(by_label)
-    scoring = GroupScorer(SourceScorer(source, batch_size=4), FAIL).begin()
-    scoring.add(group(0))
-    assert source.asked == [["0/0", "0/1"]]
-    source.has_room = False
-    scoring.add(group(1))
-    assert len(source.asked) == 1
-    scoring.add(group(2))
-    assert source.asked[1:] == [["1/0", "1/1", "2/0", "2/1"]]
-    assert [r.group_id for r in scoring.finish().rollouts] == [0, 0, 1, 1, 2, 2]
+    rollouts: list[Rollout] = []
+    failed: dict[int, str] = {}
+    for one, outcome in zip(groups, asyncio.run(score_all()), strict=True):
+        if isinstance(outcome, BaseException):
+            if not policy.drops:
+                raise outcome
+            failed[one[0].row_id] = str(outcome)
+        else:
+            rollouts += outcome
+    return Scored(rollouts, failed, metrics)
 
 
 def test_a_source_sees_the_columns_of_the_row_and_which_responses_were_cut() -> None:
@@ -158,7 +156,6 @@ def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None
     scored = run(source, [group(i) for i in range(4)], DROP)
     assert [r.group_id for r in scored.rollouts] == [0, 0, 2, 2, 3, 3]
     assert scored.failed == {101: "cannot score 1"}
-    assert scored.metrics["num_dropped_groups"] == 1
     # The batch of groups 0 and 1 failed; then each was asked for alone.
     assert source.asked[2:] == [["0/0", "0/1"], ["1/0", "1/1"]]
 
@@ -211,15 +208,6 @@ def test_the_policy_is_read_from_the_flag() -> None:
     assert policy("--reward_failure retry") == replace(fail, num_retries=3)
 
 
-def test_scores_for_some_samples_only_are_an_error() -> None:
-    def answer(batch: RewardBatch) -> object:
-        scores = [1.0] * len(batch) if 0 in batch.labels else None
-        return {"rewards": by_label(batch), "scores": scores}
-
-    with pytest.raises(RewardError, match="sample 1/0 has no score"):
-        run(Source(answer), [group(0), group(1)], FAIL, batch_size=2)
-
-
 def forward(values: list[float]) -> object:
     """A reward model that answers this."""
 
@@ -239,75 +227,25 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
 ) -> None:
     models = {"helpful": forward([1.0, 2.0, 3.0]), "safe": forward([0.5, 0.0, -4.0])}
     scorer = ModelScorer(models, [1.0, 0.5], is_sequential=is_sequential)  # type: ignore[arg-type]
-    scoring = GroupScorer(scorer, FAIL).begin()
-    assert not scoring.is_streaming
-    scoring.add(group(0, 2))
-    scoring.add(group(1, 1))
-    scored = scoring.finish()
+    scored = score_with(scorer, [group(0, 2), group(1, 1)], FAIL)
     assert [r.reward for r in scored.rollouts] == [1.25, 2.0, 1.0]
-    assert scored.metrics["reward/helpful"] == pytest.approx(2.0)
-    assert scored.metrics["reward/safe"] == pytest.approx(-3.5 / 3)
+    metrics = Metrics()
+    add_score_metrics(scored.rollouts, metrics)
+    assert metrics["reward/helpful"] == pytest.approx(2.0)
+    assert metrics["reward/safe"] == pytest.approx(-3.5 / 3)
 
 
 def test_one_model_is_not_logged_twice_and_weighs_one() -> None:
-    scoring = GroupScorer(ModelScorer({"m": forward([3.0, 4.0])}), FAIL).begin()  # type: ignore[dict-item]
-    scoring.add(group(0))
-    scored = scoring.finish()
+    scorer = ModelScorer({"m": forward([3.0, 4.0])})  # type: ignore[dict-item]
+    scored = score_with(scorer, [group(0)], FAIL)
     assert [r.reward for r in scored.rollouts] == [3.0, 4.0]
-    assert "reward/m" not in scored.metrics
+    assert all(not r.reward_parts for r in scored.rollouts)
 
 
 def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
-    scoring = GroupScorer(scorer, DROP).begin()
-    scoring.add(group(0))
-    scoring.add(group(1))
-    [(row, error)] = scoring.finish().failed.items()
+    [(row, error)] = score_with(scorer, [group(0), group(1)], DROP).failed.items()
     assert (row, error) == (100, f"sample 0/1: the reward model m answered nan{LONG_TEXT}")
-
-
-class HeldForward:
-    """A reward model whose forwards end when they are let go; it notes what it was given."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.may_end = threading.Semaphore(0)
-        self.num_at_once: list[int] = []
-        self._num_running = 0
-
-    def start(self, experience: Experience) -> Callable[[], torch.Tensor]:
-        self._num_running += 1
-        self.num_at_once.append(self._num_running)
-        self.sizes.append(len(experience))
-
-        def answer() -> torch.Tensor:
-            assert self.may_end.acquire(timeout=10)
-            self._num_running -= 1
-            return torch.arange(float(len(experience)))
-
-        return answer
-
-
-def test_models_of_their_own_devices_score_while_others_still_generate() -> None:
-    model = HeldForward()
-    scorer = ModelScorer({"m": model}, is_streaming=True)  # type: ignore[dict-item]
-    scoring = GroupScorer(scorer, FAIL).begin()
-    assert scoring.is_streaming
-    scoring.add(group(0, 2))
-    until(lambda: model.sizes == [2])
-    for index in (1, 2):  # they come while the model is busy, and go together
-        scoring.add(group(index, 2))
-    model.may_end.release()
-    until(lambda: scorer.has_room)
-    scoring.add(group(3, 1))
-    until(lambda: model.sizes == [2, 5])
-    other = GroupScorer(scorer, FAIL).begin()  # an evaluation beside it
-    other.add(group(4, 1))
-    scoring.add(group(5, 1))
-    model.may_end.release(3)
-    assert [r.reward for r in scoring.finish().rollouts] == [0, 1, 0, 1, 2, 3, 4, 0]
-    assert [r.reward for r in other.finish().rollouts] == [0]
-    assert model.num_at_once == [1, 1, 1, 1]
 
 
 def test_parts_have_the_names_of_their_models() -> None:
@@ -335,7 +273,7 @@ class SlowSource(Source):
 
 def seconds_of_generation(source: Source) -> float:
     """32 samples of 16 prompts from two engines that take 2.5 s."""
-    engines = [PacedEngine(2.5), PacedEngine(2.5)]
+    engines = [PacedEngine(2.5 / 8), PacedEngine(2.5 / 8)]
     prompts = [Prompt(row) for row in range(16)]
     return step_seconds(engines, source, prompts, SamplingSettings(num_samples=2), batch_size=2)
 

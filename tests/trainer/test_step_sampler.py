@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.errors import RewardError
-from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
 from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics
+from tests.trainer.rounds import BatchStream
 from tests.trainer.test_experience import rollout
 
 
@@ -190,6 +190,8 @@ def test_a_group_that_never_reached_the_update_is_found():
 
 class OneByOneStream:
     """Finishes groups one by one, in an order drawn by the test; notes how many run at once."""
+
+    in_rounds = False
 
     def __init__(self, generate, choose):
         self.generate = generate

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -24,19 +23,16 @@ from openrlhf.rollout.agents.episode import (
 from openrlhf.rollout.agents.runner import AgentWorker
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.samplers import Sampler
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.task_stream import TaskStream
 from openrlhf.utils.agent import AgentError
-from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import LoopThread
 
-POLL_S = 2.0  # of one look at a stream; a group ends it at once
 
-
-class AgentSamplesGenerator:
+class AgentSamplesGenerator(SampleSource):
     """Acts out the samples of prompts, with one worker process for each engine."""
 
     def __init__(
@@ -44,43 +40,15 @@ class AgentSamplesGenerator:
         setup: AgentSetup,
         samplers: Sequence[Sampler],
         policy: FailurePolicy,
-        generator: object = None,
     ) -> None:
-        """Start the workers; raises ConfigError for a file that cannot act.
-
-        `generator` is what the samples come from, for whoever sends it weights.
-        """
-        self.generator = generator
+        """Start the workers; raises ConfigError for a file that cannot act."""
         self.tokenizer = setup.tokenizer
         self.policy = policy
         self._workers = [AgentWorker(setup, sampler) for sampler in samplers]
         self.loop = LoopThread("agents")
         self.loop.run(self._start())
 
-    def generate_samples(
-        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
-    ) -> SampleBatch:
-        """Return the episodes of each prompt, prompt by prompt; `tag` makes sample ids unique.
-
-        An episode has one rollout, or several that share its reward. Raises AgentError where the
-        failure policy says so, and EngineError.
-        """
-        metrics = Metrics()
-        groups: dict[int, FinishedGroup] = {}  # by row
-        with timed("generation", metrics), closing(self.open_stream(sampling)) as stream:
-            for prompt in prompts:
-                stream.submit((0, prompt.row_id), prompt, tag=tag)
-            while stream.num_running:
-                groups.update({group.key[1]: group for group in stream.finished(POLL_S)})
-        rollouts = [
-            replace(rollout, group_id=group_id)
-            for group_id, prompt in enumerate(prompts)
-            for rollout in groups[prompt.row_id].rollouts
-        ]
-        failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
-        return SampleBatch(rollouts, metrics.merge(stream.take_metrics()), failed)
-
-    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+    def open_stream(self, sampling: SamplingSettings) -> TaskStream:
         """Return a stream of episodes."""
         return AgentStream(self, sampling)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from openrlhf.datasets.prompt_record import PromptRecord
-from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.errors import RewardError
-from openrlhf.rollout.samplers import Sampler
+from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.trainer.ppo_utils.scoring import (
     MAX_RETRY_WAIT_S,
     Group,
@@ -25,34 +25,39 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import LoopThread
 
-MAX_DESCRIBED = 4  # engines that are told of by name
-
 
 class EngineStream(TaskStream):
-    """A GroupStream over engines."""
+    """A GroupStream over engines and rewards."""
 
     def __init__(
         self,
-        samplers: Sequence[Sampler],
+        pool: EnginePool,
         scorer: GroupScorer,
         make_group: Callable[..., list[Rollout]],
         sampling: SamplingSettings,
+        loop: LoopThread,
     ) -> None:
-        """`make_group` is SamplesGenerator's, with a tokenizer that no other thread uses."""
-        super().__init__(scorer.policy, LoopThread("group-stream"))
-        self._samplers = list(samplers)
+        """`make_group` is SamplesGenerator's; it is called on the loop alone."""
+        super().__init__(scorer.policy, loop)
+        self.in_rounds = pool.in_rounds
+        self._pool = pool
         self._make_group = make_group
         self._sampling = sampling
-        self._loads = [0] * len(self._samplers)  # samples that each engine works on
-        self._heard_at = [time.monotonic()] * len(self._samplers)  # a result, or nothing to do
+        self._num_sampled = 0  # groups that engines work on
         self._num_scored = 0  # groups that wait for their rewards
-        self._scoring = StreamScoring(scorer, may_get_more=lambda: any(self._loads))
+        self._scoring = StreamScoring(scorer, may_get_more=lambda: self._num_sampled > 0)
 
     async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
+        """Sample a prompt, then score its samples."""
         metrics = Metrics()
         name = f"{tag}/{prompt.row_id}"
         request = GenerationRequest(name, prompt.prompt_token_ids, self._sampling)
-        completions = await self._generate(request)
+        self._num_sampled += 1
+        try:
+            completions = await self._pool.generate(request)
+        finally:
+            self._num_sampled -= 1
+            self.acted_at = time.monotonic()
         group = self._make_group(prompt, request, completions, group_id=group_id)
         num_tokens = sum(rollout.num_actions for rollout in group)
         metrics.add("num_generated_tokens", num_tokens, reduction="sum")
@@ -66,37 +71,16 @@ class EngineStream(TaskStream):
         return scored
 
     def describe(self) -> str:
-        """Return who works on what; the most silent engine comes first."""
-        now = time.monotonic()
-        busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
-        words = [
-            f"engine {k} has {load} samples, none finished for {silence_s:.0f} s"
-            for silence_s, k, load in sorted(busy, reverse=True)[:MAX_DESCRIBED]
-        ]
-        if len(busy) > len(words):
-            words.append(f"{len(busy) - len(words)} more engines work")
+        """Return which engines work, the most silent first, and what waits for its rewards."""
+        words = self._pool.describe()
         if self._num_scored:
-            words.append(f"{self._num_scored} prompts wait for their rewards")
-        return "; ".join(words)
-
-    def close(self) -> None:
-        if self._loop.is_running:
-            super().close()
-            self._loop.close()
+            scoring = f"{self._num_scored} prompts wait for their rewards"
+            words = f"{words}; {scoring}" if words else scoring
+        return words
 
     async def end(self) -> None:
-        await asyncio.gather(*(sampler.close() for sampler in self._samplers))
-
-    async def _generate(self, request: GenerationRequest) -> list[Completion]:
-        k = min(range(len(self._loads)), key=self._loads.__getitem__)
-        if not self._loads[k]:
-            self._heard_at[k] = time.monotonic()
-        self._loads[k] += request.sampling.num_samples
-        try:
-            return await self._samplers[k].sample(request)
-        finally:
-            self._loads[k] -= request.sampling.num_samples
-            self._heard_at[k] = time.monotonic()
+        """Wait until the engines have stopped what was cancelled."""
+        await self._pool.drain()
 
 
 class StreamScoring:
@@ -137,7 +121,8 @@ class StreamScoring:
 
         A batch that is not full waits only while others are scored, nobody there is idle, and more
         may come, so that a busy scorer gets full batches and an idle one no pauses. Models, which
-        take any number, score all that has come since their last forward.
+        take any number, score all that has come since their last forward; those that may not run
+        beside generation wait for its end.
         """
         while batch := self._next_batch():
             self._waiting = self._waiting[len(batch) :]
@@ -145,6 +130,8 @@ class StreamScoring:
 
     def _next_batch(self) -> list[Asked]:
         size = self.scorer.batch_size
+        if not self.scorer.is_streaming and self._may_get_more():
+            return []
         if size is None:
             return [] if self._num_sent else list(self._waiting)
         batch: list[Asked] = []

@@ -1,8 +1,7 @@
 """Groups of samples one by one: prompts are submitted when somebody wants to, and each group is
 handed out, scored, as soon as it is finished.
 
-What dynamic sampling and asynchronous training stand on; a batch of prompts is the other way
-(`SampleSource.generate_samples`).
+The synchronous step, dynamic sampling, asynchronous training and evaluation all drain one.
 """
 
 from __future__ import annotations
@@ -52,6 +51,10 @@ class GroupStream(Protocol):
     @property
     def num_running(self) -> int:
         """Prompts submitted and not yet handed out."""
+
+    @property
+    def in_rounds(self) -> bool:
+        """True where prompts that are submitted together end together, and others wait for them."""
 
     def describe(self) -> str:
         """Who works on what, in words, for whoever waits; may come from any thread."""

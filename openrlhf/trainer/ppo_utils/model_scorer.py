@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf.errors import RewardError
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.scoring import Group, Outcome, Wait
+from openrlhf.trainer.ppo_utils.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.threads import start_thread
 
@@ -57,16 +57,8 @@ class ModelScorer:
         """See Scorer."""
         return self._latest is None or self._latest.done()
 
-    def submit(self, groups: Sequence[Group]) -> Wait:
-        """See Scorer. Forwards that may not run beside generation are made when the answer is
-        waited for.
-        """
-        if self.is_streaming:
-            return self.start(groups).result
-        return lambda: self._score(groups)
-
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """See Scorer. The forwards are made in a thread."""
+        """Start the forwards, in a thread."""
         outcomes = self._latest = Future()
         start_thread(
             "reward-models",

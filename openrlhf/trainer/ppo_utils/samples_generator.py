@@ -1,50 +1,34 @@
 """From prompts to scored rollouts: ask the engines, check what they answer, have it scored.
 
-Groups are scored as they are finished, while the engines go on with the others. Knows engines only
-through their protocol and rewards only through `Scoring`.
+Groups are scored as they are finished, while the engines go on with the others.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.rollout.samplers import Sampler
-from openrlhf.trainer.ppo_utils.batch_stream import BatchStream
+from openrlhf.rollout.engine_pool import EnginePool
 from openrlhf.trainer.ppo_utils.engine_stream import EngineStream
-from openrlhf.trainer.ppo_utils.group_stream import GroupStream
-from openrlhf.trainer.ppo_utils.scoring import GroupScorer, Scoring
-from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.trainer.ppo_utils.scoring import GroupScorer, check_scores
+from openrlhf.trainer.ppo_utils.task_stream import TaskStream
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
+from openrlhf.utils.threads import LoopThread
 from openrlhf.utils.tokenizer import Tokenizer
 
-OnGroup = Callable[[int, list[Completion]], None]
-
-
-class Generator(Protocol):
-    """Whatever answers generation requests in order: one engine or a pool of them."""
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
-    ) -> list[list[Completion]]:
-        """Completions of every request. `on_group` is called in this thread with the position and
-        the completions of each request, as soon as may be after it is finished.
-        """
-
-
-class ScoringStarter(Protocol):
-    """Whatever gives every rollout its reward: a function, a model, several of them."""
-
-    def begin(self) -> Scoring:
-        """The scoring of a batch of prompts."""
+POLL_S = 2.0  # of one look at a stream; a group ends it at once
 
 
 @dataclass(frozen=True)
@@ -56,104 +40,60 @@ class SampleBatch:
     failed: dict[int, str]  # row -> why its samples were dropped
 
 
-@runtime_checkable
-class HasSamplers(Protocol):
-    """A generator whose engines take requests one by one."""
+class SampleSource(ABC):
+    """Whatever makes the scored samples of prompts: engines and rewards, or agents."""
 
-    def samplers(self) -> list[Sampler]:
-        """Return one for each engine."""
-
-
-class SampleSource(Protocol):
-    """Whatever makes the scored samples of a batch of prompts: engines, or agents."""
-
-    @property
-    def generator(self) -> object:
-        """What the samples are generated with."""
+    @abstractmethod
+    def open_stream(self, sampling: SamplingSettings) -> TaskStream:
+        """Return a stream of the samples of prompts that are submitted one by one."""
 
     def generate_samples(
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
     ) -> SampleBatch:
-        """See SamplesGenerator."""
-
-    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
-        """Samples of prompts that are submitted one by one; one stream at a time."""
-
-
-class SamplesGenerator:
-    """Generates and scores the samples of a batch of prompts."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        scorer: ScoringStarter,
-        tokenizer: Tokenizer,
-        *,
-        vocab_size: int,
-    ) -> None:
-        self.generator = generator
-        self.scorer = scorer
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-
-    def generate_samples(
-        self,
-        prompts: Sequence[PromptRecord],
-        sampling: SamplingSettings,
-        *,
-        tag: str,
-    ) -> SampleBatch:
-        """`num_samples` scored rollouts of each prompt, prompt by prompt; `tag` makes sample ids
+        """Return the scored samples of each prompt, prompt by prompt; `tag` makes sample ids
         unique. `timing/reward` is what scoring takes longer than generation.
         """
         metrics = Metrics()
-        scoring = self.scorer.begin()
-        with timed("generation", metrics):
-            self._generate(prompts, sampling, tag, scoring, metrics)
-        with timed("reward", metrics):
-            scored = scoring.finish()
-        num_scored = len(prompts) - len(scored.failed)
-        assert len(scored.rollouts) == num_scored * sampling.num_samples, "samples were lost"
-        return SampleBatch(scored.rollouts, metrics.merge(scored.metrics), scored.failed)
-
-    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
-        """See SampleSource; in rounds where the policy generates itself."""
-        if isinstance(self.generator, HasSamplers) and isinstance(self.scorer, GroupScorer):
-            # Tokenizers are not shared between threads.
-            tokenizer = copy.deepcopy(self.tokenizer)
-            maker = SamplesGenerator(
-                self.generator, self.scorer, tokenizer, vocab_size=self.vocab_size
-            )
-            samplers = self.generator.samplers()
-            return EngineStream(samplers, self.scorer, maker.make_group, sampling)
-        return BatchStream(partial(self.generate_samples, sampling=sampling))
-
-    def _generate(
-        self,
-        prompts: Sequence[PromptRecord],
-        sampling: SamplingSettings,
-        tag: str,
-        scoring: Scoring,
-        metrics: Metrics,
-    ) -> None:
-        requests = [
-            GenerationRequest(f"{tag}/{prompt.row_id}", prompt.prompt_token_ids, sampling)
-            for prompt in prompts
+        groups: dict[int, FinishedGroup] = {}  # by row
+        start = time.monotonic()
+        bar = progress("generating", len(prompts))
+        with closing(self.open_stream(sampling)) as stream, bar as advance:
+            stream.submit_all([((0, prompt.row_id), prompt) for prompt in prompts], tag=tag)
+            while stream.num_running:
+                for group in stream.finished(POLL_S):
+                    groups[group.key[1]] = group
+                    advance()
+        end = time.monotonic()
+        acted_at = stream.acted_at or end
+        metrics.add("timing/generation", acted_at - start, reduction="sum")
+        if stream.acted_at is not None:
+            metrics.add("timing/reward", end - acted_at, reduction="sum")
+        rollouts = [
+            replace(rollout, group_id=group_id)
+            for group_id, prompt in enumerate(prompts)
+            for rollout in groups[prompt.row_id].rollouts
         ]
+        check_scores(rollouts)
+        failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
+        return SampleBatch(rollouts, metrics.merge(stream.take_metrics()), failed)
 
-        def on_group(index: int, completions: list[Completion]) -> None:
-            group = self.make_group(prompts[index], requests[index], completions, group_id=index)
-            num_tokens = sum(rollout.num_actions for rollout in group)
-            metrics.add("num_generated_tokens", num_tokens, reduction="sum")
-            scoring.add(group)
 
-        if scoring.is_streaming:
-            self.generator.generate(requests, on_group)
-        else:
-            answers = self.generator.generate(requests)
-            assert len(answers) == len(requests), "the engines answered another number of requests"
-            for index, completions in enumerate(answers):
-                on_group(index, completions)
+class SamplesGenerator(SampleSource):
+    """Samples from engines, scored; all its streams share one event loop."""
+
+    def __init__(
+        self, pool: EnginePool, scorer: GroupScorer, tokenizer: Tokenizer, *, vocab_size: int
+    ) -> None:
+        self.pool = pool
+        self.scorer = scorer
+        # Tokenizers are not shared between threads.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.vocab_size = vocab_size
+        self.loop = LoopThread("rollouts")
+
+    def open_stream(self, sampling: SamplingSettings) -> TaskStream:
+        """Return a stream over the engines."""
+        return EngineStream(self.pool, self.scorer, self.make_group, sampling, self.loop)
 
     def make_group(
         self,

@@ -6,11 +6,9 @@ A group is the samples of one prompt; its outcome is its scored rollouts, or a R
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from openrlhf.config.ppo import PPOConfig
@@ -24,7 +22,6 @@ MAX_RETRY_WAIT_S = 30.0
 
 Group = Sequence[Rollout]
 Outcome = list[Rollout] | RewardError
-Wait = Callable[[], list[Outcome]]
 
 
 class Scorer(Protocol):
@@ -42,11 +39,8 @@ class Scorer(Protocol):
     def has_room(self) -> bool:
         """Whether a submission would be begun with at once, however small it is."""
 
-    def submit(self, groups: Sequence[Group]) -> Wait:
-        """Start scoring groups; the answer waits and has one outcome a group."""
-
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """The same without a thread of the caller's that waits."""
+        """Start scoring groups; the result has one outcome a group."""
 
 
 @dataclass(frozen=True)
@@ -84,115 +78,11 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True)
-class ScoredGroups:
-    """What became of the groups of a step."""
-
-    rollouts: list[Rollout]  # scored, in the order of their groups
-    failed: dict[int, str] = field(default_factory=dict)  # row -> why its group was dropped
-    metrics: Metrics = field(default_factory=Metrics)
-
-
-class Scoring(Protocol):
-    """The scoring of one step, begun before its first sample is done."""
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether groups are scored as they come, so that it pays to bring them early."""
-
-    def add(self, group: Group) -> None:
-        """Take a group whose samples are done."""
-
-    def finish(self) -> ScoredGroups:
-        """Wait for all outcomes; raises RewardError for one that may not be dropped."""
-
-
-@dataclass(frozen=True)
 class GroupScorer:
     """A scorer with its failure policy."""
 
     scorer: Scorer
     policy: FailurePolicy
-
-    def begin(self) -> Scoring:
-        """The scoring of a step."""
-        return GroupScoring(self.scorer, self.policy)
-
-
-class GroupScoring:
-    """Sends groups off in batches as they come, and settles what fails at the end."""
-
-    def __init__(self, scorer: Scorer, policy: FailurePolicy) -> None:
-        self.scorer = scorer
-        self.policy = policy
-        self.metrics = Metrics()
-        self._waiting: list[Group] = []
-        self._sent: list[tuple[list[Group], Wait]] = []
-
-    @property
-    def is_streaming(self) -> bool:
-        """See Scoring."""
-        return self.scorer.is_streaming
-
-    def add(self, group: Group) -> None:
-        """See Scoring. Groups are not cut; small ones wait until they fill a batch, unless
-        somebody has nothing to do.
-        """
-        size = self.scorer.batch_size or math.inf
-        if sum(map(len, self._waiting)) + len(group) > size:
-            self._send()
-        self._waiting.append(group)
-        is_full = sum(map(len, self._waiting)) >= size
-        if self.is_streaming and (is_full or self.scorer.has_room):
-            self._send()
-
-    def finish(self) -> ScoredGroups:
-        """See Scoring."""
-        self._send()
-        good: list[list[Rollout]] = []
-        failed: list[tuple[Group, RewardError]] = []
-        for groups, wait in self._sent:
-            _sort_out(groups, wait(), good, failed)
-        for attempt in range(self._num_rounds(failed)):
-            failed = self._once_more(failed, good, attempt)
-        if failed and not self.policy.drops:
-            raise failed[0][1]
-        good.sort(key=lambda group: group[0].group_id)
-        rollouts = [rollout for group in good for rollout in group]
-        check_scores(rollouts)
-        add_score_metrics(rollouts, self.metrics)
-        if self.policy.drops:
-            self.metrics.add("num_dropped_groups", len(failed), reduction="sum")
-        rows = {group[0].row_id: str(error) for group, error in failed}
-        return ScoredGroups(rollouts, rows, self.metrics)
-
-    def _send(self) -> None:
-        if self._waiting:
-            groups, self._waiting = self._waiting, []
-            self._sent.append((groups, self.scorer.submit(groups)))
-
-    def _num_rounds(self, failed: list[tuple[Group, RewardError]]) -> int:
-        """How often what failed is scored again: one bad group fails its whole batch, so dropping
-        begins with a second look at each group alone.
-        """
-        shares_a_batch = any(len(groups) > 1 for groups, _ in self._sent)
-        isolates = self.policy.drops and self.scorer.batch_size is not None and shares_a_batch
-        return self.policy.num_retries or int(isolates and bool(failed))
-
-    def _once_more(
-        self, failed: list[tuple[Group, RewardError]], good: list[list[Rollout]], attempt: int
-    ) -> list[tuple[Group, RewardError]]:
-        """Score failed groups again, each alone; what still fails."""
-        if not failed:
-            return failed
-        if self.policy.num_retries:
-            wait_s = self.policy.retry_wait_s * 2**attempt
-            time.sleep(min(wait_s, MAX_RETRY_WAIT_S))
-            self.metrics.add("num_reward_retries", len(failed), reduction="sum")
-        still: list[tuple[Group, RewardError]] = []
-        again = [(group, self.scorer.submit([group])) for group, _ in failed]
-        for group, wait in again:
-            _sort_out([group], wait(), good, still)
-        return still
 
 
 class SourceScorer:
@@ -211,12 +101,8 @@ class SourceScorer:
         """See Scorer; servers take full batches."""
         return self.source.has_room
 
-    def submit(self, groups: Sequence[Group]) -> Wait:
-        """See Scorer. An error of a batch is the outcome of all its groups."""
-        return self.start(groups).result
-
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """See Scorer."""
+        """Start scoring; an error of a batch is the outcome of all its groups."""
         outcomes: Future[list[Outcome]] = Future()
 
         def settle(answer: Future[RewardResult]) -> None:
@@ -276,21 +162,6 @@ def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcom
         )
 
     return [[scored(rollout) for rollout in group] for group in groups]
-
-
-def _sort_out(
-    groups: Sequence[Group],
-    outcomes: Sequence[Outcome],
-    good: list[list[Rollout]],
-    failed: list[tuple[Group, RewardError]],
-) -> None:
-    for group, outcome in zip(groups, outcomes, strict=True):
-        if isinstance(outcome, RewardError):
-            failed.append((group, outcome))
-        else:
-            asked = [rollout.sample_id for rollout in group]
-            assert [rollout.sample_id for rollout in outcome] == asked, "samples were lost"
-            good.append(outcome)
 
 
 def check_scores(rollouts: Sequence[Rollout]) -> None:

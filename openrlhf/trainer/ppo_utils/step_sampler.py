@@ -12,7 +12,6 @@ from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
-from openrlhf.trainer.ppo_utils.engine_stream import EngineStream
 from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL, GroupFilter
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey, GroupStream
 from openrlhf.trainer.ppo_utils.ledger import Ledger
@@ -71,9 +70,7 @@ class StepSampler:
         metrics = Metrics()
         stream = open_stream()
         try:
-            # A policy that generates itself draws its own bar.
-            is_shown = isinstance(stream, EngineStream)
-            bar = progress("generating groups", self.batch_size, is_shown=is_shown)
+            bar = progress("generating groups", self.batch_size)
             with timed("generation", metrics), bar as advance:
                 kept, failed = self._filtered(stream, tag, metrics, advance)
             metrics.merge(stream.take_metrics())
@@ -150,7 +147,8 @@ class StepSampler:
                 else:
                     num_rejected += 1
                     self.check_not_hopeless(num_rejected // self.batch_size)
-            self._start(stream, self.batch_size - len(kept) - stream.num_running, tag)
+            if not (stream.in_rounds and stream.num_running):  # a round is sampled as a whole
+                self._start(stream, self.batch_size - len(kept) - stream.num_running, tag)
         return kept, failed
 
     def _start(self, stream: GroupStream, num_prompts: int, tag: str) -> None:

@@ -10,6 +10,7 @@ import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 
 from openrlhf.datasets.prompt_record import PromptRecord
@@ -27,6 +28,8 @@ class TaskStream(ABC):
     def __init__(self, policy: FailurePolicy, loop: LoopThread) -> None:
         self.policy = policy
         self.num_running = 0  # submitted and not yet fetched
+        self.in_rounds = False  # prompts submitted together end together, others wait for them
+        self.acted_at: float | None = None  # when the last samples came, where rewards come after
         self._loop = loop
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_ids = itertools.count()
@@ -49,9 +52,13 @@ class TaskStream(ABC):
         """Return who works on what, in words, for whoever waits."""
 
     def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
+        self.submit_all([(key, prompt)], tag=tag)
+
+    def submit_all(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], *, tag: str) -> None:
+        """Start the samples of prompts, in order; of those that are sampled in rounds, in one."""
         self._check()
-        self.num_running += 1
-        self._loop.run(self._begin(key, prompt, tag))
+        self.num_running += len(prompts)
+        self._loop.run(self._begin(prompts, tag))
 
     def finished(self, wait_s: float) -> list[FinishedGroup]:
         self._check()
@@ -82,10 +89,11 @@ class TaskStream(ABC):
         with self._lock:
             self._metrics.merge(metrics)
 
-    async def _begin(self, key: GroupKey, prompt: PromptRecord, tag: str) -> None:
-        task = asyncio.ensure_future(self._roll_out(key, prompt, tag))
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+    async def _begin(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], tag: str) -> None:
+        for key, prompt in prompts:
+            task = asyncio.ensure_future(self._roll_out(key, prompt, tag))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
         await asyncio.sleep(0)  # prompts reach the engines in the order in which they come
 
     async def _roll_out(self, key: GroupKey, prompt: PromptRecord, tag: str) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import queue
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
-
-import ray
+from typing import Any
 
 from openrlhf.engines.base import (
     SHARED_MEMORY,
@@ -26,26 +21,20 @@ from openrlhf.engines.base import (
     WeightRoute,
 )
 from openrlhf.engines.request_desk import FinishedRequest, RequestDesk
-from openrlhf.engines.request_gatherer import AnswersRequests
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.rollout.samplers import LocalSampler, Sampler
-from openrlhf.trainer.ppo_utils.samples_generator import OnGroup
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.model_actor import Health
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.trainer.ray.weight_sync import FetchedBuckets
-from openrlhf.utils.logging import is_terminal, redirect_framework_logs
-from openrlhf.utils.progress import counter, progress
+from openrlhf.utils.logging import redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 64
 FETCH_S = 2.0  # of one look at an engine; a result ends it at once
 CLOSE_S = 10.0  # until an engine that does not let go is left behind
-POLL_S = 0.5  # between two looks at how far the engines are
-
-Finished = list[tuple[int, list[Completion]]]  # position of a request, what was sampled for it
 
 
 class LLMRayActor(VLLMEngine):
@@ -65,10 +54,6 @@ class LLMRayActor(VLLMEngine):
         """Return how far the engine is; a step is a forward pass."""
         work = "generating" if self._loop.is_busy else None
         return Health(work, self._loop.num_steps, os.getpid())
-
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
-        """Sample for all requests; what is finished, as it is finished."""
-        yield from finished_in_turn(self.submit(requests))
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
@@ -120,37 +105,6 @@ class RayEngine:
         """See RolloutEngine."""
         return self._call(LLMRayActor.generate, requests)  # type: ignore[no-any-return]
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
-        """Sample for all requests; what is finished, as it is finished."""
-        method = getattr(self.handle, LLMRayActor.stream.__name__)
-        answers = method.options(num_returns="streaming").remote(requests)
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            seconds_left = max(deadline - time.monotonic(), 0.0)
-            ready, _ = ray.wait([answers], timeout=seconds_left, fetch_local=False)
-            if not ready:
-                raise EngineError(f"{self.who} did not answer in {self.timeout_s:.0f} s")
-            reference = next(answers, None)
-            if reference is None:
-                return
-            yield get(reference, self.who, self.timeout_s)
-
-    def submit_requests(self, owner: str, requests: Sequence[GenerationRequest]) -> None:
-        """See RequestDesk."""
-        self._call(LLMRayActor.submit_requests, owner, requests)
-
-    def finished_requests(self, owner: str, wait_s: float) -> list[FinishedRequest]:
-        """See RequestDesk."""
-        return self._call(LLMRayActor.finished_requests, owner, wait_s)  # type: ignore[no-any-return]
-
-    def abandon_requests(self, owner: str) -> None:
-        """See RequestDesk."""
-        self._call(LLMRayActor.abandon_requests, owner)
-
-    def num_samples_done(self) -> int:
-        """Samples the engine has finished since it started."""
-        return self._call(LLMRayActor.num_samples_done)  # type: ignore[no-any-return]
-
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """See RolloutEngine."""
         self._call(LLMRayActor.init_weight_transfer, init_info)
@@ -200,53 +154,6 @@ def create_vllm_engines(
         )
         for index, slot in enumerate(slots)
     ]
-
-
-@runtime_checkable
-class CountsSamples(Protocol):
-    """An engine that can be asked how far it is while it generates."""
-
-    def num_samples_done(self) -> int:
-        """Samples finished since the start."""
-
-
-@runtime_checkable
-class Streams(Protocol):
-    """An engine elsewhere that sends what is finished before all of it is."""
-
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
-        """What is finished, as it is finished."""
-
-
-@runtime_checkable
-class Submits(Protocol):
-    """An engine in this process that does not keep its caller waiting."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """A future for each request."""
-
-
-def finished_in_turn(futures: Sequence[Future[list[Completion]]]) -> Iterator[Finished]:
-    """Results as they come, with their positions; several at a time where they came together."""
-    positions = {future: k for k, future in enumerate(futures)}
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        yield sorted(((positions[f], f.result()) for f in done), key=lambda pair: pair[0])
-
-
-def stream_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
-    """What an engine finishes, as soon as it can say so."""
-    if isinstance(engine, Streams):
-        return engine.stream(requests)
-    if isinstance(engine, Submits):
-        return finished_in_turn(engine.submit(requests))
-    return all_at_once(engine, requests)
-
-
-def all_at_once(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> Iterator[Finished]:
-    """The same of an engine that only answers when everything is finished."""
-    yield list(enumerate(engine.generate(requests)))
 
 
 class RaySampler:
@@ -327,7 +234,7 @@ class RaySampler:
         return get(reference, self.engine.who, timeout_s)  # raises it in the terms of a user
 
 
-def samplers_of(engines: Sequence[RolloutEngine | AnswersRequests]) -> list[Sampler]:
+def samplers_of(engines: Sequence[RolloutEngine]) -> list[Sampler]:
     """Return engines with awaitable requests."""
     return [
         RaySampler(engine) if isinstance(engine, RayEngine) else LocalSampler(engine)
@@ -335,99 +242,18 @@ def samplers_of(engines: Sequence[RolloutEngine | AnswersRequests]) -> list[Samp
     ]
 
 
-class EnginePool:
-    """Several engines answering as one: every request goes to exactly one of them."""
-
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
-        self.engines = list(engines)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
-    ) -> list[list[Completion]]:
-        """Completions of all requests, in order; a terminal shows how many samples are done.
-
-        `on_group` is called in this thread with each position and its completions as they come.
-        """
-        width = len(self.engines)
-        answers: list[list[Completion]] = [[] for _ in requests]
-
-        stream = all_at_once if on_group is None else stream_of
-
-        def ask(k: int, arrivals: queue.SimpleQueue[Finished | None]) -> None:
-            try:
-                for finished in stream(self.engines[k], requests[k::width]):
-                    arrivals.put([(k + width * at, answer) for at, answer in finished])
-            finally:
-                arrivals.put(None)
-
-        pool = ThreadPoolExecutor(max_workers=width)
-        try:
-            arrivals: queue.SimpleQueue[Finished | None] = queue.SimpleQueue()
-            pending = [pool.submit(ask, k, arrivals) for k in range(min(width, len(requests)))]
-            num_samples = sum(r.sampling.num_samples for r in requests)
-            for position, answer in self._arriving(arrivals, len(pending), num_samples):
-                answers[position] = answer
-                if on_group is not None:
-                    on_group(position, answer)
-        finally:
-            pool.shutdown(wait=False)  # who leaves this call does not wait for the engines
-        for future in pending:
-            future.result()
-        return answers
-
-    def _arriving(
-        self, arrivals: queue.SimpleQueue[Finished | None], num_open: int, num_samples: int
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """What comes from `num_open` engines until each has said None, with a bar."""
-        has_bar = is_terminal()
-        counting = [e for e in self.engines if isinstance(e, CountsSamples) and has_bar]
-        start = sum(engine.num_samples_done() for engine in counting)
-        shown_s = time.monotonic()
-        with counter("generating") if has_bar else nullcontext() as show:
-            while num_open:
-                with suppress(queue.Empty):
-                    arrival = arrivals.get(timeout=POLL_S)
-                    num_open -= arrival is None
-                    yield from arrival or ()
-                if show is not None and time.monotonic() - shown_s >= POLL_S:
-                    num_done = sum(e.num_samples_done() for e in counting) - start
-                    show(min(num_done, num_samples), num_samples)
-                    shown_s = time.monotonic()
-
-    def samplers(self) -> list[Sampler]:
-        """Return the engines with awaitable requests."""
-        return samplers_of(self.engines)
-
-
 class GroupGenerator:
-    """The policy's own ranks as generators (no vLLM); requests are shared among them."""
+    """The policy's own ranks as one engine (no vLLM); requests are shared among them."""
 
     def __init__(self, group: WorkerGroup, method: Callable[..., Any]) -> None:
         self.group = group
         self.method = method
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_group: OnGroup | None = None
-    ) -> list[list[Completion]]:
-        """Return the completions of all requests, in order; `on_group` sees them at the end."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of all requests, in order."""
         width = self.group.num_shares
-        # A rank answers nothing while it generates: the bar only shows that work is going on.
-        # Several ranks may be several controllers on one terminal, which must not all draw.
-        with progress("generating") if width == 1 else nullcontext():
-            shares = [(requests[k::width],) for k in range(width)]
-            parts = self.group.start(self.method, shares)()
-        answers = interleave(parts, len(requests), width=width)
-        if on_group is not None:
-            for position, answer in enumerate(answers):
-                on_group(position, answer)
+        parts = self.group.start(self.method, [(requests[k::width],) for k in range(width)])()
+        answers: list[list[Completion]] = [[] for _ in requests]
+        for k, part in enumerate(parts):
+            answers[k::width] = part
         return answers
-
-
-def interleave(
-    parts: Sequence[Sequence[list[Completion]]], total: int, *, width: int
-) -> list[list[Completion]]:
-    """Undo `requests[k::width]`; parts at the end may be missing when they would be empty."""
-    answers: list[list[Completion]] = [[] for _ in range(total)]
-    for k, part in enumerate(parts):
-        answers[k::width] = part
-    return answers

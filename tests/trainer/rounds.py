@@ -1,7 +1,5 @@
 """A stream over whatever only makes whole batches: what was submitted since the last call is made
 together when finished groups are asked for.
-
-For a policy that generates itself, where ranks have to do the same in the same order.
 """
 
 from __future__ import annotations
@@ -9,14 +7,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
+from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.utils.metrics import Metrics
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 
 
 class MakesBatches(Protocol):
@@ -35,6 +31,8 @@ class _Submitted:
 
 class BatchStream:
     """A GroupStream in rounds; `finished` waits for as long as a round takes."""
+
+    in_rounds = True
 
     def __init__(self, generate: MakesBatches) -> None:
         self._generate = generate
