@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 import transformers
 
-from openrlhf.engines.base import SHARED_MEMORY, SyncReceipt, WeightBucket
+from openrlhf.engines.base import (
+    SHARED_MEMORY,
+    Completion,
+    GenerationRequest,
+    SyncReceipt,
+    WeightBucket,
+)
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.weight_transfer import BucketReader
 from openrlhf.utils.tensors import fingerprint
@@ -24,6 +31,14 @@ class ReceivingModel(OwnGenerate):
         )
         self._reader = BucketReader(torch.device("cpu"))
         self._received: dict[str, int] = {}
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        for future, answer in zip(futures, self.generate(requests), strict=True):
+            future.set_result(answer)
+        return futures
+
+    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None: ...
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None: ...
 
