@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +44,9 @@ with suppress(ModuleNotFoundError):  # tests that need a GPU do without
 
 for name, value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+if "HF_DATASETS_CACHE" not in os.environ:
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="openrlhf-datasets-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if not HAS_GPU:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -22,8 +22,7 @@ from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig, SupervisedConfig
 from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, pick_column
-from openrlhf.datasets.expectations import Expectations
-from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.loading import Expectations, load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessFormat
 from openrlhf.datasets.prompts_dataset import PromptFormat

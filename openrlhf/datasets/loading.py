@@ -7,28 +7,30 @@ but `id`: what else a row must hold is the business of the data set classes.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
+from openrlhf.config.common import CheckedDataConfig
 from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
-from openrlhf.datasets.blending import blend, parse_probs
-from openrlhf.datasets.data_files import check_text, read_files, with_plain_text
-from openrlhf.datasets.expectations import UNCHECKED, Expectations, sha256_of
+from openrlhf.datasets.data_files import check_text, read_file
 from openrlhf.datasets.problems import (
     Gathered,
+    Problems,
     files_of,
     remember_files,
-    remember_unread,
+    row_place,
     unread_of,
 )
-from openrlhf.datasets.repeated_ids import refuse_repeats
 from openrlhf.errors import ConfigError, DataError, first_line
 from openrlhf.utils.hub import looking_up
 
@@ -46,6 +48,34 @@ _SPLIT_WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class Expectations:
+    """Facts of one data set known before it is read, or comma lists with one for each of several:
+    a file cut at the end of a line looks whole.
+    """
+
+    num_rows: str | None = None
+    sha256: str | None = None  # of its file, in hexadecimal
+    duplicate_ids: str = "error"  # error | keep
+
+    @classmethod
+    def of(cls, data: CheckedDataConfig) -> Expectations:
+        """Return what a command's `data.*` says."""
+        return cls(data.expect_rows, data.expect_sha256, data.duplicate_ids)
+
+    def of_each(self, names: Sequence[str]) -> list[Expectations]:
+        """Return the facts of each data set; raise ConfigError when they are more or fewer."""
+        counts = _one_for_each(self.num_rows, names, "--expect_rows")
+        for count in counts:
+            if count is not None and not count.isdecimal():
+                raise ConfigError(
+                    f"--expect_rows {self.num_rows} is no number of rows. Type e.g. 1000."
+                )
+        hashes = _one_for_each(self.sha256, names, "--expect_sha256")
+        pairs = zip(counts, hashes, strict=True)
+        return [replace(self, num_rows=count, sha256=digest) for count, digest in pairs]
+
+
 def load_rows(
     spec: str,
     *,
@@ -53,7 +83,7 @@ def load_rows(
     probs: str | Sequence[float] | None = None,
     max_samples: int | None = None,
     seed: int = 42,
-    expected: Expectations = UNCHECKED,
+    expected: Expectations = Expectations(),
 ) -> Dataset:
     """The rows that a comma list of data sets names, blended by `probs` or else one after the
     other.
@@ -77,25 +107,129 @@ def load_rows(
     ]
     gathered.raise_if_any()
     parts = [_capped(rows, max_samples) for rows in found if rows is not None]
-    rows = _capped(blend(parts, names, weights, seed), max_samples)
-    unread = [file for part in parts for file in unread_of(part)]
-    return remember_unread(rows, unread) if unread else rows
+    return _capped(_blend(parts, names, weights, seed), max_samples)
+
+
+def parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:
+    """Return blending probabilities that sum to 1, or None for one data set after the other."""
+    if probs is None or probs == "":
+        return None
+    items = probs.split(",") if isinstance(probs, str) else list(probs)
+    try:
+        weights = [float(item) for item in items]
+    except ValueError as error:
+        raise ConfigError(f"probabilities {probs!r} are not numbers. Give e.g. 0.7,0.3.") from error
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"{len(weights)} probabilities for {len(names)} data sets. Give one for each data set."
+        )
+    if min(weights) <= 0 or abs(sum(weights) - 1) > 1e-3:
+        raise ConfigError(
+            f"probabilities {weights} sum to {sum(weights):g}. Give positive numbers that sum to 1."
+        )
+    return [weight / sum(weights) for weight in weights]
+
+
+def _one_for_each(facts: str | None, names: Sequence[str], flag: str) -> Sequence[str | None]:
+    if not facts:
+        return [None] * len(names)
+    each = [fact.strip() for fact in facts.split(",")]
+    if len(each) != len(names):
+        raise ConfigError(
+            f"{flag} {facts} is of {len(each)} data sets, and {len(names)} are named. Give one for "
+            "each."
+        )
+    return each
+
+
+def _blend(
+    parts: list[Dataset], names: list[str], weights: list[float] | None, seed: int
+) -> Dataset:
+    """Return all rows of the parts, or rows drawn from them until one part is used up."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = _joined(parts, ", ".join(names))
+    if weights is None:
+        return rows
+    drawn = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
+    return remember_files(drawn, files_of(rows), unread_of(rows))
+
+
+def _joined(parts: list[Dataset], names: str) -> Dataset:
+    """Return the rows of all parts, one part after the other; raise DataError if they differ."""
+    try:
+        rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(
+            f"data sets {names} do not fit together: {first_line(error)} "
+            "Give their common columns the same types; columns of a csv file are text."
+        ) from error
+    files = [file for part in parts for file in _files_within(part)]
+    return remember_files(rows, files, [name for part in parts for name in unread_of(part)])
+
+
+def _files_within(rows: Dataset) -> list[tuple[str, int]]:
+    """Return the files of rows that may have been capped, with the rows that are left of each."""
+    left, files = len(rows), []
+    for name, count in files_of(rows):
+        files.append((name, min(count, left)))
+        left -= files[-1][1]
+    return files
 
 
 def _load_one(name: str, split: str, expected: Expectations) -> Dataset:
     is_local = _is_local(name)
     if expected.sha256:
         _check_hash(name, expected.sha256)
-    rows = with_plain_text(_load_local(name, split) if is_local else _load_from_hub(name, split))
+    rows = _with_plain_text(_load_local(name, split) if is_local else _load_from_hub(name, split))
     if len(rows) == 0:
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
     if not files_of(rows):
-        check_text(rows.data.table, name)
+        check_text(rows, name)
         remember_files(rows, [(name, len(rows))])
-    expected.check_count(name, len(rows))
+    if expected.num_rows and int(expected.num_rows) != len(rows):
+        raise DataError(
+            f"data set {name} has {len(rows)} rows, not {expected.num_rows}. Fetch it again, or "
+            "correct --expect_rows."
+        )
     if expected.duplicate_ids == "error":
-        refuse_repeats(rows)
+        _refuse_repeated_ids(rows)
     return rows
+
+
+def _refuse_repeated_ids(rows: Dataset) -> None:
+    """Raise DataError that lists rows whose `id` another row of the same data set has."""
+    first_rows: dict[object, int] = {}
+    problems = Problems()
+    for index, value in enumerate(rows["id"] if "id" in rows.column_names else ()):
+        if not isinstance(value, (str, int)):
+            continue
+        if (first := first_rows.setdefault(value, index)) != index:
+            told = f"id {value!r} is that of {row_place(rows, first)}, too"
+            problems.add(row_place(rows, index), told)
+    problems.raise_if_any(
+        "repeated ids", "Give each row its own, or type --duplicate_ids keep if that is meant."
+    )
+
+
+def _with_plain_text(rows: Dataset) -> Dataset:
+    """Return rows with text and lists as they are elsewhere: pandas and polars write them as types
+    of their own, which do not go together with the usual ones.
+    """
+    features = datasets.Features({name: _plain(kind) for name, kind in rows.features.items()})
+    if features == rows.features:
+        return rows
+    files, unread = files_of(rows), unread_of(rows)
+    return remember_files(rows.cast(features), files, unread)
+
+
+def _plain(kind: Any) -> Any:
+    if isinstance(kind, dict):
+        return {name: _plain(part) for name, part in kind.items()}
+    if isinstance(kind, (datasets.List, datasets.LargeList)):
+        return datasets.List(_plain(kind.feature), length=getattr(kind, "length", -1))
+    is_text = isinstance(kind, datasets.Value) and kind.dtype in ("large_string", "string_view")
+    return datasets.Value("string") if is_text else kind
 
 
 def _check_hash(name: str, expected: str) -> None:
@@ -105,7 +239,14 @@ def _check_hash(name: str, expected: str) -> None:
             f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
             "file."
         )
-    if (found := sha256_of(path)) != expected.lower():
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.sha256()
+            while piece := file.read(2**20):
+                digest.update(piece)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if (found := digest.hexdigest()) != expected.lower():
         raise DataError(
             f"{path} has the SHA-256 {found}, not {expected.lower()}. Fetch the file again, or "
             "correct --expect_sha256."
@@ -164,7 +305,7 @@ def _load_local(name: str, split: str) -> Dataset:
     if _is_saved_dataset(path):
         return _pick_saved(_read_saved(path), name, split)
     if path.is_file():
-        return read_files([path])  # a file has no splits: it is what was asked for
+        return _read_files([path])  # a file has no splits: it is what was asked for
     by_split, unread = _files_by_split(path)
     if not by_split:
         raise ConfigError(
@@ -173,8 +314,19 @@ def _load_local(name: str, split: str) -> Dataset:
     wanted = _SPLIT_WORDS.get(split, split)
     if wanted not in by_split:
         raise _missing_split(name, split, sorted(by_split))
-    rows = read_files(by_split[wanted])
-    return remember_unread(rows, list(map(str, unread))) if unread else rows
+    rows = _read_files(by_split[wanted])
+    return remember_files(rows, files_of(rows), list(map(str, unread)))
+
+
+def _read_files(paths: list[Path]) -> Dataset:
+    """Return the rows of files, one after the other; raise DataError with all their problems."""
+    gathered = Gathered()
+    found = [gathered.attempt(partial(read_file, path)) for path in paths]
+    gathered.raise_if_any()
+    parts = [_with_plain_text(rows) for rows in found if rows is not None]
+    for rows, path in zip(parts, paths, strict=True):
+        remember_files(rows, [(str(path), len(rows))])
+    return _joined(parts, ", ".join(map(str, paths)))
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -259,4 +411,5 @@ def _load_from_hub(name: str, split: str) -> Dataset:
 def _capped(rows: Dataset, max_samples: int | None) -> Dataset:
     if max_samples is None or len(rows) <= max_samples:
         return rows
-    return rows.select(range(int(max_samples)))
+    capped = rows.select(range(int(max_samples)))
+    return remember_files(capped, files_of(rows), unread_of(rows))

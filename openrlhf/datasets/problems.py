@@ -4,20 +4,12 @@ with its place.
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import TypeVar
 
-import torch
 from datasets import Dataset
-from torch import Tensor
 
 from openrlhf.errors import ConfigError, DataError
 
@@ -38,11 +30,6 @@ class Problems:
         self.num_found += 1
         if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{place}: {what}")
-
-    def extend(self, other: Problems) -> None:
-        """Note those of rows that follow."""
-        self.num_found += other.num_found
-        self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
 
     def raise_if_any(self, subject: str, remedy: str) -> None:
         """Raise one DataError that lists the first problems and says how many there are in all."""
@@ -85,82 +72,41 @@ class Gathered:
             raise DataError(list(dict.fromkeys(self.problems)))
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the rows of a data set come from: its parts, and how they were blended."""
-
-    parts: tuple[Files, ...]
-    part_of: Tensor | None  # (rows,) index of each row's part; None: one part
-    place_of: Tensor | None  # (rows,) index of each row in its part
-
-    def place(self, index: int) -> str | None:
-        """File and row, counted from 1 in the file; None beyond what is known."""
-        part = 0
-        if self.part_of is not None and self.place_of is not None:
-            part, index = int(self.part_of[index]), int(self.place_of[index])
-        files = self.parts[part] if self.parts else []
-        ends = list(accumulate(count for _, count in files))
-        number = bisect_right(ends, index)
-        if number == len(files):
-            return None
-        name, count = files[number]
-        return f"{name}: row {index - ends[number] + count + 1}"
-
-
-def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
-    """Note where rows come from, one (file, number of rows) after the other, for `row_place`."""
-    rows.info.description = json.dumps({"parts": [list(files)]})
-    return rows
-
-
-def remember_unread(rows: Dataset, unread: Sequence[str]) -> Dataset:
-    """Note files beside those of the rows that nobody reads, for `unread_of`."""
-    noted = json.loads(rows.info.description) | {"unread": list(unread)}
-    rows.info.description = json.dumps(noted)
-    return rows
-
-
-def unread_of(rows: Dataset) -> list[str]:
-    """What `remember_unread` noted."""
-    try:
-        return list(json.loads(rows.info.description or "{}").get("unread", ()))
-    except (ValueError, AttributeError):  # a description that a person wrote
-        return []
-
-
-def remember_blend(rows: Dataset, parts: Sequence[Files], part_of: Tensor) -> Dataset:
-    """Note which of the parts each row, (rows,) indices, comes from; rows of a part keep their
-    order.
+def remember_files(
+    rows: Dataset, files: Sequence[tuple[str, int]], unread: Sequence[str] = ()
+) -> Dataset:
+    """Note the files that rows were read from, one (file, number of rows) after the other, and
+    files beside them that nobody reads.
     """
-    packed = base64.b64encode(zlib.compress(array("i", part_of.tolist()).tobytes())).decode()
-    rows.info.description = json.dumps({"parts": list(parts), "blend": packed})
+    rows.info.description = json.dumps({"files": list(files), "unread": list(unread)})
     return rows
 
 
 def files_of(rows: Dataset) -> Files:
-    """What `remember_files` noted; empty for rows that come from elsewhere."""
-    parts = _origin(rows.info.description or "").parts
-    return parts[0] if len(parts) == 1 else []
+    """Return what `remember_files` noted; empty for rows that come from elsewhere."""
+    return [(str(name), int(count)) for name, count in _noted(rows.info.description)["files"]]
+
+
+def unread_of(rows: Dataset) -> list[str]:
+    """Return the files that `remember_files` noted as not read."""
+    return list(_noted(rows.info.description)["unread"])
 
 
 def row_place(rows: Dataset, index: int) -> str:
-    """`train.jsonl: row 17`, counted from 1 in its file; `row 17` where the file is not known."""
-    return _origin(rows.info.description or "").place(index) or f"row {index + 1}"
+    """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file."""
+    drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
+    place = index if drawn is None else drawn.column(0)[index].as_py()
+    for name, count in files_of(rows):
+        if place < count:
+            return f"{name}: row {place + 1}"
+        place -= count
+    return f"row {index + 1}"
 
 
 @lru_cache(maxsize=8)
-def _origin(description: str) -> Origin:
+def _noted(description: str | None) -> Mapping[str, list]:
     try:
-        noted = json.loads(description)
-        parts = tuple([(str(name), int(count)) for name, count in part] for part in noted["parts"])
-    except (ValueError, TypeError, KeyError):  # a description that a person wrote
-        return Origin((), None, None)
-    if "blend" not in noted:
-        return Origin(parts, None, None)
-    unpacked = bytearray(zlib.decompress(base64.b64decode(noted["blend"])))
-    part_of = torch.frombuffer(unpacked, dtype=torch.int32)
-    place_of = torch.zeros(len(part_of), dtype=torch.int64)
-    for number in range(len(parts)):
-        of_part = part_of == number
-        place_of[of_part] = torch.arange(int(of_part.sum()))
-    return Origin(parts, part_of, place_of)
+        noted = json.loads(description or "")
+        return {"files": noted["files"], "unread": noted["unread"]}
+    except (ValueError, TypeError, KeyError):  # none, or one that a person wrote
+        return {"files": [], "unread": []}

@@ -15,16 +15,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from openrlhf.datasets.chat import RowError, plain_text
+from openrlhf.datasets.chat import RowError, Segment, plain_text
 from openrlhf.datasets.conventions import pick_column, recognised_line
-from openrlhf.datasets.model_limits import ModelLimits, unknown_id
-from openrlhf.datasets.problems import Gathered, row_place
-from openrlhf.datasets.segments import (
-    Segment,
-)
-from openrlhf.datasets.token_store import Json
+from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import (
     Draft,
+    Json,
+    ModelLimits,
     Progress,
     Row,
     RowFormat,
@@ -106,12 +103,11 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         super().__init__(rows, tokenizer, row_format, progress=progress)
 
     def __getitem__(self, index: int) -> ProcessExample:
-        [tokens] = self._content.stores
-        marker_mask, values = tokens.mask(index), self._content.extras[index]
-        assert isinstance(values, list), "_draft"
+        [tokens], values = self._example(index)
+        token_ids, marker_mask = tokens.tensors
         is_soft = isinstance(values[0], float)
         labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
-        return ProcessExample(tokens[index], marker_mask, labels[: int(marker_mask.sum())], is_soft)
+        return ProcessExample(token_ids, marker_mask, labels[: int(marker_mask.sum())], is_soft)
 
     def check_fits(self, limits: ModelLimits) -> None:
         """Raise DataError where a model of these sizes cannot read an example or say a label."""
@@ -119,7 +115,7 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         if limits.num_embeddings is None:
             return
         if (found := self._label_from(limits.num_embeddings)) is not None:
-            raise DataError(unknown_id(*found, limits))
+            raise DataError(limits.unknown_id(*found))
 
     def _label_from(self, least: int) -> tuple[str, int] | None:
         """Where a label's token first has an id of at least `least`, and that id."""
@@ -127,11 +123,10 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         for text, token_id in named:
             if token_id >= least:
                 return f"--reward_tokens {text}", token_id
-        for row_id, labels in zip(self.row_ids, self._content.extras, strict=True):
-            assert isinstance(labels, list), "_draft"
+        for index, labels in enumerate(self._extras()):
             for label in labels:
                 if isinstance(label, int) and label >= least:
-                    return f"a label of {row_place(self._rows, row_id)}", label
+                    return f"a label of {self._place(index)}", label
         return None
 
     def _check_columns(self) -> None:
@@ -216,7 +211,6 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
 
     def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
         num_markers, labels = sum(sequences[0].mask), draft.extra
-        assert isinstance(labels, list), "_draft"
         if num_markers != len(labels):
             raise RowError(
                 f"{num_markers} step markers {self._format.placeholder_token!r} "

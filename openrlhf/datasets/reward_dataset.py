@@ -17,13 +17,19 @@ from torch import Tensor
 from openrlhf.config.notices import Caution
 from openrlhf.config.preference import PairDataConfig
 from openrlhf.datasets.chat import (
+    LeftOutError,
     Message,
     RowError,
+    Segment,
+    cut_at_spans,
+    cut_segments,
     fill_template,
     is_blank,
     plain_text,
     render_answer,
     render_dialogue,
+    rendered_segments,
+    text_to_learn,
     to_messages,
 )
 from openrlhf.datasets.conventions import (
@@ -33,17 +39,8 @@ from openrlhf.datasets.conventions import (
     rendered_notices,
     uses_chat_template,
 )
-from openrlhf.datasets.csv_files import number_of
+from openrlhf.datasets.data_files import number_of
 from openrlhf.datasets.problems import missing_column
-from openrlhf.datasets.segments import (
-    LeftOutError,
-    Segment,
-    cut_at_spans,
-    cut_segments,
-    rendered_segments,
-    text_to_learn,
-)
-from openrlhf.datasets.token_store import Json
 from openrlhf.datasets.tokenized import (
     Draft,
     Row,
@@ -65,7 +62,7 @@ class PreferenceFormat(RowFormat):
     rejected_key: str = "rejected"
     with_margin: bool = False  # read how much better the chosen side is
     margin_key: str = "margin"
-    max_len: int = 512
+    max_len: int | None = 512
     drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
 
     @classmethod
@@ -116,17 +113,11 @@ class PreferencePair:
 class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
     """Pairs that differ and fit the length limit, in file order; raises DataError."""
 
-    num_sequences = 2
     flags = "--prompt_key, --chosen_key, --rejected_key and --max_len"
 
     def __getitem__(self, index: int) -> PreferencePair:
-        chosen, rejected = self._content.stores
-        extra = self._content.extras[index]
-        margin = extra[0] if isinstance(extra, list) else extra
-        assert isinstance(margin, float), "_margin"
-        return PreferencePair(
-            chosen[index], chosen.mask(index), rejected[index], rejected.mask(index), margin
-        )
+        [chosen, rejected], extra = self._example(index)
+        return PreferencePair(*chosen.tensors, *rejected.tensors, extra["margin"])
 
     def _check_columns(self) -> None:
         form, columns = self._format, self._rows.column_names
@@ -184,7 +175,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
     @property
     def _num_whole(self) -> int:
         """Pairs of dialogues with a prompt of their own, beside that of a column nobody named."""
-        return sum(isinstance(extra, list) for extra in self._content.extras)
+        return sum(extra["is_whole"] for extra in self._extras())
 
     def _report(self) -> None:
         super()._report()
@@ -204,15 +195,16 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             return self._rendered_draft(row, plain_text(row[self._prompt_key], "prompt"), margin)
         if form.apply_chat_template:
             return self._chat_draft(row, sides, margin)
+        extra = {"margin": margin, "is_whole": False}
         answers = [
             Segment(self._side_text(row[name], name), is_target=True, is_cut=_is_cut(row, side))
             for name, side in zip(sides, SIDES, strict=True)
         ]
         if self._prompt_key is None:
-            return Draft([[answer] for answer in answers], margin)
+            return Draft([[answer] for answer in answers], extra)
         prompt = self._encoder.plain(plain_text(row[self._prompt_key], self._prompt_key))
         start = Segment(fill_template(form.input_template, prompt), is_target=False)
-        return Draft([[start, answer] for answer in answers], margin)
+        return Draft([[start, answer] for answer in answers], extra)
 
     def _rendered_draft(self, row: Row, prompt: str, margin: float) -> Draft:
         """Both answers behind a prompt that was rendered before."""
@@ -222,7 +214,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             rendered_segments(self._encoder, prompt, text, is_cut=_is_cut(row, side))
             for text, side in zip(texts, SIDES, strict=True)
         ]
-        return Draft(sides, margin)
+        return Draft(sides, {"margin": margin, "is_whole": False})
 
     def _side_text(self, value: object, column: str) -> str:
         return self._encoder.plain(text_to_learn(self._response_text(value), column))
@@ -247,7 +239,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             for dialogue, side in zip(dialogues, SIDES, strict=True)
         ]
         is_whole = prompt is not None and any(d[: len(prompt)] != prompt for d in dialogues)
-        return Draft(sides, _of_whole(margin) if is_whole else margin)
+        return Draft(sides, {"margin": margin, "is_whole": is_whole})
 
     def _dialogue(self, prompt: list[Message] | None, value: object, name: str) -> list[Message]:
         """All messages of a side; what begins with no answer holds its prompt itself."""
@@ -287,16 +279,11 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             for ids, mask in sequences
         ]
 
-    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str | None:
+    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str:
         chosen, rejected = sequences
         if chosen.ids == rejected.ids:
-            return "chosen and rejected are the same" if self._format.drop_identical else None
+            return "chosen and rejected are the same" if self._format.drop_identical else ""
         return super()._reason_to_leave_out(sequences)
-
-
-def _of_whole(margin: float) -> Json:
-    """What an example holds besides its tokens where the prompt's column was not used."""
-    return [margin]
 
 
 def _begin_alike(prompt: object, *answers: object) -> bool:

@@ -19,15 +19,21 @@ from openrlhf.config.base import is_given
 from openrlhf.config.notices import Caution
 from openrlhf.config.supervised import AnsweredDataConfig
 from openrlhf.datasets.chat import (
+    LeftOutError,
     Message,
     Rendered,
     RowError,
+    Segment,
+    cut_at_spans,
+    cut_segments,
     fill_template,
     is_blank,
     plain_text,
     render_answer,
     render_dialogue,
     render_prompt,
+    rendered_segments,
+    text_to_learn,
     to_messages,
 )
 from openrlhf.datasets.conventions import (
@@ -43,14 +49,6 @@ from openrlhf.datasets.conventions import (
     uses_chat_template,
 )
 from openrlhf.datasets.problems import Gathered, missing_column
-from openrlhf.datasets.segments import (
-    LeftOutError,
-    Segment,
-    cut_at_spans,
-    cut_segments,
-    rendered_segments,
-    text_to_learn,
-)
 from openrlhf.datasets.tokenized import (
     Draft,
     Row,
@@ -311,8 +309,8 @@ class SFTDataset(AnsweredPrompts[SFTFormat]):
     """Examples to imitate, in file order; raises DataError."""
 
     def __getitem__(self, index: int) -> SFTExample:
-        [tokens] = self._content.stores
-        return SFTExample(tokens[index], tokens.mask(index))
+        [tokens], _ = self._example(index)
+        return SFTExample(*tokens.tensors)
 
     def _check_format(self) -> None:
         super()._check_format()

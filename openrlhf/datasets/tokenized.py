@@ -1,45 +1,65 @@
-"""From rows to examples of token ids, the same way for every kind of supervised data.
+"""From rows to examples of token ids, the same way for every kind of data.
 
 Rows are rendered into segments, encoded many at a time, held against the length limit and counted,
-in several processes where there are many of them. What a row must hold is said by the subclasses;
-the result is kept in the token cache.
+by `datasets.Dataset.map`: in several processes where there are many rows, whose result is then kept
+in the cache of the datasets library. What a row must hold is said by the subclasses.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
-from datasets import Dataset
+import datasets
+import torch
+from datasets import Dataset, Features, List, Value
+from filelock import FileLock
 from torch import Tensor
 
 from openrlhf.config.notices import Caution
-from openrlhf.datasets.chat import RowError, has_placeholder, is_rendered
+from openrlhf.datasets.chat import LeftOutError, RowError, Segment, has_placeholder, is_rendered
 from openrlhf.datasets.conventions import image_notices, unread_notices
-from openrlhf.datasets.model_limits import ModelLimits, check_fits
 from openrlhf.datasets.problems import Problems, row_place
-from openrlhf.datasets.segments import LeftOutError, Segment
-from openrlhf.datasets.token_cache import (
-    MIN_ROWS,
-    cache_key,
-    load_tokens,
-    only_filler,
-    save_tokens,
-)
-from openrlhf.datasets.token_store import Json, TokenizedRows, TokenStore
 from openrlhf.errors import ConfigError, DataError
-from openrlhf.utils.forked import map_forked, num_cores
+from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
-CHUNK_ROWS = 1000
+BATCH_ROWS = 1000
+CACHED_ROWS = 1000  # fewer are tokenised sooner than they are looked up
 PARALLEL_ROWS = 10_000  # of fewer, two processes do no more than one that encodes on two cores
-MAX_PROCESSES = 16  # more than the one that collects their results can keep up with
-OVERLONG_POLICIES = ("filter", "truncate", "error")
+MAX_PROCESSES = 16
+LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
 Progress = Callable[[int, int], None]  # rows done, rows in all
-Row = Mapping[str, object]
+Row = Mapping[str, Any]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+
+# What is kept of each row of the data set.
+_FACTS = {
+    "left_out": Value("string"),  # why the row is no example; "" for an example
+    "problem": Value("string"),  # what is wrong with the row; "" for nothing
+    "is_truncated": Value("bool"),
+    "is_spelled": Value("bool"),  # its data spells special tokens
+    "num_tokens": Value("int32"),  # of all sequences together
+    "longest": Value("int32"),  # tokens of its longest sequence
+    "largest_id": Value("int32"),
+    "digest": Value("string"),  # a hash of the example
+}
+_FEATURES = Features(
+    {
+        "ids": List(List(Value("int32"))),  # one list a sequence: two for a pair
+        "targets": List(List(Value("bool"))),
+        "extra": Value("string"),  # JSON
+        **_FACTS,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +68,8 @@ class RowFormat(ABC):
 
     input_template: str | None = None  # around a plain prompt
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
-    max_len: int = 2048  # tokens
-    overlong: str = "filter"  # filter | truncate | error
+    max_len: int | None = 2048  # tokens; None for no limit
+    overlong: str = "filter"  # one of the policies of the data set
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
     @abstractmethod
@@ -58,11 +78,30 @@ class RowFormat(ABC):
 
 
 @dataclass(frozen=True)
+class ModelLimits:
+    """The sizes of a model that reads the rows. An id beyond the embeddings ends deep in a kernel;
+    a place beyond the positions was never trained, or does not exist.
+    """
+
+    path: str
+    num_embeddings: int | None  # token ids are below it; None: not known
+    num_positions: int | None  # tokens of the longest sequence; None: any number
+
+    def unknown_id(self, place: str, token_id: int) -> str:
+        """Say that the model has no embedding for an id."""
+        return (
+            f"{place} has token id {token_id}, and the model {self.path} has {self.num_embeddings} "
+            "embeddings. Use a model whose folder holds its own tokenizer, or give it embeddings "
+            "for the tokens that were added."
+        )
+
+
+@dataclass(frozen=True)
 class Draft:
     """A row before it is tokenised: its sequences, and what its example holds besides them."""
 
     sequences: list[list[Segment]]
-    extra: Json = None
+    extra: Any = None  # JSON
 
 
 class Tokens(NamedTuple):
@@ -71,16 +110,56 @@ class Tokens(NamedTuple):
     ids: list[int]
     mask: list[bool]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return ids, (T,) int64, and mask, (T,) bool."""
+        return torch.tensor(self.ids, dtype=torch.int64), torch.tensor(self.mask, dtype=torch.bool)
+
+
+@dataclass
+class _Outcome:
+    """What became of a row."""
+
+    draft: Draft | None = None
+    sequences: list[Tokens] = field(default_factory=list)
+    left_out: str = ""
+    problem: str = ""
+    is_truncated: bool = False
+    is_spelled: bool = False
+
+    def columns(self) -> dict[str, object]:
+        """Return the values of `_FEATURES`."""
+        is_kept = not (self.left_out or self.problem)
+        sequences = self.sequences if is_kept else []
+        ids = [tokens.ids for tokens in sequences]
+        targets = [tokens.mask for tokens in sequences]
+        extra = json.dumps(self.draft.extra if self.draft else None, default=str)
+        digest = hashlib.sha256(json.dumps([ids, targets, extra]).encode()).hexdigest()
+        return {
+            "ids": ids,
+            "targets": targets,
+            "extra": extra,
+            "left_out": self.left_out,
+            "problem": self.problem,
+            "is_truncated": self.is_truncated,
+            "is_spelled": self.is_spelled,
+            "num_tokens": sum(map(len, ids)),
+            "longest": max(map(len, ids), default=0),
+            "largest_id": max((max(part, default=0) for part in ids), default=0),
+            "digest": digest,
+        }
+
 
 FormatT = TypeVar("FormatT", bound=RowFormat)
-ChunkT = TypeVar("ChunkT")
 
 
 class TokenizedDataset(ABC, Generic[FormatT]):
     """Examples that have targets and fit the length limit, in file order; raises DataError."""
 
-    num_sequences: ClassVar[int] = 1  # in an example
+    subject: ClassVar[str] = "data set"
     flags: ClassVar[str] = "--max_len"  # what to check when no row is left
+    overlong_flag: ClassVar[str] = "--overlong_rows"
+    overlong_policies: ClassVar[tuple[str, ...]] = ("filter", "truncate", "error")
 
     def __init__(
         self,
@@ -97,21 +176,16 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._check_columns()
         self._check_format()
         self.notices += image_notices(rows.column_names) + unread_notices(rows)
-        self._content = self._fill(progress)
+        self._table = self._tokenised(progress)
+        self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
+        self._raise_problems()
+        reasons = self._facts["left_out"]
+        self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
+        self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example
         self._report()
 
     def __len__(self) -> int:
-        return len(self._content.row_ids)
-
-    @property
-    def row_ids(self) -> list[int]:
-        """Row of each example in the data set."""
-        return self._content.row_ids
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Rows left out, by reason."""
-        return self._content.dropped
+        return len(self.row_ids)
 
     @property
     def num_dropped(self) -> int:
@@ -121,26 +195,43 @@ class TokenizedDataset(ABC, Generic[FormatT]):
     @property
     def num_truncated(self) -> int:
         """Rows cut at the length limit."""
-        return self._content.num_truncated
+        return sum(self._facts["is_truncated"])
 
     @property
     def lengths(self) -> Tensor:
         """Token count of every example, all its sequences together, (len,) int64."""
-        first, *others = [store.lengths for store in self._content.stores]
-        return sum(others, start=first)
+        return self._fact("num_tokens")
 
     @property
     def fingerprint(self) -> str:
         """A hash of all examples, to notice on resume that the data changed."""
-        return self._content.fingerprint()
+        digests = self._facts["digest"]
+        return hashlib.sha256("".join(digests[row] for row in self.row_ids).encode()).hexdigest()
 
     def check_fits(self, limits: ModelLimits) -> None:
         """Raise DataError where a model of these sizes cannot read an example."""
-        check_fits(self._content, self._rows, limits)
+        if not len(self):
+            return
+        problems = []
+        ids, lengths = self._fact("largest_id"), self._fact("longest")
+        if limits.num_embeddings is not None and int(ids.max()) >= limits.num_embeddings:
+            first = int((ids >= limits.num_embeddings).int().argmax())
+            problems.append(limits.unknown_id(self._place(first), int(ids[first])))
+        if limits.num_positions is not None and int(lengths.max()) > limits.num_positions:
+            longest = int(lengths.argmax())
+            problems.append(
+                f"{int((lengths > limits.num_positions).sum())} of {len(self._rows)} rows are "
+                f"longer than the {limits.num_positions} positions of the model {limits.path}: "
+                f"{self._place(longest)} has {int(lengths[longest])} tokens. Type --max_len "
+                f"{limits.num_positions}, or set max_position_embeddings in its config.json if it "
+                "can read more."
+            )
+        if problems:
+            raise DataError(problems)
 
     @abstractmethod
     def _check_columns(self) -> None:
-        """Find the columns, and say in the format how they are read; raises DataError when one is
+        """Find the columns, and say in the format how they are read; raise DataError when one is
         not there.
         """
 
@@ -151,26 +242,31 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     @abstractmethod
     def _draft(self, row: Row) -> Draft:
-        """The row's segments; raises RowError, or LeftOutError for nothing to learn."""
+        """Return the row's segments; raise RowError, or LeftOutError for nothing to learn."""
 
     def _is_rendered(self, row: Row, column: str) -> bool:
-        """Whether the prompt in this column is not to be rendered again."""
+        """Return True for a prompt in this column that is not to be rendered again."""
         is_chat = bool(self._format.apply_chat_template)
         return is_rendered(row, row[column], self._encoder, apply_chat_template=is_chat)
 
     def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
-        """A last word on whole sequences, before they are cut; may raise RowError."""
+        """Change whole sequences before they are cut; may raise RowError."""
         return sequences
 
-    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str | None:
-        """Why a cut example is of no use, or None."""
-        return None if all(any(tokens.mask) for tokens in sequences) else "nothing to learn"
+    def _cut(self, draft: Draft, sequences: list[Tokens], limit: int) -> tuple[Draft, list[Tokens]]:
+        """Return an over-long row cut at the limit."""
+        return draft, [Tokens(ids[:limit], mask[:limit]) for ids, mask in sequences]
+
+    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str:
+        """Return why a cut example is of no use, or nothing."""
+        return "" if all(any(tokens.mask) for tokens in sequences) else "nothing to learn"
 
     def _check_format(self) -> None:
         form = self._format
-        if form.overlong not in OVERLONG_POLICIES:
+        if form.overlong not in self.overlong_policies:
             raise ConfigError(
-                f"--overlong_rows {form.overlong} is unknown. Use {', '.join(OVERLONG_POLICIES)}."
+                f"{self.overlong_flag} {form.overlong} is unknown. "
+                f"Use {', '.join(self.overlong_policies)}."
             )
         if form.apply_chat_template:
             return
@@ -179,93 +275,118 @@ class TokenizedDataset(ABC, Generic[FormatT]):
                 Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
             )
 
-    def _fill(self, progress: Progress | None) -> TokenizedRows:
-        """The examples, from the cache where they are there."""
-        return cached(
-            self._rows,
-            self._encoder.tokenizer,
-            f"{type(self).__qualname__} {self._format!r} {self._encoder.end_ids}",
-            lambda: self._build(progress),
-            progress=progress,
-            notices=self.notices,
-        )
+    def _example(self, index: int) -> tuple[list[Tokens], Any]:
+        """Return the sequences of an example, and what it holds besides them."""
+        row = self._table[self.row_ids[index]]
+        sequences = [Tokens(*pair) for pair in zip(row["ids"], row["targets"], strict=True)]
+        return sequences, json.loads(row["extra"])
 
-    def _build(self, progress: Progress | None) -> TokenizedRows:
-        content, problems, num_rows = self._no_rows(), Problems(), len(self._rows)
-        num_done = 0
-        for part, found in map_chunks(self._build_chunk, num_rows):
-            content.extend(part)
-            problems.extend(found)
-            num_done = min(num_done + CHUNK_ROWS, num_rows)
-            if progress is not None:
-                progress(num_done, num_rows)
-        problems.raise_if_any("data set", "Repair the rows, or choose other columns.")
-        return content
+    def _extras(self) -> list[Any]:
+        """Return what every example holds besides its sequences."""
+        extras = self._table["extra"][:]
+        return [json.loads(extras[row]) for row in self.row_ids]
 
-    def _build_chunk(self, start: int) -> tuple[TokenizedRows, Problems]:
-        content, problems = self._no_rows(), Problems()
-        stop = min(start + CHUNK_ROWS, len(self._rows))
-        drafts = self._draft_chunk(start, stop, content, problems)
-        self._encode_chunk(drafts, content, problems)
-        return content, problems
+    def _fact(self, name: str) -> Tensor:
+        values = self._facts[name]
+        return torch.tensor([values[row] for row in self.row_ids], dtype=torch.int64)
 
-    def _no_rows(self) -> TokenizedRows:
-        return TokenizedRows([TokenStore() for _ in range(self.num_sequences)])
+    def _place(self, index: int) -> str:
+        return row_place(self._rows, self.row_ids[index])
 
-    def _draft_chunk(
-        self, start: int, stop: int, content: TokenizedRows, problems: Problems
-    ) -> dict[int, Draft]:
-        chunk = self._rows[start:stop]
-        drafts: dict[int, Draft] = {}
-        for offset in range(stop - start):
-            row = {name: values[offset] for name, values in chunk.items()}
-            num_spelled = self._encoder.num_spelled
-            try:
-                drafts[start + offset] = self._draft(row)
-                content.num_spelled += self._encoder.num_spelled > num_spelled
-            except LeftOutError as reason:
-                content.dropped[str(reason)] += 1
-            except RowError as error:
-                problems.add(row_place(self._rows, start + offset), str(error))
-        return drafts
+    def _tokenised(self, progress: Progress | None) -> Dataset:
+        """Return what becomes of every row; of the processes of a machine one makes it where it is
+        kept.
+        """
+        rows, num_rows = self._rows, len(self._rows)
+        is_parallel, is_kept = num_rows >= PARALLEL_ROWS, num_rows >= CACHED_ROWS
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "openrlhf"
+        key = self._cache_key() if is_kept else "not kept"
+        self._progress = None if is_parallel else progress  # processes have no bar
+        if is_kept:
+            folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{key}.lock", timeout=LOCK_S) if is_kept else nullcontext():
+            table = rows.map(
+                self._tokenise,
+                with_indices=True,
+                batched=True,
+                batch_size=BATCH_ROWS,
+                remove_columns=rows.column_names,
+                features=_FEATURES,
+                new_fingerprint=key,
+                num_proc=min(num_cores(), MAX_PROCESSES) if is_parallel else None,
+                keep_in_memory=not is_kept,
+                cache_file_name=str(folder / f"{key}.arrow") if is_kept else None,
+            )
+        self._progress = None
+        if progress is not None:
+            progress(num_rows, num_rows)
+        return table
 
-    def _encode_chunk(
-        self, drafts: dict[int, Draft], content: TokenizedRows, problems: Problems
-    ) -> None:
-        texts = [
-            [part.text for part in seq] for draft in drafts.values() for seq in draft.sequences
+    def _cache_key(self) -> str:
+        """Return a hash of all that decides the result, this code included."""
+        form, tokenizer = self._format, self._encoder.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        facts = [
+            self._rows._fingerprint,
+            f"{type(self).__qualname__} {form!r} {self._encoder.end_ids}",
+            f"{type(tokenizer).__name__} {tokenizer.init_kwargs} {tokenizer.special_tokens_map}",
+            tokenizer.chat_template,
+            sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str(),
         ]
-        encoded = iter(self._encoder.encode_segments(texts))
-        for row_id, draft in drafts.items():
-            sequences = [self._assemble(seq, next(encoded)) for seq in draft.sequences]
-            try:
-                self._add(row_id, draft, sequences, content)
-            except RowError as error:
-                problems.add(row_place(self._rows, row_id), str(error))
+        digest = hashlib.sha256(repr(facts).encode())
+        sources = [*Path(__file__).parent.glob("*.py"), Path(str(tokenizer_module.__file__))]
+        for path in sorted(sources):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
 
-    def _add(
-        self, row_id: int, draft: Draft, sequences: list[Tokens], content: TokenizedRows
-    ) -> None:
-        sequences = self._refine(draft, sequences)
+    def _tokenise(self, batch: Mapping[str, Sequence], row_ids: Sequence[int]) -> dict[str, list]:
+        """Return what becomes of some rows, a list for each column of `_FEATURES`."""
+        values = zip(*batch.values(), strict=True)
+        outcomes = [self._drafted(dict(zip(batch, row, strict=True))) for row in values]
+        drafts = [outcome.draft for outcome in outcomes if outcome.draft is not None]
+        texts = [[part.text for part in seq] for draft in drafts for seq in draft.sequences]
+        encoded = iter(self._encoder.encode_segments(texts))
+        for outcome in outcomes:
+            if outcome.draft is not None:
+                sequences = [self._assemble(s, next(encoded)) for s in outcome.draft.sequences]
+                self._finish(outcome, outcome.draft, sequences)
+        if self._progress is not None:
+            self._progress(row_ids[-1] + 1, len(self._rows))
+        columns = [outcome.columns() for outcome in outcomes]
+        return {name: [row[name] for row in columns] for name in _FEATURES}
+
+    def _drafted(self, row: Row) -> _Outcome:
+        num_spelled = self._encoder.num_spelled
+        try:
+            draft = self._draft(row)
+        except LeftOutError as reason:
+            return _Outcome(left_out=str(reason))
+        except RowError as error:
+            return _Outcome(problem=str(error))
+        return _Outcome(draft, is_spelled=self._encoder.num_spelled > num_spelled)
+
+    def _finish(self, outcome: _Outcome, draft: Draft, sequences: list[Tokens]) -> None:
+        """Note the sequences cut at the limit, or why there are none."""
+        try:
+            sequences = self._refine(draft, sequences)
+        except RowError as error:
+            outcome.problem = str(error)
+            return
         limit, longest = self._format.max_len, max(len(tokens.ids) for tokens in sequences)
-        if longest > limit and self._format.overlong == "error":
-            raise RowError(f"{longest} tokens, over the limit of {limit}")
-        if longest > limit and self._format.overlong == "filter":
-            content.dropped["over-long"] += 1
-            return
-        content.num_truncated += int(longest > limit)
-        sequences = [Tokens(ids[:limit], mask[:limit]) for ids, mask in sequences]
-        reason = self._reason_to_leave_out(sequences)
-        if reason is not None:
-            content.dropped[reason] += 1
-            return
-        content.row_ids.append(row_id)
-        content.extras.append(draft.extra)
-        for store, tokens in zip(content.stores, sequences, strict=True):
-            store.append(tokens.ids, tokens.mask)
+        if limit is not None and longest > limit:
+            if self._format.overlong == "error":
+                outcome.problem = f"{longest} tokens, over the limit of {limit}"
+                return
+            if self._format.overlong == "filter":
+                outcome.left_out = "over-long"
+                return
+            outcome.is_truncated = True
+            outcome.draft, sequences = self._cut(draft, sequences, limit)
+        outcome.left_out = self._reason_to_leave_out(sequences)
+        outcome.sequences = sequences
 
     def _assemble(self, segments: list[Segment], ids: list[list[int]]) -> Tokens:
-        """The segments one behind the other, between the tokenizer's own beginning and one EOS."""
+        """Join segments, between the tokenizer's own beginning and one EOS."""
         token_ids: list[int] = []
         mask: list[bool] = []
         for segment, part in zip(segments, ids, strict=True):
@@ -277,7 +398,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             mask.append(True)
         with_leading = self._encoder.with_leading_ids(token_ids)
         mask = [False] * (len(with_leading) - len(token_ids)) + mask
-        mask[0] = False  # nothing predicts the first token
+        mask[:1] = [False]  # nothing predicts the first token
         return Tokens(with_leading, mask)
 
     def _end_ids(self) -> frozenset[int]:
@@ -297,16 +418,22 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         return eos_id
 
     def _response_text(self, value: object) -> object:
-        """A response without the EOS spelled at its end, which is put there anyway."""
+        """Return a response without the EOS spelled at its end, which is put there anyway."""
         if value is None:
             raise LeftOutError("empty response")
         eos = self._encoder.tokenizer.eos_token
         return value.removesuffix(eos) if isinstance(value, str) and eos else value
 
+    def _raise_problems(self) -> None:
+        problems = Problems()
+        for row_id, what in enumerate(self._facts["problem"]):
+            if what:
+                problems.add(row_place(self._rows, row_id), what)
+        problems.raise_if_any(self.subject, "Repair the rows, or choose other columns.")
+
     def _report(self) -> None:
         num_rows = len(self._rows)
-        is_text = not self._format.apply_chat_template and self._format.allow_special_tokens
-        self.notices += spelled_notices(self._content.num_spelled, num_rows, are_read=is_text)
+        self._report_spelled()
         for reason, count in sorted(self.dropped.items()):
             self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
         if self.num_truncated:
@@ -322,53 +449,19 @@ class TokenizedDataset(ABC, Generic[FormatT]):
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
 
-
-def spelled_notices(num_spelled: int, num_rows: int, *, are_read: bool) -> list[str]:
-    """A line where rows spell control tokens: what they are read as."""
-    if not num_spelled:
-        return []
-    how = "control tokens. --allow_special_tokens false reads them as text" if are_read else "text"
-    return [f"{num_spelled} of {num_rows} rows spell control tokens, which are read as {how}"]
-
-
-def cached(
-    rows: Dataset,
-    tokenizer: Tokenizer,
-    recipe: str,
-    build: Callable[[], TokenizedRows],
-    *,
-    progress: Progress | None,
-    notices: list[str],
-) -> TokenizedRows:
-    """What is made of the rows, from the cache where it is there; one rank of a machine builds it.
-
-    `recipe` names all that decides the result besides rows and tokenizer; `notices` gain what a
-    person should be told.
-    """
-    num_rows = len(rows)
-    if num_rows < MIN_ROWS:
-        return build()
-    key = cache_key(rows, tokenizer, recipe)
-    found = load_tokens(key)
-    if found is None:
-        with only_filler(key):
-            found = load_tokens(key)  # another process may have made it meanwhile
-            if found is None:
-                return _keep(key, build(), notices)
-    if progress is not None:
-        progress(num_rows, num_rows)
-    return found
+    def _report_spelled(self) -> None:
+        """Say what control tokens that rows spell are read as."""
+        if not (num_spelled := sum(self._facts["is_spelled"])):
+            return
+        form, how = self._format, "text"
+        if form.allow_special_tokens and not form.apply_chat_template:
+            how = "control tokens. --allow_special_tokens false reads them as text"
+        told = f"{num_spelled} of {len(self._rows)} rows spell control tokens, which are read as"
+        self.notices.append(f"{told} {how}")
 
 
-def _keep(key: str, built: TokenizedRows, notices: list[str]) -> TokenizedRows:
-    try:
-        save_tokens(key, built)
-    except OSError as error:
-        notices.append(Caution(f"the tokenised rows are not kept for the next run: {error}"))
-    return built
-
-
-def map_chunks(build: Callable[[int], ChunkT], num_rows: int) -> Iterator[ChunkT]:
-    """What is built of each chunk of rows, named by its first; in order."""
-    num_processes = min(num_cores(), MAX_PROCESSES) if num_rows >= PARALLEL_ROWS else 1
-    return map_forked(build, range(0, num_rows, CHUNK_ROWS), num_processes=num_processes)
+def num_cores() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
 from openrlhf.datasets.conventions import pick_column
-from openrlhf.datasets.csv_files import number_of
+from openrlhf.datasets.data_files import number_of
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import AnsweredFormat, AnsweredPrompts
 from openrlhf.datasets.tokenized import Draft, Row
@@ -67,13 +67,13 @@ class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
     flags = "--input_key, --output_key, --label_key and --max_len"
 
     def __getitem__(self, index: int) -> UnpairedExample:
-        [tokens] = self._content.stores
-        return UnpairedExample(tokens[index], tokens.mask(index), bool(self._content.extras[index]))
+        [tokens], is_desirable = self._example(index)
+        return UnpairedExample(*tokens.tensors, is_desirable)
 
     @property
     def num_desirable(self) -> int:
         """Examples whose label is 1."""
-        return sum(bool(extra) for extra in self._content.extras)
+        return sum(self._extras())
 
     def _check_columns(self) -> None:
         gathered = Gathered()

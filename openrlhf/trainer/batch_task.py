@@ -16,7 +16,6 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.chat import RENDERED
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.token_cache import giving_way
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import LoadOptions, is_value_model, load_config
@@ -64,8 +63,7 @@ class BatchTask(ABC):
         rows = inference_data(config).read(gathered)
         if rows is not None and tokenizer is not None:
             self.rows, self.tokenizer = rows, tokenizer
-            with giving_way(gives_way=not goes_first):
-                gathered.attempt(lambda: self._tokenise(is_shown=goes_first))
+            gathered.attempt(lambda: self._tokenise(is_shown=goes_first))
         gathered.raise_if_any()
         assert facts is not None, "or else problems were raised"
         self.model_config = facts

@@ -26,10 +26,10 @@ from openrlhf.datasets.command_data import (
     pretrain_column,
 )
 from openrlhf.datasets.conventions import news
-from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError

@@ -18,10 +18,8 @@ from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import row_format, supervised_data
 from openrlhf.datasets.conventions import as_recognised, news, undecided
-from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.token_cache import giving_way
-from openrlhf.datasets.tokenized import TokenizedDataset
+from openrlhf.datasets.tokenized import ModelLimits, TokenizedDataset
 from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import (
     DataFacts,
@@ -138,8 +136,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
 def prepare_inputs(recipe: Recipe, config: ConfigT, *, goes_first: bool = True) -> Inputs:
     """Read tokenizer and data; raise what a user can get wrong in them.
 
-    Of the ranks on a machine the one that goes first tokenises and shows it; the others wait for
-    what it leaves in the cache.
+    Of the ranks on a machine the one that goes first shows how far it is.
     """
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
@@ -162,19 +159,16 @@ def prepare_inputs(recipe: Recipe, config: ConfigT, *, goes_first: bool = True) 
     assert tokenizer is not None, "or else problems were raised"
     gathered.attempt(lambda: recipe.check(config, tokenizer))
     samples, eval_samples = None, None
-    with giving_way(gives_way=not goes_first):
-        if rows is not None:
-            samples = gathered.attempt(
-                lambda: _samples(recipe, config, tokenizer, rows, is_shown=goes_first)
-            )
-        if eval_rows is not None:
-            what = "evaluation rows"
-            eval_samples = gathered.attempt(
-                lambda: _samples(
-                    recipe, config, tokenizer, eval_rows, is_shown=goes_first, what=what
-                ),
-                about="evaluation: ",
-            )
+    if rows is not None:
+        samples = gathered.attempt(
+            lambda: _samples(recipe, config, tokenizer, rows, is_shown=goes_first)
+        )
+    if eval_rows is not None:
+        what = "evaluation rows"
+        eval_samples = gathered.attempt(
+            lambda: _samples(recipe, config, tokenizer, eval_rows, is_shown=goes_first, what=what),
+            about="evaluation: ",
+        )
     readers = [limits_of(facts, path) for path, facts in configs.items()]
     for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
         for limits in readers if found is not None else []:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.model_limits import ModelLimits
 from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
-from openrlhf.datasets.token_store import TokenStore
+from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import Tokenizer
 from tests.tiny import make_tokenizer
@@ -84,19 +83,3 @@ def test_a_label_without_a_logit_is_refused(tokenizer: Tokenizer) -> None:
     data = steps(tokenizer, ["a"], ["a", "<good>"])
     [line] = problems(data, ModelLimits("m", num_embeddings=262, num_positions=None))
     assert line.startswith("a label of row 2 has token id 262, and the model m has 262 embeddings.")
-
-
-def test_the_first_sequence_with_a_large_id_is_found() -> None:
-    store = TokenStore()
-    assert store.first_id_from(0) is None
-    for ids in ([1, 2], [], [3, 9], [8]):
-        store.append(ids)
-    assert [store.first_id_from(least) for least in (1, 3, 4, 9)] == [
-        (0, 1),
-        (2, 3),
-        (2, 9),
-        (2, 9),
-    ]
-    assert store.first_id_from(10) is None
-    store.append([10])  # the buffer can still grow
-    assert store.first_id_from(10) == (4, 10)

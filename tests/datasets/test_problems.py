@@ -6,8 +6,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.expectations import Expectations
-from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.loading import Expectations, load_rows
 from openrlhf.datasets.problems import row_place
 from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat

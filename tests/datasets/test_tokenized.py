@@ -1,0 +1,158 @@
+"""Every kind of data set is the same from one process, from several, and from the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from openrlhf.datasets import tokenized
+from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
+from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.tokenized import CACHED_ROWS, TokenizedDataset
+from openrlhf.datasets.unpaired_preference_dataset import (
+    UnpairedFormat,
+    UnpairedPreferenceDataset,
+)
+from openrlhf.errors import ConfigError, DataError
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
+from tests.tiny import make_tokenizer, write_jsonl
+
+NUM_ROWS = 2500  # two batches and a half
+
+
+def sft_row(i: int) -> dict:
+    return {"input": f"q{i}", "output": "" if i == 3 else "x" * (1 + i % 40)}
+
+
+def pair_row(i: int) -> dict:
+    return {"prompt": f"q{i}", "chosen": "a" * (1 + i % 40), "rejected": "b" if i else "a",
+            "margin": i / 2}  # fmt: skip
+
+
+def labelled_row(i: int) -> dict:
+    return {"input": f"q{i}", "output": "x" * (1 + i % 40), "label": i % 3 == 0}
+
+
+def process_row(i: int) -> dict:
+    return {"input": f"{'x' * (i % 40)}#{i}#", "label": [i / 5000, 1.0]}
+
+
+def prompt_row(i: int) -> dict:
+    ending = [{"role": "assistant", "content": "a"}] if i % 7 == 0 else []
+    text = "x" * (i % 50) + ("<|end|>" if i % 5 == 0 else "y")
+    return {"input": [{"role": "user", "content": text}, *ending], "label": i}
+
+
+KINDS = {
+    "sft": (SFTDataset, SFTFormat(output_key="output", max_len=45), sft_row),
+    "pairs": (PreferenceDataset, PreferenceFormat(with_margin=True, max_len=30), pair_row),
+    "labelled": (
+        UnpairedPreferenceDataset,
+        UnpairedFormat(output_key="output", max_len=45, overlong="truncate"),
+        labelled_row,
+    ),
+    "steps": (
+        ProcessRewardDataset,
+        ProcessFormat(placeholder_token="#", reward_tokens=("+", "-"), max_len=30),
+        process_row,
+    ),
+    "prompts": (
+        PromptDataset,
+        PromptFormat(label_key="label", apply_chat_template=True, max_len=40),
+        prompt_row,
+    ),
+}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return make_tokenizer(tmp_path / "tokenizer")
+
+
+def use_processes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "PARALLEL_ROWS", 1 if number > 1 else 10**9)
+    monkeypatch.setattr(tokenized, "num_cores", lambda: number)
+
+
+def content(data: TokenizedDataset) -> list[object]:
+    """All that a data set says, as plain values."""
+    examples = [
+        [value.tolist() if hasattr(value, "tolist") else value for value in vars(example).values()]
+        for example in (data[i] for i in range(0, len(data), 50))
+    ]
+    facts = (data.notices, data.dropped, data.num_truncated, data.row_ids, data.fingerprint)
+    return [examples, data.lengths.tolist(), *facts]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_several_processes_and_the_cache_make_what_one_process_makes(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, row_format, row = KINDS[kind]
+    rows = [row(i) for i in range(NUM_ROWS)]
+    steps: list[tuple[int, int]] = []
+    use_processes(1, monkeypatch)
+    one = make(
+        load_rows(str(write_jsonl(tmp_path / "one.jsonl", rows))),
+        tokenizer,
+        row_format,
+        progress=lambda *done: steps.append(done),
+    )
+    assert steps == [(n, NUM_ROWS) for n in (1000, 2000, 2500, 2500)]
+    use_processes(2, monkeypatch)
+    path = str(write_jsonl(tmp_path / "two.jsonl", rows))
+    two = make(load_rows(path), tokenizer, row_format)
+    assert content(one) == content(two)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(TextEncoder, "encode_segments", refuse)
+    assert content(make(load_rows(path), tokenizer, row_format)) == content(one)
+
+
+def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = load_rows(str(write_jsonl(tmp_path / "a.jsonl", [sft_row(i) for i in range(2000)])))
+    form = SFTFormat(output_key="output")
+    data = SFTDataset(rows, tokenizer, form)
+    key = data._cache_key()
+    assert SFTDataset(rows, tokenizer, form)._cache_key() == key
+    assert (
+        SFTDataset(rows, tokenizer, SFTFormat(output_key="output", max_len=9))._cache_key() != key
+    )
+    assert SFTDataset(rows.select(range(1, 2000)), tokenizer, form)._cache_key() != key
+    tokenizer.chat_template += " "
+    assert data._cache_key() != key
+
+
+def test_bad_rows_of_all_processes_are_listed_in_order(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"input": "q", "output": "a", "label": 2 if i % 1500 == 7 else 1} for i in range(3100)]
+    use_processes(2, monkeypatch)
+    with pytest.raises(DataError) as caught:
+        UnpairedPreferenceDataset(
+            Dataset.from_list(rows), tokenizer, UnpairedFormat(output_key="output")
+        )
+    head, *places = caught.value.problems
+    assert head.startswith("data set: 3 bad rows.")
+    assert [line.partition(":")[0] for line in places] == ["row 8", "row 1508", "row 3008"]
+
+
+def test_an_error_of_the_template_is_raised_as_by_one_process(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = (
+        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": r, "content": "x"} for r in ("user", "assistant")]
+    rows = Dataset.from_list([{"messages": turns * 2}] * CACHED_ROWS)
+    use_processes(2, monkeypatch)
+    form = SFTFormat(input_key="messages", apply_chat_template=True, multiturn=True)
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        SFTDataset(rows, tokenizer, form)
