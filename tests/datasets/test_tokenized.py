@@ -123,7 +123,7 @@ def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_p
     key = data._cache_key()
     assert SFTDataset(rows, tokenizer, form)._cache_key() == key
     assert (
-        SFTDataset(rows, tokenizer, SFTFormat(output_key="output", max_len=9))._cache_key() != key
+        SFTDataset(rows, tokenizer, SFTFormat(output_key="output", max_len=99))._cache_key() != key
     )
     assert SFTDataset(rows.select(range(1, 2000)), tokenizer, form)._cache_key() != key
     tokenizer.chat_template += " "
