@@ -38,7 +38,7 @@ HOMES = {
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards.remote": {"httpx"},
     "openrlhf.rewards.math_grader": {"math_verify", "pebble"},
-    "openrlhf.datasets": {"torch", "datasets", "pyarrow"},
+    "openrlhf.datasets": {"torch", "datasets", "pyarrow", "filelock"},
     "openrlhf.models": {"torch", "transformers", "peft"},
     "openrlhf.engines": {"torch"},
     "openrlhf.engines.vllm": {"torch", "vllm"},
