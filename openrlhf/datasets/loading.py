@@ -33,6 +33,7 @@ from openrlhf.datasets.problems import (
 )
 from openrlhf.errors import ConfigError, DataError, first_line
 from openrlhf.utils.hub import looking_up
+from openrlhf.utils.progress import are_drawn
 
 _SPLIT_WORDS = {
     "train": "train",
@@ -100,6 +101,8 @@ def load_rows(
             "no data set is named. Give files, folders or hub names, separated by commas."
         )
     weights = parse_probs(probs, names)
+    if not are_drawn():
+        datasets.disable_progress_bars()
     gathered = Gathered()
     found = [
         gathered.attempt(partial(_load_one, name, split, facts))

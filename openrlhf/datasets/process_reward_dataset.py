@@ -22,7 +22,6 @@ from openrlhf.datasets.tokenized import (
     Draft,
     Json,
     ModelLimits,
-    Progress,
     Row,
     RowFormat,
     TokenizedDataset,
@@ -87,8 +86,6 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         rows: Dataset,
         tokenizer: Tokenizer,
         row_format: ProcessFormat,
-        *,
-        progress: Progress | None = None,
     ) -> None:
         self.marker_id = single_token_id(
             tokenizer, row_format.placeholder_token, flag="--placeholder_token"
@@ -100,7 +97,7 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         self._hard_ids: dict[str, int] = dict(
             zip(row_format.reward_tokens, self.reward_token_ids, strict=True)
         )
-        super().__init__(rows, tokenizer, row_format, progress=progress)
+        super().__init__(rows, tokenizer, row_format)
 
     def __getitem__(self, index: int) -> ProcessExample:
         [tokens], values = self._example(index)

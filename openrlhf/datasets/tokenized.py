@@ -12,7 +12,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,6 @@ CACHED_ROWS = 1000  # fewer are tokenised sooner than they are looked up
 PARALLEL_ROWS = 10_000  # of fewer, two processes do no more than one that encodes on two cores
 MAX_PROCESSES = 16
 LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
-Progress = Callable[[int, int], None]  # rows done, rows in all
 Row = Mapping[str, Any]
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -166,8 +165,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         rows: Dataset,
         tokenizer: Tokenizer,
         row_format: FormatT,
-        *,
-        progress: Progress | None = None,
     ) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
         self._rows = rows
@@ -176,7 +173,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._check_columns()
         self._check_format()
         self.notices += image_notices(rows.column_names) + unread_notices(rows)
-        self._table = self._tokenised(progress)
+        self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
         self._raise_problems()
         reasons = self._facts["left_out"]
@@ -293,7 +290,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
     def _place(self, index: int) -> str:
         return row_place(self._rows, self.row_ids[index])
 
-    def _tokenised(self, progress: Progress | None) -> Dataset:
+    def _tokenised(self) -> Dataset:
         """Return what becomes of every row; of the processes of a machine one makes it where it is
         kept.
         """
@@ -301,13 +298,12 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         is_parallel, is_kept = num_rows >= PARALLEL_ROWS, num_rows >= CACHED_ROWS
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "openrlhf"
         key = self._cache_key() if is_kept else "not kept"
-        self._progress = None if is_parallel else progress  # processes have no bar
         if is_kept:
             folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{key}.lock", timeout=LOCK_S) if is_kept else nullcontext():
-            table = rows.map(
+            return rows.map(
                 self._tokenise,
-                with_indices=True,
+                desc=f"tokenising {self.subject}",
                 batched=True,
                 batch_size=BATCH_ROWS,
                 remove_columns=rows.column_names,
@@ -317,10 +313,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
                 keep_in_memory=not is_kept,
                 cache_file_name=str(folder / f"{key}.arrow") if is_kept else None,
             )
-        self._progress = None
-        if progress is not None:
-            progress(num_rows, num_rows)
-        return table
 
     def _cache_key(self) -> str:
         """Return a hash of all that decides the result, this code included."""
@@ -339,7 +331,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:32]  # with the mark of a process at most 64, says datasets
 
-    def _tokenise(self, batch: Mapping[str, Sequence], row_ids: Sequence[int]) -> dict[str, list]:
+    def _tokenise(self, batch: Mapping[str, Sequence]) -> dict[str, list]:
         """Return what becomes of some rows, a list for each column of `_FEATURES`."""
         values = zip(*batch.values(), strict=True)
         outcomes = [self._drafted(dict(zip(batch, row, strict=True))) for row in values]
@@ -350,8 +342,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             if outcome.draft is not None:
                 sequences = [self._assemble(s, next(encoded)) for s in outcome.draft.sequences]
                 self._finish(outcome, outcome.draft, sequences)
-        if self._progress is not None:
-            self._progress(row_ids[-1] + 1, len(self._rows))
         columns = [outcome.columns() for outcome in outcomes]
         return {name: [row[name] for row in columns] for name in _FEATURES}
 

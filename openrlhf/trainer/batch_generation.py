@@ -29,7 +29,7 @@ from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
 from openrlhf.trainer.post_processors import wish_template
 from openrlhf.utils.adapter_folder import refuse_adapter
-from openrlhf.utils.progress import counter, progress
+from openrlhf.utils.progress import progress
 from openrlhf.utils.tokenizer import eos_token_ids
 
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
@@ -40,19 +40,18 @@ SEED_BITS = 63
 class PromptTask(BatchTask):
     """Prompts that fit, sampled by an engine."""
 
-    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
-        super().__init__(config, goes_first=goes_first)
+    def __init__(self, config: BatchInferenceConfig) -> None:
+        super().__init__(config)
         self.notices = self.prompts.notices
         self.max_model_len = int(self.prompts.lengths.max()) + config.rollout.max_new_tokens
         self._check_positions()
         self._sampling = sampling_settings(config, self._stop_token_ids())
 
-    def _tokenise(self, *, is_shown: bool) -> None:
+    def _tokenise(self) -> None:
         form, csft = prompt_format(self.config), self.config.csft
         if csft.enable:
             form = replace(form, around=wish_template(csft.prompt))
-        with counter("tokenising prompts", is_shown=is_shown) as show:
-            self.prompts = PromptDataset(self.rows, self.tokenizer, form, progress=show)
+        self.prompts = PromptDataset(self.rows, self.tokenizer, form)
 
     @property
     def items(self) -> range:

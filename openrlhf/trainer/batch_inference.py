@@ -53,8 +53,8 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
         hide_bars()  # one rank draws for all
-    make, goes_first = TASKS[config.eval_task], topology.local_rank == 0
-    task = gathered.attempt(lambda: make(config, goes_first=goes_first))
+    make = TASKS[config.eval_task]
+    task = gathered.attempt(lambda: make(config))
     gathered.raise_if_any()
     assert task is not None, "or else problems were raised"
     strategy = DeepSpeedStrategy(

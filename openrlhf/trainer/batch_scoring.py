@@ -21,7 +21,7 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.answer_parts import Rows
 from openrlhf.trainer.batch_task import BatchTask, Record, asked_columns, load_options
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import counter, progress
+from openrlhf.utils.progress import progress
 
 BATCHES_BETWEEN_WRITES = 16
 
@@ -29,14 +29,13 @@ BATCHES_BETWEEN_WRITES = 16
 class ScoreTask(BatchTask):
     """Prompts with answers, scored by a reward model."""
 
-    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
-        super().__init__(config, goes_first=goes_first)
+    def __init__(self, config: BatchInferenceConfig) -> None:
+        super().__init__(config)
         self.notices = self.examples.notices
 
-    def _tokenise(self, *, is_shown: bool) -> None:
+    def _tokenise(self) -> None:
         form = SFTFormat.of(self.config.data)
-        with counter("tokenising rows", is_shown=is_shown) as show:
-            self.examples = SFTDataset(self.rows, self.tokenizer, form, progress=show)
+        self.examples = SFTDataset(self.rows, self.tokenizer, form)
 
     @property
     def items(self) -> range:

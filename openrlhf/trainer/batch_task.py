@@ -38,7 +38,7 @@ class BatchTask(ABC):
     tokenizer: Tokenizer
     rows: Dataset
 
-    def __init__(self, config: BatchInferenceConfig, *, goes_first: bool = True) -> None:
+    def __init__(self, config: BatchInferenceConfig) -> None:
         """Read and check; of the ranks on a machine the one that goes first tokenises and shows it,
         the others read what it leaves in the cache.
         """
@@ -63,7 +63,7 @@ class BatchTask(ABC):
         rows = inference_data(config).read(gathered)
         if rows is not None and tokenizer is not None:
             self.rows, self.tokenizer = rows, tokenizer
-            gathered.attempt(lambda: self._tokenise(is_shown=goes_first))
+            gathered.attempt(self._tokenise)
         gathered.raise_if_any()
         assert facts is not None, "or else problems were raised"
         self.model_config = facts
@@ -76,7 +76,7 @@ class BatchTask(ABC):
             )
 
     @abstractmethod
-    def _tokenise(self, *, is_shown: bool) -> None:
+    def _tokenise(self) -> None:
         """Make items of `rows`, with a bar; raises DataError."""
 
     @property

@@ -44,7 +44,6 @@ from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.utils.logging import say_notices
-from openrlhf.utils.progress import counter
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:
@@ -271,8 +270,7 @@ def _say_data(
 
 
 def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDataset:
-    with counter("tokenising prompts") as show:
-        return PromptDataset(rows, tokenizer, ppo_format(config), progress=show)
+    return PromptDataset(rows, tokenizer, ppo_format(config))
 
 
 def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset:
@@ -285,8 +283,7 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset
         overlong="truncate",
         allow_special_tokens=data.allow_special_tokens,
     )
-    with counter("tokenising pre-training text") as show:
-        texts = PretrainText(rows, tokenizer, text_format, progress=show)
+    texts = PretrainText(rows, tokenizer, text_format)
     path = _name(config.actor.model_name_or_path)
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
     limits = ModelLimits(

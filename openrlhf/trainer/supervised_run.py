@@ -19,7 +19,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import row_format, supervised_data
 from openrlhf.datasets.conventions import as_recognised, news, undecided
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.tokenized import ModelLimits, TokenizedDataset
+from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import (
     DataFacts,
@@ -58,12 +58,11 @@ from openrlhf.utils.logging import (
     redirect_framework_logs,
     say_notices,
 )
-from openrlhf.utils.progress import counter, hide_bars
-from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+from openrlhf.utils.progress import hide_bars
+from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PretrainedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
@@ -82,7 +81,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     redirect_framework_logs(run_dir, f"{recipe.name}-{topology.rank}")
     if not topology.is_main:
         hide_bars()  # one rank draws for all
-    inputs = prepare_inputs(recipe, config, goes_first=topology.local_rank == 0)
+    inputs = prepare_inputs(recipe, config)
     config = as_recognised(config, inputs.samples, inputs.eval_samples)
     strategy = DeepSpeedStrategy(
         config.ds,
@@ -133,11 +132,8 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     strategy.shut_down()
 
 
-def prepare_inputs(recipe: Recipe, config: ConfigT, *, goes_first: bool = True) -> Inputs:
-    """Read tokenizer and data; raise what a user can get wrong in them.
-
-    Of the ranks on a machine the one that goes first shows how far it is.
-    """
+def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
+    """Read tokenizer and data; raise what a user can get wrong in them."""
     model_path = config.model.model_name_or_path
     assert model_path is not None, "SupervisedConfig.check_model_is_named"
     gathered = Gathered()
@@ -160,13 +156,10 @@ def prepare_inputs(recipe: Recipe, config: ConfigT, *, goes_first: bool = True) 
     gathered.attempt(lambda: recipe.check(config, tokenizer))
     samples, eval_samples = None, None
     if rows is not None:
-        samples = gathered.attempt(
-            lambda: _samples(recipe, config, tokenizer, rows, is_shown=goes_first)
-        )
+        samples = gathered.attempt(lambda: recipe.sample_set(rows, tokenizer, row_format(config)))
     if eval_rows is not None:
-        what = "evaluation rows"
         eval_samples = gathered.attempt(
-            lambda: _samples(recipe, config, tokenizer, eval_rows, is_shown=goes_first, what=what),
+            lambda: recipe.sample_set(eval_rows, tokenizer, row_format(config)),
             about="evaluation: ",
         )
     readers = [limits_of(facts, path) for path, facts in configs.items()]
@@ -206,19 +199,6 @@ def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
         num_embeddings=getattr(config.get_text_config(), "vocab_size", None),
         num_positions=num_positions(config),
     )
-
-
-def _samples(
-    recipe: Recipe,
-    config: ConfigT,
-    tokenizer: Tokenizer,
-    rows: Dataset,
-    *,
-    is_shown: bool,
-    what: str = "rows",
-) -> TokenizedDataset[Any]:
-    with counter(f"tokenising {what}", is_shown=is_shown) as show:
-        return recipe.sample_set(rows, tokenizer, row_format(config), progress=show)
 
 
 def prepare_run(

@@ -71,12 +71,17 @@ def no_advance(num_done: int = 1, total: int | None = None) -> None:
     """Do nothing: there is no bar."""
 
 
+def are_drawn() -> bool:
+    """Return True where a person sees the bars of this process."""
+    return not _hidden and is_terminal()
+
+
 @contextmanager
 def counter(
     description: str, total: int | None = None, *, is_shown: bool = True
 ) -> Iterator[Callable[[int, int | None], None]]:
     """Draw a bar while the block runs; yield a function of (items done so far, items in all)."""
-    if not is_shown or _hidden or not is_terminal():
+    if not is_shown or not are_drawn():
         yield lambda num_done, total: None
         return
     if not _shared:

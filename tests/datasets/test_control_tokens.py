@@ -93,7 +93,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
         samples = task.prompts if how is PromptTask else task.examples
     else:
         samples = how.sample_set(load_rows(str(data)), tokenizer, row_format(config))
-    ids = samples._content.stores[0][0].tolist()
+    ids = samples._example(0)[0][0].ids
     return samples.notices, [token_id for token_id in ids if token_id < 6]
 
 

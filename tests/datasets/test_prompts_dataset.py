@@ -270,14 +270,6 @@ def test_missing_and_nan_labels_are_named(tokenizer, label):
         prompts(tokenizer, rows, label_key="label")
 
 
-def test_progress_reports_every_chunk(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path))  # not one of an earlier run
-    seen = []
-    rows = Dataset.from_list([{"input": "a"}] * 1500)
-    PromptDataset(rows, tokenizer, PromptFormat(), progress=lambda *done: seen.append(done))
-    assert seen == [(1000, 1500), (1500, 1500)]
-
-
 def test_the_fingerprint_changes_with_the_data(tokenizer):
     one, same, other = (prompts(tokenizer, [{"input": text}]) for text in ("a", "a", "b"))
     assert one.fingerprint == same.fingerprint != other.fingerprint

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer import supervised_run
 from openrlhf.trainer.base_trainer import LoopSettings
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import prepare_inputs, run_supervised
@@ -216,23 +213,6 @@ def test_the_cap_on_rows_is_one_for_training_and_for_evaluation(folder: Path) ->
     capped = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 3})})
     inputs = prepare_inputs(SFTTrainer, capped)
     assert (len(inputs.samples), len(inputs.eval_samples)) == (3, 3)  # of 21 and 5
-
-
-def test_the_rank_that_goes_first_shows_how_far_each_data_set_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[tuple[str, bool, int, int]] = []
-
-    @contextmanager
-    def counter(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-        yield lambda num_done, total: shown.append((what, is_shown, num_done, total))
-
-    monkeypatch.setattr(supervised_run, "counter", counter)
-    for goes_first in (True, False):
-        prepare_inputs(SFTTrainer, run_config(folder, 1), goes_first=goes_first)
-        training, evaluation = shown[-2:]
-        assert training == ("tokenising rows", goes_first, 21, 21)
-        assert evaluation == ("tokenising evaluation rows", goes_first, 5, 5)
 
 
 def test_the_horizon_counts_the_smaller_last_batch_of_every_epoch() -> None:
