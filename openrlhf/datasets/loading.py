@@ -202,9 +202,11 @@ def _load_one(name: str, split: str, expected: Expectations) -> Dataset:
 
 def _refuse_repeated_ids(rows: Dataset) -> None:
     """Raise DataError that lists rows whose `id` another row of the same data set has."""
+    if "id" not in rows.column_names or "finish_reason" in rows.column_names:
+        return  # responses of `batch_inference` have the id of their prompt
     first_rows: dict[object, int] = {}
     problems = Problems()
-    for index, value in enumerate(rows["id"] if "id" in rows.column_names else ()):
+    for index, value in enumerate(rows["id"]):
         if not isinstance(value, (str, int)):
             continue
         if (first := first_rows.setdefault(value, index)) != index:
