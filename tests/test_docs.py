@@ -23,14 +23,22 @@ import yaml
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import Parsed, parse_config
-from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
-from openrlhf.config.reward_server import ServeRewardConfig
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
-from openrlhf.config.supervised import SFTConfig
-from openrlhf.config.unimplemented import UNIMPLEMENTED, unimplemented_problems
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    ChatConfig,
+    LoraCombinerConfig,
+    ServeRewardConfig,
+)
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from openrlhf.errors import ConfigError
 from tests.source import ROOT
 from tests.tiny import write_jsonl
 
@@ -140,7 +148,7 @@ def parse(module: str, flags: list[str]) -> Parsed:
     with mock.patch.object(main, "run_command") as run_command:
         main.main(flags)
     command, words = run_command.call_args.args
-    return parse_config(command.config_class, words, more_problems=unimplemented_problems)
+    return parse_config(command.config_class, words)
 
 
 def check_other(words: list[str]) -> None:
@@ -287,8 +295,11 @@ def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
 
 def test_the_readme_lists_what_is_refused_as_not_yet_implemented() -> None:
     quote = " ".join(re.findall(r"^> (.+)$", README, re.MULTILINE))
-    said = {reason.strip() for reason in quote.split(",")}
-    assert said - {""} == set(UNIMPLEMENTED.values())
+    needs = "--pretrain m --prompt_data d --remote_rm_url r.py --max_images_per_prompt 1"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(PPOConfig, needs.split())
+    [problem] = caught.value.problems
+    assert f"({quote})" in problem
 
 
 def test_the_readme_lists_the_commands() -> None:

@@ -20,7 +20,6 @@ from openrlhf.config.cli import ConfigT, Parsed, parse_config
 from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import names_local_data, path_problems
 from openrlhf.config.run import CommandConfig
-from openrlhf.config.unimplemented import unimplemented_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
@@ -99,7 +98,6 @@ def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
 
 def start_problems(config: CommandConfig) -> Iterator[str]:
     """What a config that does not contradict itself cannot run with, here and now."""
-    yield from unimplemented_problems(config)
     yield from library_problems(config)
     yield from path_problems(config)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
 from openrlhf.config.cli import Parsed
-from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import ServeRewardConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

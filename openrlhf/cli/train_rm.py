@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
 from openrlhf.config.cli import Parsed
-from openrlhf.config.preference import RMConfig
+from openrlhf.config.supervised import RMConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,6 +25,15 @@ Opens = Literal[
 ]
 
 
+class Caution(str):
+    """A notice of something that is probably not meant, costs data or shows a secret.
+
+    Shown as a warning; any other notice is information and shown plainly.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Alias:
     """Another name of a field; `meanings` translates what is typed after it (`--bf16` -> "bf16").
@@ -46,10 +55,6 @@ class OptionInfo:
     secret_env: str | None = None  # environment variable that a secret is moved to
     opens: Opens | None = None  # which kind of file, folder or hub id the value names
     known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
-    # The setting without which nothing reads this one: a path, `path=value`, `path>number`, or
-    # `!path`, which must not be set.
-    only_with: str | None = None
-    unused: str | None = None  # why nothing ever reads it; follows "has no effect"
     # When a run goes on from a checkpoint that was written with another value: refuse it, keep the
     # checkpoint's, or say nothing: no weights depend on it. None: the new value holds from then on.
     at_resume: Literal["refused", "kept", "free"] | None = None
@@ -95,6 +100,11 @@ class Base(BaseModel):
                 section = getattr(self, name) if is_set else type(default)()
                 object.__setattr__(self, name, with_defaults(section, default))
         return self
+
+
+def is_blank(text: str | None) -> bool:
+    """Return True if a name is unset or empty."""
+    return text is None or not text.strip()
 
 
 def expand_home(path: str | None) -> str | None:
@@ -155,13 +165,6 @@ def is_given(config: BaseModel, path: str) -> bool:
     """Whether this leaf was set by whoever built the tree, rather than left at its default."""
     head, _, rest = path.partition(".")
     return head in config.model_fields_set and (not rest or is_given(getattr(config, head), rest))
-
-
-def is_changed(config: BaseModel, path: str) -> bool:
-    """Return True if a leaf has another value than its default, whoever set it."""
-    head, _, rest = path.partition(".")
-    default = type(config).model_fields[head].get_default(call_default_factory=True)
-    return bool(value_at(config, path) != (value_at(default, rest) if rest else default))
 
 
 def with_value(config: ModelT, path: str, value: object) -> ModelT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 
 # The names of transformers.SchedulerType; written out because importing transformers takes seconds.
 SCHEDULERS = (
@@ -25,11 +25,6 @@ SCHEDULERS = (
     "warmup_stable_decay",
     "greedy",
 )
-
-
-def is_blank(text: str | None) -> bool:
-    """Whether a name is unset or empty."""
-    return text is None or not text.strip()
 
 
 def batch_problems(micro_batch_size: int, batch_size: int) -> Iterator[str]:
@@ -50,42 +45,21 @@ def schedule_problems(name: str) -> Iterator[str]:
         yield f"--lr_scheduler is not a known schedule: {name}. Type {remedy}."
 
 
-def decay_problems(optim: OptimizerConfig, rate_flag: str) -> Iterator[str]:
-    """A polynomial has an end below its start, and updates after its warm-up to get there."""
-    if optim.lr_scheduler != "polynomial":
-        return
-    rate = optim.adam.lr
-    remedy = "or --lr_scheduler constant_with_warmup."
-    if rate == 0:
-        yield (
-            f"--lr_scheduler polynomial decays, and --{rate_flag} is 0. Type a rate above 0 "
-            f"{remedy}"
-        )
-    elif optim.min_lr_ratio * rate >= rate:
-        yield (
-            f"--lr_scheduler polynomial decays, and --min_lr_ratio is {optim.min_lr_ratio:g}. Type "
-            f"--min_lr_ratio 0.1 {remedy}"
-        )
-    if optim.lr_warmup_ratio == 1:
-        yield (
-            "--lr_scheduler polynomial decays after its warm-up, and --lr_warmup_ratio is 1. Type "
-            f"--lr_warmup_ratio 0.03 {remedy}"
-        )
-
-
-def router_loss_problems(
-    coef: float, *, is_checkpointed: bool, is_reentrant: bool
-) -> Iterator[str]:
+def router_loss_problems(coef: float, model: TrainedModelConfig) -> Iterator[str]:
     """The reentrant variant of checkpointing runs layers without a graph."""
-    if coef > 0 and is_checkpointed and is_reentrant:
+    is_reentrant = model.gradient_checkpointing_enable and model.gradient_checkpointing_reentrant
+    if coef > 0 and is_reentrant:
         yield (
             "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
             "would have no gradient. Type --gradient_checkpointing alone."
         )
 
 
-def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
-    """What holds for weights of 4 bits; fp32 gradients are summed in fp32; ZeRO is compiled."""
+def weight_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterator[str]:
+    """Weights of these types, split like this, can be trained and loaded again."""
+    is_muon = any(optim.optim == "muon" for optim in optims)
+    split = f"--ds_tensor_parallel_size {ds.tensor_parallel_size}"
+    is_split = ds.tensor_parallel_size > 1
     if ds.load_in_4bit:
         yield from four_bit_problems(ds, can_learn=ds.lora.rank > 0)
     if ds.param_dtype == "fp32" and ds.grad_accum_dtype in ("bf16", "fp16"):
@@ -93,16 +67,23 @@ def precision_problems(ds: DeepSpeedConfig) -> Iterator[str]:
             f"--grad_accum_dtype {ds.grad_accum_dtype} with fp32 parameters: add --bf16 or leave "
             "it out."
         )
+    if ds.use_universal_ckpt and is_muon:
+        yield (
+            "--use_ds_universal_ckpt with --optim muon: DeepSpeed converts the states of Adam "
+            "only. Leave --use_ds_universal_ckpt out, and start as many ranks as before."
+        )
+    if is_split and ds.zero_stage == 3:
+        yield f"{split} with --zero_stage 3: it splits weights too. Type --zero_stage 2."
+    if is_split and is_muon:
+        yield f"{split} with --optim muon: its steps need whole matrices. Type --optim adam."
+    others = {"--lora_rank": ds.lora.rank > 0, "--load_in_4bit": ds.load_in_4bit}
+    for flag, is_there in (others | {"--deepcompile": ds.deepcompile}).items():
+        if is_split and is_there:
+            yield f"{split} with {flag}: not supported. Leave one of the two out."
     if ds.deepcompile and ds.zero_stage == 0:
-        yield (
-            "--deepcompile with --zero_stage 0: DeepSpeed compiles ZeRO 1 to 3. "
-            "Type --zero_stage 2."
-        )
+        yield "--deepcompile with --zero_stage 0: it compiles ZeRO 1 to 3. Type --zero_stage 2."
     if ds.deepcompile and ds.ring_attn_size > 1:
-        yield (
-            f"--deepcompile with --ring_attn_size {ds.ring_attn_size}: DeepSpeed does not compile "
-            "the exchange of keys and values. Leave one of the two out."
-        )
+        yield f"--deepcompile with --ring_attn_size {ds.ring_attn_size}: leave one of the two out."
 
 
 def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:
@@ -117,30 +98,3 @@ def four_bit_problems(ds: DeepSpeedConfig, *, can_learn: bool) -> Iterator[str]:
             "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
             "Type --zero_stage 2."
         )
-
-
-def universal_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterator[str]:
-    """DeepSpeed's universal checkpoints hold the states of Adam."""
-    if ds.use_universal_ckpt and any(optim.optim == "muon" for optim in optims):
-        yield (
-            "--use_ds_universal_ckpt with --optim muon: DeepSpeed converts the states of Adam "
-            "only. Leave --use_ds_universal_ckpt out, and start as many ranks as before."
-        )
-
-
-def split_problems(ds: DeepSpeedConfig, *optims: OptimizerConfig) -> Iterator[str]:
-    """What does not go together with layers that are split over ranks."""
-    size = ds.tensor_parallel_size
-    others = {
-        "--zero_stage 3": (ds.zero_stage == 3, "it splits weights too. Type --zero_stage 2."),
-        "--lora_rank": (ds.lora.rank > 0, "adapters are not split. Leave one of the two out."),
-        "--load_in_4bit": (ds.load_in_4bit, "packed weights stay whole. Leave one of the two out."),
-        "--optim muon": (
-            any(optim.optim == "muon" for optim in optims),
-            "its steps need whole matrices. Type --optim adam.",
-        ),
-        "--deepcompile": (ds.deepcompile, "not supported. Leave one of the two out."),
-    }
-    for flag, (is_there, why) in others.items():
-        if size > 1 and is_there:
-            yield f"--ds_tensor_parallel_size {size} with {flag}: {why}"

@@ -16,10 +16,8 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from openrlhf.config.base import Option, value_at, walk, with_value
-from openrlhf.config.effect import settings_without_effect
+from openrlhf.config.base import Caution, Option, value_at, walk, with_value
 from openrlhf.config.flags import leaf_types, names_of
-from openrlhf.config.notices import Caution
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.sources import Given, read_all
 from openrlhf.errors import ConfigError
@@ -61,7 +59,7 @@ def parse_config(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     config, environment = take_secrets(config)
-    notices = [*reading.notices, *config.notices(), *settings_without_effect(config)]
+    notices = [*reading.notices, *config.notices()]
     notices += [
         Caution(
             f"The secret typed on the command line was moved to {name}; other users of this "

@@ -57,13 +57,15 @@ class MuonConfig(Base):
     lr: float = option(0.02, "Learning rate of the Muon group.", ge=0, at_resume="kept")
     momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1, at_resume="kept")
     ns_steps: int = option(
-        5, "Newton-Schulz steps.", gt=0, unused="here: DeepSpeed's Muon sets it", at_resume="kept"
+        5,
+        "Has no effect: DeepSpeed's Muon sets the number of Newton-Schulz steps.",
+        gt=0,
+        at_resume="kept",
     )
     nesterov: bool = switch(
-        "Nesterov momentum.",
+        "Has no effect: DeepSpeed's Muon uses Nesterov momentum.",
         Alias(".no_nesterov", {"true": False, "false": True}),
         default=True,
-        unused="here: DeepSpeed's Muon sets it",
         at_resume="kept",
     )
 
@@ -76,10 +78,7 @@ class OptimizerConfig(Base):
     muon: MuonConfig = MuonConfig()
     max_norm: float = option(1.0, "Gradient norm to clip at.", "max_norm", gt=0)
     lr_scheduler: str = option(
-        "cosine_with_min_lr",
-        "Any Hugging Face schedule name.",
-        "lr_scheduler",
-        at_resume="refused",
+        "cosine_with_min_lr", "Any Hugging Face schedule name.", "lr_scheduler", at_resume="refused"
     )
     lr_warmup_ratio: float = option(
         0.03, "Warm-up, as a part of all updates.", "lr_warmup_ratio", ge=0, le=1
@@ -95,19 +94,25 @@ class LoraConfig(Base):
     rank: int = option(
         0, "LoRA rank; 0 trains all weights.", "lora_rank", ge=0, at_resume="refused"
     )
-    alpha: int = option(
-        16, "LoRA alpha.", "lora_alpha", gt=0, only_with="ds.lora.rank", at_resume="refused"
-    )
+    alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0, at_resume="refused")
     target_modules: tuple[str, ...] = option(
         ("all-linear",),
         "Modules that get an adapter.",
         "target_modules",
         min_length=1,
-        only_with="ds.lora.rank",
         at_resume="refused",
     )
-    dropout: float = option(
-        0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1, only_with="ds.lora.rank"
+    dropout: float = option(0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1)
+
+
+class TrainedModelConfig(Base):
+    """What the config of every model that is trained has."""
+
+    gradient_checkpointing_enable: bool = switch(
+        "Recompute activations in the backward pass.", "gradient_checkpointing"
+    )
+    gradient_checkpointing_reentrant: bool = switch(
+        "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
 
 
@@ -140,13 +145,23 @@ class LoadConfig(PrecisionConfig):
     )
 
 
-class DeepSpeedConfig(LoadConfig):
+class HeadConfig(LoadConfig):
+    """`ds.*` of a command that may load a model with a scalar head."""
+
+    value_head_prefix: str = option(
+        "score",
+        "Attribute name of the scalar head; the model's own config wins.",
+        "value_head_prefix",
+        "value_prefix_head",
+        at_resume="refused",
+    )
+
+
+class DeepSpeedConfig(HeadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage", at_resume="free")
-    zpg: int = option(
-        1, "ZeRO++ secondary partition size.", "zpg", ge=1, only_with="ds.zero_stage=3"
-    )
+    zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
     adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
     overlap_comm: bool = switch(
         "Overlap gradient reduction with the backward pass.", "overlap_comm"
@@ -160,8 +175,7 @@ class DeepSpeedConfig(LoadConfig):
     )
     use_liger_kernel: bool = switch("Liger kernels.", "use_liger_kernel")
     packing_samples: bool = switch(
-        "Accepted for old commands: batches are packed on every device.",
-        "packing_samples",
+        "Accepted for old commands: batches are packed on every device.", "packing_samples"
     )
     ring_attn_size: int = option(
         1, "Ranks that share every packed row (context parallelism).", "ring_attn_size", ge=1
@@ -171,30 +185,19 @@ class DeepSpeedConfig(LoadConfig):
         "Key heads that are gathered at a time: more are faster, fewer take less memory.",
         "ring_head_stride",
         ge=1,
-        only_with="ds.ring_attn_size>1",
     )
     cp_mode: Literal["ring", "ulysses"] = option(
         "ring",
         "How ranks share a row: ring gathers keys and values, ulysses exchanges tokens for heads.",
         "cp_mode",
-        only_with="ds.ring_attn_size>1",
     )
     enable_sleep: bool = switch(
-        "Offload training states to CPU memory between phases.",
-        "deepspeed_enable_sleep",
-    )
-    value_head_prefix: str = option(
-        "score",
-        "Attribute name of the scalar head; the model's own config wins.",
-        "value_head_prefix",
-        "value_prefix_head",
-        at_resume="refused",
+        "Offload training states to CPU memory between phases.", "deepspeed_enable_sleep"
     )
     lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = switch(
         "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
         "use_ds_universal_ckpt",
-        only_with="ckpt.load_enable",
         at_resume="free",
     )
     config: str | None = option(
@@ -231,24 +234,11 @@ class CheckpointConfig(Base):
     _home = field_validator("output_dir", "path")(expand_home)
 
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
-    save_hf: bool = switch(
-        "Export a model with each checkpoint.", "save_hf_ckpt", only_with="ckpt.save_steps>0"
-    )
-    disable_ds: bool = switch(
-        "Leave out the resumable part of checkpoints.",
-        "disable_ds_ckpt",
-        only_with="ckpt.save_steps>0",
-    )
-    max_num: int = option(
-        3, "How many checkpoints to keep.", "max_ckpt_num", ge=1, only_with="ckpt.save_steps>0"
-    )
+    save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
+    disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
+    max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
     max_mem: float = option(
-        float("inf"),
-        "Size cap of all checkpoints in GB.",
-        "max_ckpt_mem",
-        gt=0,
-        allow_inf_nan=True,
-        only_with="ckpt.save_steps>0",
+        float("inf"), "Size cap of all checkpoints in GB.", "max_ckpt_mem", gt=0, allow_inf_nan=True
     )
     grace_s: float = option(
         120.0,
@@ -280,8 +270,8 @@ class WandbConfig(Base):
         bare="true",
         secret_env="WANDB_API_KEY",
     )
-    org: str | None = option(None, "W&B entity.", "wandb_org", only_with="logger.wandb.key")
-    group: str | None = option(None, "W&B group.", "wandb_group", only_with="logger.wandb.key")
+    org: str | None = option(None, "W&B entity.", "wandb_org")
+    group: str | None = option(None, "W&B group.", "wandb_group")
     project: str = option("openrlhf", "W&B project.", "wandb_project")
     run_name: str = option(lambda: timed_name("run"), "Name of the run.", "wandb_run_name")
 
@@ -332,18 +322,46 @@ class CheckedDataConfig(Base):
     )
 
 
+class TemplateConfig(Base):
+    """Templates of dialogues."""
+
+    apply_chat_template: bool = switch(
+        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
+    )
+    tokenizer_chat_template: str | None = option(
+        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
+    )
+    disable_fast_tokenizer: bool = switch(
+        "Has no effect: with transformers 5 all tokenizers are fast.", "disable_fast_tokenizer"
+    )
+
+
+class PromptTemplateConfig(TemplateConfig):
+    """Templates of dialogues and of plain prompts."""
+
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+    )
+
+
+class RewardModelsConfig(Base):
+    """Several reward models, whose weighted scores are added."""
+
+    weights: tuple[float, ...] | None = option(
+        None, "Weights of several reward models; unset: 1 each.", "reward_weights"
+    )
+    normalize_enable: bool = switch(
+        "(score - mean) / std, both from the model's config.", "normalize_reward"
+    )
+
+
 class EvalConfig(Base):
     """`eval.*`: held-out data."""
 
     dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
-    split: str = option(
-        "train", "Split of the evaluation data.", "eval_split", only_with="eval.dataset"
-    )
+    split: str = option("train", "Split of the evaluation data.", "eval_split")
     steps: int = option(
-        -1,
-        "Evaluate every N global steps; -1: at the end of each epoch.",
-        "eval_steps",
-        only_with="eval.dataset",
+        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps"
     )
 
 
@@ -366,11 +384,7 @@ class TrainConfig(Base):
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )
     max_tokens_per_gpu: int = option(
-        16192,
-        "Token budget of a training micro-batch.",
-        "train_max_tokens_per_gpu",
-        gt=0,
-        only_with="train.dynamic_batch_enable",
+        16192, "Token budget of a training micro-batch.", "train_max_tokens_per_gpu", gt=0
     )
     full_determinism_enable: bool = switch("Deterministic kernels only.", "full_determinism")
     rank_timeout_s: float = option(

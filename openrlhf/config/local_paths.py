@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.base import Opens, is_given, value_at, walk
-from openrlhf.config.checks import is_blank
+from openrlhf.config.base import Opens, is_blank, is_given, value_at, walk
 from openrlhf.config.flags import plain_flag
 from openrlhf.config.run import CommandConfig, RunConfig
 

@@ -16,7 +16,10 @@ from openrlhf.config.common import (
     CheckedDataConfig,
     EvalConfig,
     OptimizerConfig,
+    PromptTemplateConfig,
+    RewardModelsConfig,
     TrainConfig,
+    TrainedModelConfig,
 )
 
 Estimator = Literal[
@@ -60,7 +63,7 @@ class CriticAdamConfig(AdamConfig):
     lr: float = option(9e-6, "Peak learning rate.", "critic_learning_rate", ge=0, at_resume="kept")
 
 
-class ActorConfig(OptimizerConfig):
+class ActorConfig(OptimizerConfig, TrainedModelConfig):
     """`actor.*`: the policy and its loss."""
 
     num_nodes: int = option(1, "Nodes of the actor.", "actor_num_nodes", ge=1)
@@ -79,12 +82,6 @@ class ActorConfig(OptimizerConfig):
         at_resume="refused",
     )
     adam: ActorAdamConfig = ActorAdamConfig()
-    gradient_checkpointing_enable: bool = switch(
-        "Recompute activations in the backward pass.", "gradient_checkpointing"
-    )
-    gradient_checkpointing_reentrant: bool = switch(
-        "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
-    )
     policy_loss_type: str = option(
         "ppo",
         "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
@@ -116,9 +113,7 @@ class ActorConfig(OptimizerConfig):
             raise ValueError("both must be above 0. Type 1.0 1.05")
         return value
 
-    eps_clip: float = option(
-        0.2, "Clip range of the ratio.", "eps_clip", gt=0, only_with="!actor.eps_clip_low_high"
-    )
+    eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice.", "eps_clip_low_high"
     )
@@ -126,25 +121,18 @@ class ActorConfig(OptimizerConfig):
         None, "Bound c > 1 of the loss for negative advantages.", "dual_clip"
     )
     entropy_coef: float | None = option(
-        None,
-        "Unset: entropy is not computed; 0: logged; above: bonus.",
-        "entropy_loss_coef",
-        ge=0,
+        None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
     )
     ptx_coef: float = option(
-        0.05,
-        "Weight of the language-modelling loss on --pretrain_data.",
-        "ptx_coef",
-        ge=0,
-        only_with="data.pretrain_dataset",
+        0.05, "Weight of the language-modelling loss on --pretrain_data.", "ptx_coef", ge=0
     )
     freeze_visual_encoder: bool = switch("Train language parameters only.", "freeze_visual_encoder")
 
 
-class CriticConfig(OptimizerConfig):
+class CriticConfig(OptimizerConfig, TrainedModelConfig):
     """`critic.*`: the value model, used with the estimator gae only."""
 
     num_nodes: int = option(1, "Nodes of the critic.", "critic_num_nodes", ge=1)
@@ -162,31 +150,11 @@ class CriticConfig(OptimizerConfig):
         at_resume="refused",
     )
     adam: CriticAdamConfig = CriticAdamConfig()
-    gradient_checkpointing_enable: bool = switch(
-        "Recompute activations; unset: as the actor.", "gradient_checkpointing"
-    )
-    gradient_checkpointing_reentrant: bool = switch(
-        "The reentrant variant of it; unset: as the actor.",
-        "gradient_checkpointing_use_reentrant",
-    )
-    value_clip: float = option(
-        0.5,
-        "Clip range of value changes.",
-        "value_clip",
-        gt=0,
-        only_with="algo.advantage.estimator=gae",
-    )
+    value_clip: float = option(0.5, "Clip range of value changes.", "value_clip", gt=0)
     freezing_steps: int = option(
-        -1,
-        "The first N steps train the critic alone.",
-        "freezing_actor_steps",
-        only_with="algo.advantage.estimator=gae",
+        -1, "The first N steps train the critic alone.", "freezing_actor_steps"
     )
-    save_value_network: bool = switch(
-        "Export the critic at the end.",
-        "save_value_network",
-        only_with="algo.advantage.estimator=gae",
-    )
+    save_value_network: bool = switch("Export the critic at the end.", "save_value_network")
 
 
 class RefConfig(Base):
@@ -197,16 +165,13 @@ class RefConfig(Base):
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
 
 
-class RewardConfig(Base):
+class RewardConfig(RewardModelsConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
     num_nodes: int = option(1, "Nodes of the reward model.", "reward_num_nodes", ge=1)
     num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "reward_num_gpus_per_node", ge=1)
     model_name_or_path: str | None = option(
         None, "Reward models, with commas between.", "reward_pretrain", opens="models"
-    )
-    weights: tuple[float, ...] | None = option(
-        None, "Weights of several reward models; unset: 1 each.", "reward_weights"
     )
     remote_url: str | None = option(
         None,
@@ -225,7 +190,6 @@ class RewardConfig(Base):
         "reward_max_dropped",
         ge=0,
         lt=1,
-        only_with="reward.failure=drop_group",
     )
     timeout_s: float = option(
         300.0,
@@ -249,11 +213,6 @@ class RewardConfig(Base):
         ge=1,
     )
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
-    normalize_enable: bool = switch(
-        "(reward - mean) / std, both from the model's config.",
-        "normalize_reward",
-        only_with="reward.model_name_or_path",
-    )
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
     )
@@ -261,11 +220,7 @@ class RewardConfig(Base):
         None, "Tokens before the limit in which a penalty grows (DAPO).", "overlong_buffer_len"
     )
     overlong_penalty_factor: float = option(
-        1.0,
-        "The penalty at the limit.",
-        "overlong_penalty_factor",
-        ge=0,
-        only_with="reward.overlong_buffer_len",
+        1.0, "The penalty at the limit.", "overlong_penalty_factor", ge=0
     )
     stop_properly_penalty_coef: float | None = option(
         None,
@@ -317,7 +272,6 @@ class RolloutConfig(Base):
         "Token budget of a forward pass; unset: --train_max_tokens_per_gpu.",
         "rollout_max_tokens_per_gpu",
         gt=0,
-        only_with="train.dynamic_batch_enable",
     )
     num_kept_files: int = option(
         1000, "Files of samples that stay in the run folder, one a step; the oldest go.", ge=1
@@ -347,9 +301,7 @@ class VLLMConfig(Base):
     )
     enforce_eager: bool = switch("No CUDA graphs.", "enforce_eager")
     enable_sleep: bool = switch(
-        "Engines give memory back while training runs.",
-        "vllm_enable_sleep",
-        only_with="train.colocate_all",
+        "Engines give memory back while training runs.", "vllm_enable_sleep"
     )
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
@@ -373,9 +325,7 @@ class AdvantageConfig(Base):
         at_resume="refused",
     )
     gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
-    lambd: float = option(
-        1.0, "Lambda of GAE.", "lambd", ge=0, le=1, only_with="algo.advantage.estimator=gae"
-    )
+    lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
         "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
@@ -459,23 +409,14 @@ class KLConfig(Base):
         0.01, "KL coefficient; 0 or below: no reference model is started.", "init_kl_coef", "beta"
     )
     target: float | None = option(
-        None,
-        "KL that the coefficient adapts to; unset: fixed.",
-        "kl_target",
-        gt=0,
-        only_with="algo.kl.init_coef>0",
+        None, "KL that the coefficient adapts to; unset: fixed.", "kl_target", gt=0
     )
-    horizon: int = option(
-        10_000, "Samples over which it adapts.", "kl_horizon", gt=0, only_with="algo.kl.target"
-    )
+    horizon: int = option(10_000, "Samples over which it adapts.", "kl_horizon", gt=0)
     estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimator.", "kl_estimator")
-    use_loss: bool = switch(
-        "KL in the loss, not in the reward.", "use_kl_loss", only_with="algo.kl.init_coef>0"
-    )
+    use_loss: bool = switch("KL in the loss, not in the reward.", "use_kl_loss")
     unbiased_gradient: bool = switch(
         "With --use_kl_loss: the gradient is that of the KL itself, for every estimator.",
         "kl_unbiased_gradient",
-        only_with="algo.kl.use_loss",
     )
 
     @field_validator("init_coef")
@@ -500,30 +441,16 @@ class AlgoConfig(Base):
         "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
     )
     dynamic_filtering_range: tuple[float, float] = option(
-        (0.0, 1.0),
-        "Mean score of a group that is kept.",
-        "dynamic_filtering_reward_range",
-        only_with="algo.dynamic_filtering_enable",
+        (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
     )
     dynamic_filtering_max_empty: int = option(
-        10,
-        "Batches without a kept group before stopping.",
-        "dynamic_filtering_max_empty",
-        gt=0,
-        only_with="algo.dynamic_filtering_enable",
+        10, "Batches without a kept group before stopping.", "dynamic_filtering_max_empty", gt=0
     )
 
 
 class PPOTrainConfig(TrainConfig):
     """`train.*`: steps, memory and placement."""
 
-    micro_batch_size: int = option(
-        4,
-        "Samples in a micro-batch of one device.",
-        "micro_train_batch_size",
-        "per_device_train_batch_size",
-        gt=0,
-    )
     max_epochs: int = option(
         1, "Passes over a step's samples.", "max_epochs", gt=0, at_resume="refused"
     )
@@ -540,9 +467,7 @@ class PPOTrainConfig(TrainConfig):
         "enable_ema",
         at_resume="refused",
     )
-    ema_beta: float = option(
-        0.992, "Decay of the average.", "ema_beta", ge=0, lt=1, only_with="train.enable_ema"
-    )
+    ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
     async_enable: bool = switch(
         "Generate while training; engines have devices of their own.",
         "async_train",
@@ -554,15 +479,9 @@ class PPOTrainConfig(TrainConfig):
         "async_queue_size",
         env="OPENRLHF_ASYNC_QUEUE_SIZE",
         gt=0,
-        only_with="train.async_enable",
     )
     async_num_tasks: int = option(
-        128,
-        "Agents an engine runs.",
-        "async_num_tasks",
-        env="OPENRLHF_ASYNC_NUM_TASKS",
-        gt=0,
-        only_with="train.agent_func_path",
+        128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
     )
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
@@ -571,15 +490,11 @@ class PPOTrainConfig(TrainConfig):
         None, "A .py file with AgentExecutor.", "agent_func_path", opens="file"
     )
     agent_timeout_s: float = option(
-        3600.0,
-        "Seconds for an agent's episode, generation included.",
-        "agent_timeout_s",
-        gt=0,
-        only_with="train.agent_func_path",
+        3600.0, "Seconds for an agent's episode, generation included.", "agent_timeout_s", gt=0
     )
 
 
-class PPODataConfig(CheckedDataConfig):
+class PPODataConfig(CheckedDataConfig, PromptTemplateConfig):
     """`data.*`: where prompts come from."""
 
     prompt_dataset: str | None = option(
@@ -610,48 +525,20 @@ class PPODataConfig(CheckedDataConfig):
     )
     input_key: str = option("input", "Column of the prompt or messages.", "input_key")
     label_key: str | None = option(None, "Column handed to the reward function.", "label_key")
-    input_template: str | None = option(
-        None,
-        "Text around a plain prompt, with {} for it.",
-        "input_template",
-        only_with="!data.apply_chat_template",
-    )
-    apply_chat_template: bool = switch(
-        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
-    )
-    tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
-    )
-    disable_fast_tokenizer: bool = switch(
-        "Use the slow tokenizer.",
-        "disable_fast_tokenizer",
-        unused="with transformers 5: all are fast",
-    )
     dataloader_num_workers: int = option(
         0,
-        "Accepted for old commands: the trainer packs batches itself.",
+        "Has no effect: the trainer packs batches itself.",
         "dataloader_num_workers",
-        unused="here: the trainer packs batches itself",
         ge=0,
     )
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
     pretrain_probs: str | None = option(
-        None,
-        "Mixing probabilities of --pretrain_data.",
-        "pretrain_data_probs",
-        only_with="data.pretrain_dataset",
+        None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
     )
-    pretrain_split: str = option(
-        "train", "Split of --pretrain_data.", "pretrain_split", only_with="data.pretrain_dataset"
-    )
-    pretrain_key: str = option(
-        "text",
-        "Column of the text in --pretrain_data.",
-        "pretrain_key",
-        only_with="data.pretrain_dataset",
-    )
+    pretrain_split: str = option("train", "Split of --pretrain_data.", "pretrain_split")
+    pretrain_key: str = option("text", "Column of the text in --pretrain_data.", "pretrain_key")
     image_key: str = option("images", "Column of the images.", "image_key")
     max_images_per_prompt: int = option(
         0, "Images of a prompt; above 0: a vision-language model.", "max_images_per_prompt", ge=0
@@ -666,7 +553,6 @@ class PPOEvalConfig(EvalConfig):
         "Evaluate every N global steps; before the first and after the last in any case, with -1 "
         "only then.",
         "eval_steps",
-        only_with="eval.dataset",
     )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
     n_samples_per_prompt: int = option(

@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import model_validator
 from typing_extensions import Self
 
-from openrlhf.config.base import Base, is_given, option, switch, with_default
+from openrlhf.config.base import Base, Caution, is_given, option, switch, with_default
 from openrlhf.config.common import (
     CheckpointConfig,
     EvalConfig,
@@ -20,7 +20,6 @@ from openrlhf.config.common import (
     TrainConfig,
     timed_folder,
 )
-from openrlhf.config.notices import Caution
 
 
 class CommandConfig(Base):

@@ -1,21 +1,31 @@
-"""Config of the commands that use a trained model: batch_inference, lora_combiner, chat.
+"""Config of the commands that use a trained model: batch_inference, serve_rm, lora_combiner, chat.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
-users type.
+users type. The token of serve_rm is no field: it comes from a file or the environment, and is
+written nowhere.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import Base, expand_home, option, switch
-from openrlhf.config.checks import is_blank
-from openrlhf.config.common import DeepSpeedConfig, LoadConfig, PrecisionConfig
+from openrlhf.config.base import Base, expand_home, is_blank, option, switch
+from openrlhf.config.common import (
+    DeepSpeedConfig,
+    HeadConfig,
+    LoadConfig,
+    PrecisionConfig,
+    PromptTemplateConfig,
+    RewardModelsConfig,
+)
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.supervised import AnsweredDataConfig
+
+MIB = 1 << 20
 
 
 class ServedModelConfig(Base):
@@ -50,7 +60,6 @@ class CSFTConfig(Base):
         "<rm_score>: 5.00",
         "That prompt; with {input} in it, a text around the prompt instead, as --reward_template.",
         "csft_prompt",
-        only_with="csft.enable",
     )
 
 
@@ -58,12 +67,6 @@ class InferenceDataConfig(AnsweredDataConfig):
     """`data.*` of batch_inference."""
 
     output_key: str = option("output", "Column of the answer.", "output_key")
-    input_template: str | None = option(
-        None,
-        "Text around a plain prompt, with {} for it.",
-        "input_template",
-        only_with="!data.apply_chat_template",
-    )
     max_samples: int = option(
         100_000_000, "Most rows of each data set and of all together.", "max_samples", gt=0
     )
@@ -108,29 +111,18 @@ class InferenceRewardConfig(Base):
         "the prompt (csft). `null`: all answers with their scores.",
         "post_processor",
     )
-    normalize_enable: bool = switch(
-        "csft: z-scores instead of scores.",
-        "normalize_reward",
-        only_with="reward.post_processor=csft",
-    )
+    normalize_enable: bool = switch("csft: z-scores instead of scores.", "normalize_reward")
     template: str | None = option(
         None,
         "csft: text with {input} and {reward}; unset: `{input} <rm_score>: {reward} `.",
         "reward_template",
-        only_with="reward.post_processor=csft",
     )
 
 
-class InferenceWeightsConfig(LoadConfig):
+class InferenceWeightsConfig(HeadConfig):
     """`ds.*` of batch_inference."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.", "zero_stage")
-    value_head_prefix: str = option(
-        "score",
-        "Attribute name of the scalar head; the model's own config wins.",
-        "value_head_prefix",
-        "value_prefix_head",
-    )
 
     def as_deepspeed(self) -> DeepSpeedConfig:
         """The same among the settings of training, for code that serves both."""
@@ -149,7 +141,7 @@ class BatchInferenceConfig(CommandConfig):
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
     model: ServedModelConfig = ServedModelConfig()
-    data: InferenceDataConfig = InferenceDataConfig()
+    data: InferenceDataConfig = InferenceDataConfig(input_template=None)
     rollout: InferenceRolloutConfig = InferenceRolloutConfig()
     vllm: InferenceVLLMConfig = InferenceVLLMConfig()
     reward: InferenceRewardConfig = InferenceRewardConfig()
@@ -225,25 +217,10 @@ class LoraCombinerConfig(CommandConfig):
                 yield f"--output_path is --{name}: {path}. Type another folder."
 
 
-class ChatDataConfig(Base):
+class ChatDataConfig(PromptTemplateConfig):
     """`data.*` of interactive_chat."""
 
     max_len: int = option(4096, "Most tokens in a conversation.", "max_len", "max_length", gt=0)
-    input_template: str | None = option(
-        "User: {}\nAssistant: ",
-        "Text around a line without a chat template.",
-        "input_template",
-        only_with="!data.apply_chat_template",
-    )
-    apply_chat_template: bool = switch("Use the tokenizer's chat template.", "apply_chat_template")
-    tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
-    )
-    disable_fast_tokenizer: bool = switch(
-        "Use the slow tokenizer.",
-        "disable_fast_tokenizer",
-        unused="with transformers 5: all are fast",
-    )
     ta_prompt: str | None = option(
         None, "File whose text stands before the conversation.", "ta_prompt", opens="file"
     )
@@ -262,3 +239,120 @@ class ChatConfig(CommandConfig):
         """There is no default model."""
         if is_blank(self.model.model_name_or_path):
             yield "No model is named. Type --pretrain with a hub id or a path."
+
+
+class ServedRewardConfig(RewardModelsConfig):
+    """`reward.*`: the models that score."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Reward model: hub id or path; with commas several, whose weighted scores are added.",
+        "reward_pretrain",
+        "model_name_or_path",
+        opens="models",
+    )
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """Every model named."""
+        return tuple(path.strip() for path in (self.model_name_or_path or "").split(","))
+
+    @property
+    def model_weights(self) -> tuple[float, ...]:
+        """The weight of every model."""
+        return self.weights or (1.0,) * len(self.model_paths)
+
+
+class ServedTextConfig(Base):
+    """`data.*` of serve_rm: the texts that are scored."""
+
+    max_len: int = option(2048, "Most tokens in a text.", "max_len", "max_length", gt=0)
+    overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
+        "error", "Texts over --max_len: refused, or cut and marked in the answer.", "overlong_texts"
+    )
+    disable_fast_tokenizer: bool = switch("Has no effect: all are fast.", "disable_fast_tokenizer")
+
+
+class ServedWeightsConfig(HeadConfig):
+    """`ds.*` of serve_rm: how weights are loaded."""
+
+    packing_samples: bool = switch(
+        "Accepted for old commands: texts are packed on every device.", "packing_samples"
+    )
+
+
+class ServerLimitsConfig(Base):
+    """`limits.*`: what the server takes from others."""
+
+    max_body_mib: float = option(16, "Largest request, in MiB.", gt=0)
+    max_queries: int = option(4096, "Most texts in a request.", gt=0)
+    max_chars: int = option(1_000_000, "Most characters in a text.", gt=0)
+    max_requests: int = option(512, "Most requests at a time; more are sent away (503).", gt=0)
+    max_connections: int = option(1024, "Most open connections; more are sent away (503).", gt=0)
+    max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", gt=0)
+    receive_timeout_s: float = option(20, "Seconds for the body of a request to arrive.", gt=0)
+    stop_timeout_s: float = option(60, "Seconds to answer what is in flight when stopped.", gt=0)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest request, in bytes."""
+        return int(self.max_body_mib * MIB)
+
+
+class ServeRewardConfig(CommandConfig):
+    """A reward model behind HTTP (serve_rm)."""
+
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on. Others than this machine's loopback need a token: "
+        "--token_file, or OPENRLHF_REWARD_TOKEN in the environment.",
+    )
+    port: int = option(5000, "Port; 0: a free one, which is said.", ge=0, le=65535)
+    token_file: str | None = option(
+        None, "File with the token that clients must send.", opens="file"
+    )
+    batch_size: int | None = option(
+        None,
+        "Most texts in a forward pass; unset: as many as --limits.max_tokens_per_forward allows.",
+        gt=0,
+    )
+    reward: ServedRewardConfig = ServedRewardConfig()
+    data: ServedTextConfig = ServedTextConfig()
+    ds: ServedWeightsConfig = ServedWeightsConfig()
+    limits: ServerLimitsConfig = ServerLimitsConfig()
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may mean any address
+            return False
+
+    def check_models_are_named(self) -> Iterator[str]:
+        """There is no default model."""
+        if any(is_blank(path) for path in self.reward.model_paths):
+            yield "No reward model is named. Type --reward_pretrain with a hub id or a path."
+
+    def check_models_differ(self) -> Iterator[str]:
+        """The same model twice is a slip."""
+        paths = self.reward.model_paths
+        for path in dict.fromkeys(paths):
+            if path and paths.count(path) > 1:
+                yield f"--reward_pretrain names {path} {paths.count(path)} times. Name it once."
+
+    def check_weights_match_the_models(self) -> Iterator[str]:
+        """One weight for each model."""
+        weights, count = self.reward.weights, len(self.reward.model_paths)
+        if weights is not None and len(weights) != count:
+            yield (
+                f"--reward_weights has {len(weights)} values for {count} models of "
+                f"--reward_pretrain. Type {count}."
+            )
+
+    def check_host_is_named(self) -> Iterator[str]:
+        """An empty host would mean every address."""
+        if is_blank(self.host):
+            yield "--host is empty. Type --host 127.0.0.1, or another address of this machine."

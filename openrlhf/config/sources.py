@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,6 @@ from openrlhf.config.flags import flag_table, is_sequence, nearest_name, raw_val
 from openrlhf.config.local_paths import LISTS
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
-
-# Well-known names of other libraries, and what stands for them here.
-REMEDIES = {
-    "epsilon": "Type --eps_clip.",
-    "fp16": "Type --ds.param_dtype fp16.",
-    "gradient_accumulation_steps": (
-        "It follows from --train_batch_size and --micro_train_batch_size: leave it out."
-    ),
-    "max_completion_length": "Type --generate_max_len.",
-    "max_prompt_length": "Type --prompt_max_len.",
-    "model": "Type --pretrain.",
-    "num_generations": "Type --n_samples_per_prompt.",
-    "num_iterations": "Type --max_epochs.",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,6 @@ class Reading:
         else:
             near = nearest_name(name, self.config_class)
             remedy = f"Did you mean --{near}?" if near else "--help lists all of them."
-            remedy = remedy_for(name, flag_table(self.config_class)) or remedy
             self.problems.append(f"{source} is not a known name. {remedy}")
 
 
@@ -173,7 +157,6 @@ def read_yaml(reading: Reading, path: Path) -> None:
     """Values of a YAML file whose keys are the nested tree, dotted names or flat names."""
     try:
         text = path.read_text(encoding="utf-8")
-        twice = list(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)))
         tree = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
@@ -183,7 +166,6 @@ def read_yaml(reading: Reading, path: Path) -> None:
         where = " ".join(str(error).split())
         reading.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
         return
-    reading.problems += [f"{path.name}: {key} stands twice. Leave one out." for key in twice]
     if tree is None:
         return
     if not isinstance(tree, Mapping):
@@ -204,16 +186,6 @@ def read_yaml(reading: Reading, path: Path) -> None:
             reading.take(name, source, words if words is not None else [str(value)])
         else:
             _read_value(reading, name, source, value)
-
-
-def _repeated_keys(node: yaml.Node | None, depth: int = 8) -> Iterator[str]:
-    """Keys that stand twice in one mapping, where PyYAML takes the last; no section lies deeper."""
-    if not isinstance(node, yaml.MappingNode) or depth == 0:
-        return
-    counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-    yield from (key for key, count in counts.items() if count > 1)
-    for _, value in node.value:
-        yield from _repeated_keys(value, depth - 1)
 
 
 def _settings_in(
@@ -247,15 +219,3 @@ def _read_value(reading: Reading, name: str, source: str, value: object) -> None
     else:
         raw = tuple(value) if isinstance(value, list) else value
         reading.values |= {option.path: Given(raw, source) for option in options}
-
-
-def remedy_for(name: str, known: Container[str]) -> str | None:
-    """What to type for a name of another library, if this command knows those flags."""
-    remedy = REMEDIES.get(name)
-    is_fitting = remedy is not None and all(flag in known for flag in flags_in(remedy))
-    return remedy if is_fitting else None
-
-
-def flags_in(remedy: str) -> list[str]:
-    """The flags that a remedy names, without their dashes."""
-    return re.findall(r"--([a-z0-9_]+(?:\.[a-z0-9_]+)*)", remedy)

@@ -1,38 +1,57 @@
-"""Config of train_sft, and the parts of the tree that all supervised commands share.
+"""Config of the supervised commands: train_sft, train_rm, train_dpo, train_kto, train_prm and
+train_kd.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
-users type.
+users type. A rule is a method `check_...` (refused) or `note_...` (said, then on we go).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, is_given, option, switch
+from openrlhf.config.base import Base, Caution, is_blank, is_given, option, switch
 from openrlhf.config.checks import (
     batch_problems,
-    decay_problems,
-    is_blank,
-    precision_problems,
     router_loss_problems,
     schedule_problems,
-    split_problems,
-    universal_problems,
+    weight_problems,
 )
 from openrlhf.config.common import (
+    AdamConfig,
     CheckedDataConfig,
     CheckpointConfig,
     DeepSpeedConfig,
+    EvalConfig,
     LoggerConfig,
     OptimizerConfig,
+    PromptTemplateConfig,
+    TemplateConfig,
     TrainConfig,
+    TrainedModelConfig,
     logger_of,
 )
 from openrlhf.config.run import RunConfig
 
+PreferenceLossName = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "simpo",
+    "orpo",
+    "cpo",
+    "apo_zero",
+    "apo_down",
+    "exo_pair",
+]
+REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
+EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
 
-class ModelConfig(Base):
+
+class ModelConfig(TrainedModelConfig):
     """`model.*`: the model a supervised command trains."""
 
     model_name_or_path: str | None = option(
@@ -42,12 +61,6 @@ class ModelConfig(Base):
         "model_name_or_path",
         opens="model",
         at_resume="refused",
-    )
-    gradient_checkpointing_enable: bool = switch(
-        "Recompute activations in the backward pass.", "gradient_checkpointing"
-    )
-    gradient_checkpointing_reentrant: bool = switch(
-        "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
     aux_loss_coef: float = option(
         0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
@@ -62,7 +75,7 @@ class SFTModelConfig(ModelConfig):
     )
 
 
-class DatasetConfig(CheckedDataConfig):
+class DatasetConfig(CheckedDataConfig, TemplateConfig):
     """`data.*`: where rows come from, and how their text becomes tokens."""
 
     dataset: str | None = option(
@@ -85,23 +98,12 @@ class DatasetConfig(CheckedDataConfig):
         "max_samples",
         gt=0,
     )
-    apply_chat_template: bool = switch(
-        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
-    )
-    tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
-    )
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
     )
-    disable_fast_tokenizer: bool = switch(
-        "Use the slow tokenizer.",
-        "disable_fast_tokenizer",
-        unused="with transformers 5: all are fast",
-    )
 
 
-class AnsweredDataConfig(DatasetConfig):
+class AnsweredDataConfig(DatasetConfig, PromptTemplateConfig):
     """`data.*` of commands that read prompts with answers."""
 
     input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
@@ -110,12 +112,6 @@ class AnsweredDataConfig(DatasetConfig):
         "Column of the answer; unset: `completion`, or the last message of a chat.",
         "output_key",
     )
-    input_template: str | None = option(
-        "User: {}\nAssistant: ",
-        "Text around a plain prompt, with {} for it.",
-        "input_template",
-        only_with="!data.apply_chat_template",
-    )
 
 
 class SupervisedDataConfig(DatasetConfig):
@@ -123,9 +119,8 @@ class SupervisedDataConfig(DatasetConfig):
 
     dataloader_num_workers: int = option(
         0,
-        "Accepted for old commands: the trainer packs batches itself.",
+        "Has no effect: the trainer packs batches itself.",
         "dataloader_num_workers",
-        unused="here: the trainer packs batches itself",
         ge=0,
     )
 
@@ -166,23 +161,12 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
 
     def check_weights_can_be_trained(self) -> Iterator[str]:
         """In this number of bits, split like this, summed like this."""
-        yield from precision_problems(self.ds)
-        yield from universal_problems(self.ds, self)
-        yield from split_problems(self.ds, self)
-
-    def check_router_loss_has_a_gradient(self) -> Iterator[str]:
-        """The reentrant variant runs layers without a graph."""
-        model = self.model
-        yield from router_loss_problems(
-            model.aux_loss_coef,
-            is_checkpointed=model.gradient_checkpointing_enable,
-            is_reentrant=model.gradient_checkpointing_reentrant,
-        )
+        yield from weight_problems(self.ds, self)
+        yield from router_loss_problems(self.model.aux_loss_coef, self.model)
 
     def check_learning_rate_schedule(self) -> Iterator[str]:
-        """The schedule has a name that exists, and a decay has somewhere to go."""
+        """The schedule has a name that exists."""
         yield from schedule_problems(self.lr_scheduler)
-        yield from decay_problems(self, "learning_rate")
 
 
 class SFTConfig(SupervisedConfig):
@@ -207,3 +191,345 @@ class SFTConfig(SupervisedConfig):
         for name in ("multiturn", "apply_chat_template"):
             if self.model.pretrain_mode_enable and getattr(self.data, name):
                 yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
+
+class PairDataConfig(SupervisedDataConfig, PromptTemplateConfig):
+    """`data.*` of commands that learn from a better and a worse answer."""
+
+    prompt_key: str | None = option(
+        None, "Column of the prompt; unset: `prompt` if there is one, else no column.", "prompt_key"
+    )
+    chosen_key: str = option("chosen", "Column of the better answer.", "chosen_key")
+    rejected_key: str = option("rejected", "Column of the worse answer.", "rejected_key")
+
+
+class RMModelConfig(ModelConfig):
+    """`model.*` of train_rm."""
+
+    loss_type: Literal["sigmoid", "logexp"] = option(
+        "sigmoid", "-log sigmoid(difference), or log(1 + exp(-difference)).", "loss"
+    )
+    margin_loss_enable: bool = switch(
+        "Subtract the column `margin` from the difference.", "margin_loss"
+    )
+    compute_fp32_loss_enable: bool = switch(
+        "Has no effect: the loss is always in fp32.", "compute_fp32_loss"
+    )
+
+
+class RMConfig(SupervisedConfig):
+    """Pairwise reward model (train_rm)."""
+
+    has_value_head: ClassVar[bool] = True
+
+    adam: AdamConfig = AdamConfig(lr=9e-6)
+    model: RMModelConfig = RMModelConfig()
+    data: PairDataConfig = PairDataConfig(max_len=512, input_template=None)
+    train: TrainConfig = TrainConfig(micro_batch_size=1)
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_rm")
+    logger: LoggerConfig = logger_of("openrlhf_train_rm", "rm")
+
+
+class DPOModelConfig(ModelConfig):
+    """`model.*` of train_dpo."""
+
+    loss_type: PreferenceLossName = option("sigmoid", "Preference loss.", "loss_type")
+    ipo_enable: bool = switch("The same as --loss_type ipo.", "ipo")
+    beta: float = option(0.1, "Strength of the preference.", "beta", gt=0)
+    label_smoothing: float = option(
+        0.0,
+        f"Part of the labels taken as wrong (cDPO); unset with exo_pair: {EXO_LABEL_SMOOTHING}.",
+        "label_smoothing",
+        ge=0,
+        lt=0.5,
+    )
+    ipo_length_average: bool = switch(
+        "IPO on the mean log-probability of a token, not on sums.", "ipo_length_average"
+    )
+    simpo_gamma: float = option(
+        0.5, "Margin of SimPO, subtracted from beta times the difference.", "simpo_gamma", ge=0
+    )
+    nll_loss_coef: float = option(
+        0.0, "Weight of the language-model loss on better answers.", "nll_loss_coef", ge=0
+    )
+
+
+class RefConfig(Base):
+    """`ref.*`: the frozen model that log-probabilities are compared with."""
+
+    offload: bool = switch("Keep its weights in CPU memory.", "ref_offload")
+    precompute_log_probs: bool = switch(
+        "Compute its log-probabilities once, before training.", "precompute_ref_log_probs"
+    )
+
+
+class DPORefConfig(RefConfig):
+    """`ref.*` of train_dpo."""
+
+    model_name_or_path: str | None = option(
+        None, "Reference model; unset: the same as --pretrain.", "ref_pretrain", opens="model"
+    )
+
+
+class DPOConfig(SupervisedConfig):
+    """Direct preference optimisation and its relatives (train_dpo)."""
+
+    adam: AdamConfig = AdamConfig(lr=1e-5)
+    model: DPOModelConfig = DPOModelConfig()
+    ref: DPORefConfig = DPORefConfig()
+    data: PairDataConfig = PairDataConfig(max_len=512, input_template=None)
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_dpo")
+    logger: LoggerConfig = logger_of("openrlhf_train_dpo", "exp")
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: the loss of --ipo, and label smoothing where a loss needs some."""
+        yield from super().derived()
+        if self.model.ipo_enable and not is_given(self, "model.loss_type"):
+            yield "model.loss_type", "ipo"
+        is_smoothed = is_given(self, "model.label_smoothing")
+        if self.model.loss_type == "exo_pair" and not is_smoothed:
+            yield "model.label_smoothing", EXO_LABEL_SMOOTHING
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.model.loss_type not in REFERENCE_FREE_LOSSES
+
+    def check_ipo_is_the_loss(self) -> Iterator[str]:
+        """--ipo and --loss_type name one loss."""
+        loss_type = self.model.loss_type
+        if self.model.ipo_enable and loss_type != "ipo":
+            yield f"--ipo is set with --loss_type {loss_type}. Leave one of them out."
+
+    def check_label_smoothing_has_a_loss_that_takes_it(self) -> Iterator[str]:
+        """Other losses have no formula for labels that may be wrong."""
+        value, loss_type = self.model.label_smoothing, self.model.loss_type
+        if value and loss_type not in SMOOTHED_LOSSES:
+            yield (
+                f"--label_smoothing {value} is set with --loss_type {loss_type}, which takes "
+                f"none. Leave it out or type one of {', '.join(SMOOTHED_LOSSES)}."
+            )
+
+    def check_exo_smooths_its_labels(self) -> Iterator[str]:
+        """The logarithm of the label smoothing is a part of the loss."""
+        if self.model.loss_type == "exo_pair" and self.model.label_smoothing == 0:
+            yield (
+                "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type "
+                f"--label_smoothing {EXO_LABEL_SMOOTHING}."
+            )
+
+    def note_robust_loss_has_wrong_labels_to_expect(self) -> Iterator[str]:
+        """Where no label is taken as wrong, its formula is that of DPO."""
+        if self.model.loss_type == "robust" and self.model.label_smoothing == 0:
+            yield Caution(
+                "--loss_type robust with --label_smoothing 0.0 is plain DPO, --loss_type sigmoid. "
+                "Type --label_smoothing with the part of the labels that may be wrong, such as 0.1."
+            )
+
+
+class KTOModelConfig(ModelConfig):
+    """`model.*` of train_kto."""
+
+    beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
+    desirable_loss_weight: float = option(
+        1.0, "Weight of good answers.", "desirable_loss_weight", "desirable_weight", ge=0
+    )
+    undesirable_loss_weight: float = option(
+        1.0, "Weight of bad answers.", "undesirable_loss_weight", "undesirable_weight", ge=0
+    )
+
+
+class KTODataConfig(PromptedDataConfig):
+    """`data.*` of train_kto."""
+
+    label_key: str = option("label", "Column of the label: 1 good, 0 bad.", "label_key")
+
+
+class KTOConfig(SupervisedConfig):
+    """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
+
+    adam: AdamConfig = AdamConfig(lr=1e-5)
+    model: KTOModelConfig = KTOModelConfig(model_name_or_path="bigscience/bloomz-1b7")
+    ref: RefConfig = RefConfig()
+    data: KTODataConfig = KTODataConfig()
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kto")
+    logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
+
+    def check_some_answers_count(self) -> Iterator[str]:
+        """With two weights of zero nothing is learnt."""
+        if self.model.desirable_loss_weight == self.model.undesirable_loss_weight == 0:
+            yield (
+                "--desirable_loss_weight and --undesirable_loss_weight are both 0. Type "
+                "--desirable_loss_weight 1."
+            )
+
+    def check_batch_has_mismatched_pairs(self) -> Iterator[str]:
+        """The reference point pairs a prompt with the answer to another of its batch."""
+        if self.train.batch_size < 2:
+            yield (
+                f"--train_batch_size must be at least 2: {self.train.batch_size}. Type "
+                "--train_batch_size 2."
+            )
+
+    def note_default_model(self) -> Iterator[str]:
+        """A model that nobody typed is named."""
+        if not is_given(self, "model.model_name_or_path"):
+            yield f"--pretrain is not set: starting from {self.model.model_name_or_path}."
+
+
+class PRMModelConfig(ModelConfig):
+    """`model.*` of train_prm."""
+
+    placeholder_token: str | None = option(
+        None, "The one token at which a step ends.", "placeholder_token"
+    )
+    reward_tokens: tuple[str, ...] | None = option(
+        None,
+        "Tokens a label may be, the good one first; labels that are numbers need exactly two. "
+        "Unset: any token.",
+        "reward_tokens",
+    )
+
+
+class PRMDataConfig(SupervisedDataConfig):
+    """`data.*` of train_prm."""
+
+    input_key: str = option("input", "Column of the text with its step ends.", "input_key")
+    label_key: str = option("label", "Column of the labels, one for each step end.", "label_key")
+
+
+class PRMConfig(SupervisedConfig):
+    """Process reward model (train_prm)."""
+
+    adam: AdamConfig = AdamConfig(lr=1e-6)
+    model: PRMModelConfig = PRMModelConfig()
+    data: PRMDataConfig = PRMDataConfig()
+    train: TrainConfig = TrainConfig(micro_batch_size=1)
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_prm")
+    logger: LoggerConfig = logger_of("openrlhf_train_prm", "prm")
+
+    def check_step_end_is_named(self) -> Iterator[str]:
+        """Nothing else in a text says where a step ends."""
+        if not self.model.placeholder_token:
+            yield "No step end is named. Type --placeholder_token with a token of the tokenizer."
+
+    def check_reward_tokens_can_differ(self) -> Iterator[str]:
+        """Among one token there is nothing to choose, and a token written twice is a slip."""
+        tokens = self.model.reward_tokens
+        if tokens is None:
+            return
+        if len(tokens) < 2:
+            yield (
+                f"--reward_tokens needs at least two tokens: {' '.join(tokens)}. Type two, the "
+                "good one first, or leave it out."
+            )
+        for token, count in Counter(tokens).items():
+            if count > 1:
+                yield f"--reward_tokens has {token} {count} times. Type each token once."
+
+    def check_text_is_taken_as_it_is(self) -> Iterator[str]:
+        """The step ends stand in the text already, so no template is put around it."""
+        if self.data.apply_chat_template:
+            yield (
+                "--apply_chat_template is set, and train_prm takes --input_key as it is. Leave "
+                "it out and write the template into the data."
+            )
+
+
+class TeacherConfig(Base):
+    """`teacher.*`: the model that is learnt from; it has the student's vocabulary."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Teacher model: hub id or path.",
+        "teacher_model",
+        "teacher_model_name_or_path",
+        opens="model",
+    )
+    offload: bool = switch("Keep its weights in CPU memory.", "teacher_offload")
+
+
+class KDLossConfig(Base):
+    """`kd.*`: what is learnt from the teacher, and on whose answers."""
+
+    coef: float = option(
+        0.4,
+        "Weight of distillation; the rest is the language-model loss. Unset with --kd_on_policy: "
+        "1.",
+        "kd_coef",
+        ge=0,
+        le=1,
+    )
+    divergence: Literal["forward", "reverse", "jsd"] = option(
+        "forward", "KL(teacher, student), KL(student, teacher), or Jensen-Shannon.", "kd_divergence"
+    )
+    on_policy_enable: bool = switch(
+        "The student answers the prompts, and the teacher scores its answers.", "kd_on_policy"
+    )
+    max_new_tokens: int = option(
+        512,
+        "Most tokens in an answer of the student; unset: at most half of --max_len.",
+        "kd_max_new_tokens",
+        gt=0,
+    )
+    temperature: float = option(
+        1.0, "Temperature at which the student answers.", "temperature", gt=0
+    )
+
+
+class KDConfig(SupervisedConfig):
+    """Knowledge distillation (train_kd)."""
+
+    model: SFTModelConfig = SFTModelConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    kd: KDLossConfig = KDLossConfig()
+    data: PromptedDataConfig = PromptedDataConfig(output_key="output")
+    eval: EvalConfig = EvalConfig(split="test")
+    ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kd")
+    logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
+
+    def derived(self) -> Iterator[tuple[str, object]]:
+        """Defaults that follow: no language-model loss on own answers, room for the prompt."""
+        yield from super().derived()
+        if not self.kd.on_policy_enable:
+            return
+        if not is_given(self, "kd.coef"):
+            yield "kd.coef", 1.0
+        if not is_given(self, "kd.max_new_tokens"):
+            room = max(1, self.data.max_len // 2)
+            yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
+
+    def check_teacher_is_named(self) -> Iterator[str]:
+        """There is no default teacher."""
+        if is_blank(self.teacher.model_name_or_path):
+            yield "No teacher is named. Type --teacher_model with a hub id or a path."
+
+    def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
+        """Text as it is has no conversations, and no prompts to answer."""
+        unfit = {
+            "apply_chat_template": self.data.apply_chat_template,
+            "kd_on_policy": self.kd.on_policy_enable,
+        }
+        for name, is_set in unfit.items():
+            if self.model.pretrain_mode_enable and is_set:
+                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
+    def check_answers_leave_room_for_prompts(self) -> Iterator[str]:
+        """Prompt and answer share the row."""
+        answer, total = self.kd.max_new_tokens, self.data.max_len
+        if self.kd.on_policy_enable and answer >= total:
+            yield (
+                f"--kd_max_new_tokens {answer} leaves no room for a prompt in --max_len {total}. "
+                f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
+            )
+
+    def note_answers_of_the_student(self) -> Iterator[str]:
+        """The rest of the loss would learn them as if they were data."""
+        if self.kd.on_policy_enable and self.kd.coef < 1:
+            yield Caution(
+                f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "
+                "student's own answers. Type --kd_coef 1."
+            )

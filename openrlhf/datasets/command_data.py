@@ -13,14 +13,19 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from openrlhf.config.base import is_given
-from openrlhf.config.distillation import KDConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, pick_column
 from openrlhf.datasets.loading import Expectations, load_rows
 from openrlhf.datasets.problems import Gathered

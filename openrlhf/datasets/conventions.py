@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 from datasets import Dataset
 
-from openrlhf.config.base import Base, is_given, with_default
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Base, Caution, is_given, with_default
 from openrlhf.datasets.chat import RENDERED, is_rendered
 from openrlhf.datasets.problems import missing_column, unread_of
 from openrlhf.errors import ConfigError

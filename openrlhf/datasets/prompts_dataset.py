@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import (
     RowError,
     Segment,

@@ -14,8 +14,8 @@ from itertools import takewhile
 from datasets import Dataset
 from torch import Tensor
 
-from openrlhf.config.notices import Caution
-from openrlhf.config.preference import PairDataConfig
+from openrlhf.config.base import Caution
+from openrlhf.config.supervised import PairDataConfig
 from openrlhf.datasets.chat import (
     LeftOutError,
     Message,

@@ -15,8 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from typing_extensions import Self
 
-from openrlhf.config.base import is_given
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution, is_given
 from openrlhf.config.supervised import AnsweredDataConfig
 from openrlhf.datasets.chat import (
     LeftOutError,

@@ -24,7 +24,7 @@ from datasets import Dataset, Features, List, Value
 from filelock import FileLock
 from torch import Tensor
 
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import LeftOutError, RowError, Segment, has_placeholder, is_rendered
 from openrlhf.datasets.conventions import image_notices, unread_notices
 from openrlhf.datasets.problems import Problems, row_place

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from openrlhf.config.reward_server import ServeRewardConfig, ServerLimitsConfig
+from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.kernels import check_here
 from openrlhf.serving.batcher import Batcher, Row, ScoringError

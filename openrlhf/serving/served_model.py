@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import num_positions
 from openrlhf.models.loading import (

@@ -19,7 +19,7 @@ from openrlhf.algorithms.preference_loss import (
     preference_loss,
 )
 from openrlhf.algorithms.tokens import segment_sum
-from openrlhf.config.preference import DPOConfig
+from openrlhf.config.supervised import DPOConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine

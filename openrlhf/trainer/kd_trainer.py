@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.distillation import Distillation
-from openrlhf.config.distillation import KDConfig
+from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy

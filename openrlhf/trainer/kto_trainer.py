@@ -21,7 +21,7 @@ from openrlhf.algorithms.preference_loss import (
     kto_reference_point,
 )
 from openrlhf.algorithms.tokens import segment_sum
-from openrlhf.config.preference import KTOConfig
+from openrlhf.config.supervised import KTOConfig
 from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedExample,
     UnpairedPreferenceDataset,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
 from openrlhf.engines.vllm_cpu import check_head_size

@@ -46,7 +46,6 @@ from openrlhf.trainer.ppo_setup import (
     needs_old_logprobs,
     needs_reference,
     only_busy_samples_count,
-    placement_notes,
     prepare_inputs,
     schedule_notes,
 )
@@ -135,7 +134,7 @@ def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
     # On Ray models are elsewhere: each worker looks at its own machine.
     gathered.attempt(lambda: check_here(config.ds))
     if topology.is_main:
-        say_notices([*notices, *placement_notes(config)])
+        say_notices(notices)
     has_engines = bool(config.vllm.num_engines)
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)

@@ -6,16 +6,13 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.config.base import is_changed, is_given, walk
-from openrlhf.config.flags import plain_flag
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import (
     EVALUATION,
@@ -49,17 +46,8 @@ from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 if TYPE_CHECKING:
     from datasets import Dataset
 
+
 # Read by runs on Ray only.
-PLACEMENT = (
-    *(f"{role}.num_nodes" for role in ("actor", "critic", "ref", "reward")),
-    *(f"{role}.num_gpus_per_node" for role in ("actor", "critic", "ref", "reward")),
-    "train.colocate_actor_ref",
-    "train.colocate_critic_reward",
-    "vllm.sync_backend",
-    "vllm.sync_with_ray",
-)
-
-
 @dataclass(frozen=True)
 class RunInputs:
     """Checked inputs of a run."""
@@ -205,14 +193,6 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
     if config.ds.ranks_per_share > 1:
         flag = "ring_attn_size" if config.ds.ring_attn_size > 1 else "ds_tensor_parallel_size"
         raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
-
-
-def placement_notes(config: PPOConfig) -> Iterator[str]:
-    """Yield a line for each setting that was typed and that only a run on Ray reads."""
-    for option in walk(PPOConfig):
-        path = option.path
-        if path in PLACEMENT and is_given(config, path) and is_changed(config, path):
-            yield f"{plain_flag(option)} has no effect without Ray: one process holds every model."
 
 
 def needs_critic(config: PPOConfig) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, Unpack
 
-from openrlhf.config.process import PRMConfig
+from openrlhf.config.supervised import PRMConfig
 from openrlhf.datasets.process_reward_dataset import (
     ProcessExample,
     ProcessRewardDataset,

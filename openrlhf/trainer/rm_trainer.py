@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.reward_loss import pairwise_losses
-from openrlhf.config.preference import RMConfig
+from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.collectives import on_main
 from openrlhf.distributed.strategy import DeepSpeedStrategy

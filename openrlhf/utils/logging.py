@@ -22,7 +22,7 @@ from pathlib import Path
 
 import rich.console
 
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 
 _LOGGER = logging.getLogger("openrlhf")
 _LOGGER.addHandler(logging.NullHandler())

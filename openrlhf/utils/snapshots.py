@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TypeVar
 
-from openrlhf.config.base import value_at, walk, with_value
-from openrlhf.config.checks import is_blank
+from openrlhf.config.base import is_blank, value_at, walk, with_value
 from openrlhf.config.flags import plain_flag
 from openrlhf.config.local_paths import is_hub_id, names_in
 from openrlhf.config.run import CommandConfig

@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import pytest
 from openrlhf.cli import main as console
 from openrlhf.cli import runner
 from openrlhf.cli.runner import Command, hide_from_process_list, run_command
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.utils import progress
 
 NEEDS = ["--pretrain", "m", "--dataset", "d"]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "rich")
@@ -87,14 +84,6 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_help_shows_dotted_and_flat_names():
-    wide = {**os.environ, "COLUMNS": "200"}
-    text = run("-m", "openrlhf.cli.train_ppo_ray", "--help", env=wide).stdout
-    for name in ("--actor.adam.lr", "--actor_learning_rate", "--rollout.n_samples_per_prompt",
-                 "--n_samples_per_prompt", "--num_generations", "--bf16", "--config"):  # fmt: skip
-        assert name in text
-
-
 def test_the_console_script_lists_the_commands_that_exist(capsys):
     console.main(["--help"])
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:2] == "  "]
@@ -138,20 +127,6 @@ def test_wrong_input_is_lines_and_exit_code_2():
     ]
 
 
-def test_debug_adds_the_traceback():
-    done = run("-m", "openrlhf.cli.train_sft", "--debug")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-
-
-def test_the_console_script_and_the_module_refuse_the_same_way():
-    by_script = run("-m", "openrlhf.cli.main", "ppo", "--top_p", "2")
-    by_module = run("-m", "openrlhf.cli.train_ppo_ray", "--top_p", "2")
-    assert by_script.returncode == by_module.returncode == 2
-    assert by_script.stderr == by_module.stderr
-
-
 def test_errors_end_in_their_exit_code(capsys):
     assert leave(fail_with(ConfigError(["one", "two"]))) == 2
     assert capsys.readouterr().err == "error: one\nerror: two\n"
@@ -161,12 +136,6 @@ def test_errors_end_in_their_exit_code(capsys):
     capsys.readouterr()
     assert leave(fail_with(ZeroDivisionError("of ours"))) == 4
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_what_is_not_built_is_refused_before_anything_runs(capsys):
-    line = "--pretrain m --prompt_data d --remote_rm_url r.py --max_images_per_prompt 2"
-    assert leave(fail_with(AssertionError("ran")), line.split(), PPOConfig) == 2
-    assert "not yet implemented: --max_images_per_prompt 2" in capsys.readouterr().err
 
 
 def test_a_key_moves_to_the_environment_and_out_of_the_arguments(monkeypatch, capsys):
@@ -197,22 +166,6 @@ def test_the_wrong_use_of_a_key_flag_does_not_print_the_key():
     done = run("-m", "openrlhf.cli.train_sft", *NEEDS, "--use_wandb", "canary-5", "stray")
     assert done.returncode == 2
     assert "canary" not in done.stderr + done.stdout
-
-
-@pytest.mark.parametrize(("rank", "is_shown"), [("0", True), ("1", False)])
-def test_one_rank_of_several_draws_that_libraries_are_loaded(rank, is_shown, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    drawn: list[bool] = []
-
-    def noted(what, *, is_shown):
-        drawn.append(is_shown)
-        return nullcontext()
-
-    monkeypatch.setattr(progress, "progress", noted)
-    with runner.loading_libraries():
-        pass
-    assert drawn == [is_shown]
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "note: a\nnote: b\n"), ("1", "")])

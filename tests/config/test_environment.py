@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
-from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
@@ -21,8 +18,7 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.topology import Topology
 from openrlhf.trainer.rank_gpus import see_own_gpus
-from openrlhf.trainer.ray.launcher import start_actor, worker_environment
-from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
+from openrlhf.trainer.ray.launcher import worker_environment
 
 NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "http://a"]
 SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
@@ -119,25 +115,3 @@ def test_the_hub_is_the_callers() -> None:
 @pytest.mark.usefixtures("caller")
 def test_a_worker_is_given_what_the_caller_has() -> None:
     assert worker_environment(1).items() >= OF_CALLER.items()
-
-
-class Environment:
-    """A worker that says what it was given."""
-
-    def of_mine(self) -> dict[str, str]:
-        """All variables."""
-        return dict(os.environ)
-
-
-@pytest.fixture
-def worker(ray_cluster: None, caller: None) -> Iterator[object]:
-    slot = place([RoleDemand("ref", 1, "ref")], view_cluster())["ref"][0]
-    worker = start_actor(Environment, (), slot)
-    yield worker
-    ray.kill(worker)
-    remove_placement_group(slot.group)
-
-
-@pytest.mark.slow
-def test_a_worker_of_a_running_cluster_has_what_the_caller_has(worker: object) -> None:
-    assert ray.get(worker.of_mine.remote(), timeout=120).items() >= OF_CALLER.items()

@@ -8,7 +8,7 @@ import pytest
 
 from openrlhf.config.base import Alias, Base, option, switch, walk
 from openrlhf.config.flags import names_of
-from openrlhf.config.help import default_of, help_text, kind_of
+from openrlhf.config.help import help_text
 from openrlhf.config.run import CommandConfig
 from tests.config.test_settings import CONFIGS
 
@@ -55,13 +55,6 @@ def test_flags_stand_in_groups_with_values_help_names_and_defaults():
     assert text.endswith(EXPECTED)
 
 
-def test_a_wide_terminal_gets_long_lines():
-    text = help_text(BikeConfig, "openrlhf bike", width=200)
-    assert (
-        "  --wheel.size INT          Inches. Also --wheel_size --wheel.large. (default: 26)" in text
-    )
-
-
 @pytest.mark.parametrize("config_class", CONFIGS)
 def test_every_name_of_every_flag_is_in_the_help(config_class):
     text = help_text(config_class, "x", width=90)
@@ -70,15 +63,3 @@ def test_every_name_of_every_flag_is_in_the_help(config_class):
         assert leaf.field.description.split()[0] in text
         assert {f"--{name}" for name in names_of(config_class, leaf.path)} <= words, leaf.path
     assert max(map(len, text.splitlines())) <= 104  # the notes at the top are not broken
-
-
-def test_kinds_are_what_may_be_typed():
-    assert kind_of(tuple[str, ...]) == "STR ..."
-    assert kind_of(str | None) == "STR|none"
-    assert kind_of(Literal[0, 1]) == "{0,1}"
-
-
-def test_defaults_are_what_would_be_typed():
-    leaves = {leaf.path: leaf for leaf in walk(BikeConfig)}
-    assert default_of(leaves["wheel.pressures"]) == "2.5 3.0"
-    assert default_of(leaves["has_bell"]) == "false"

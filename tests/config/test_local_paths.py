@@ -13,14 +13,22 @@ from openrlhf.cli.main import COMMANDS
 from openrlhf.cli.runner import start_problems
 from openrlhf.config.base import walk
 from openrlhf.config.cli import parse_config
-from openrlhf.config.distillation import KDConfig
 from openrlhf.config.local_paths import path_problems
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
-from openrlhf.config.reward_server import ServeRewardConfig
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    ChatConfig,
+    LoraCombinerConfig,
+    ServeRewardConfig,
+)
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 from openrlhf.errors import ConfigError
 
 TRAINERS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, KDConfig)

@@ -6,6 +6,7 @@ users see.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import time
@@ -18,16 +19,25 @@ from pydantic import BaseModel
 
 from openrlhf.config.base import Option, value_at, walk
 from openrlhf.config.cli import build, literal_choices, parse_config
-from openrlhf.config.distillation import KDConfig
 from openrlhf.config.flags import flag_table, leaf_types
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
-from openrlhf.config.reward_server import ServeRewardConfig
 from openrlhf.config.run import CommandConfig
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, LoraCombinerConfig
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    ChatConfig,
+    LoraCombinerConfig,
+    ServeRewardConfig,
+)
 from openrlhf.config.sources import read_all
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
+from tests.source import modules
 
 SETTINGS = Path(__file__).with_name("settings.txt")
 COMMANDS: dict[str, type[CommandConfig]] = {
@@ -182,6 +192,57 @@ def test_default_run_folders_differ_by_command_and_time(monkeypatch):
 def test_every_command_reads_its_own_config(name):
     module = import_module(f"openrlhf.cli.{name}")
     assert getattr(module, COMMANDS[name].__name__) is COMMANDS[name]
+
+
+# Read inside the config alone: other leaves and properties follow from them.
+READ_BY_CONFIG = {
+    "model.ipo_enable",
+    "rollout.greedy_sampling",
+    "limits.max_body_mib",
+    "algo.advantage.is_correction_enable",
+    "algo.advantage.is_correction_type",
+    "algo.advantage.is_correction_level",
+    "algo.advantage.is_correction_mode",
+    "algo.advantage.is_correction_clamp_survivors",
+}
+# Accepted for old commands.
+WITHOUT_EFFECT = {
+    "data.dataloader_num_workers",
+    "data.disable_fast_tokenizer",
+    "data.image_key",
+    "ds.packing_samples",
+    "model.compute_fp32_loss_enable",
+    "muon.nesterov",
+    "muon.ns_steps",
+}
+
+
+def names_read() -> set[str]:
+    """Every attribute that code outside the config reads."""
+    return {
+        node.attr
+        for module in modules()
+        if not module.name.startswith("openrlhf.config.")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def without_role(path: str) -> str:
+    """`muon.lr` of `actor.muon.lr`: the settings of an optimizer are those of every model."""
+    return path.removeprefix("actor.").removeprefix("critic.") if ".muon." in path else path
+
+
+def test_every_setting_is_read():
+    read = names_read()
+    unread = {
+        without_role(option.path)
+        for config_class in CONFIGS
+        for option in walk(config_class)
+        if option.path.rpartition(".")[2] not in read
+    }
+    refused = {"actor.freeze_visual_encoder", "data.max_images_per_prompt"}
+    assert unread <= READ_BY_CONFIG | WITHOUT_EFFECT | refused
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.cli import parse_config
-from openrlhf.config.distillation import KDConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 from openrlhf.datasets.command_data import row_format
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered

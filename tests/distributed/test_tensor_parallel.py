@@ -25,7 +25,6 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.families import SPLIT_STYLES, refuse_split_layers
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel
-from tests.config.test_unimplemented import SFT_NEEDS
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.models.helpers import full_batch, random_sequences
 from tests.stopped_runs import records, stopping_behind
@@ -345,7 +344,7 @@ def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:
 def test_what_does_not_go_together_is_refused_in_one_line(flags: str) -> None:
     from openrlhf.config.cli import parse_config
 
-    line = f"{SFT_NEEDS} --ds_tensor_parallel_size 2 {flags}"
+    line = f"--pretrain m --dataset d --ds_tensor_parallel_size 2 {flags}"
     with pytest.raises(ConfigError, match="--ds_tensor_parallel_size 2 with --") as caught:
         parse_config(SFTConfig, line.split())
     assert len(caught.value.problems) == 1

@@ -15,7 +15,7 @@ import pytest
 import tomllib
 
 from openrlhf.config.cli import parse_config
-from openrlhf.config.preference import DPOConfig
+from openrlhf.config.supervised import DPOConfig
 from tests.examples.test_scripts_run import TINY_RL, TINY_SUPERVISED, tiny_variables
 
 __all__ = ["tiny_variables"]

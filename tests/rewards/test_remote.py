@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from openrlhf.config.reward_server import ServerLimitsConfig
+from openrlhf.config.serving import ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import uvicorn
 
-from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.serving.reward_server import (
     RewardService,
     address_of,

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from openrlhf.config.cli import parse_config
-from openrlhf.config.reward_server import ServeRewardConfig
+from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.batcher import Batcher

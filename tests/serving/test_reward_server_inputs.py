@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.reward_server import ServerLimitsConfig
+from openrlhf.config.serving import ServerLimitsConfig
 from openrlhf.serving.reward_server import RewardRequest, read_request
 from openrlhf.serving.served_model import RefusedError
 from tests.serving.served import JSON, serving, unharmed, wait_until

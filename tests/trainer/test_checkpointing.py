@@ -16,8 +16,7 @@ import torch
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
-from openrlhf.config.preference import RMConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import RMConfig, SFTConfig
 from openrlhf.distributed.checkpoints import RunCheckpoints, open_checkpoints
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.manifest import seal, verify

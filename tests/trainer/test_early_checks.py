@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import transformers
 
+from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
-from openrlhf.config.notices import Caution
-from openrlhf.config.preference import DPOConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import DPOConfig, SFTConfig
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import limits_of, prepare_inputs
 from tests.tiny import make_model, write_jsonl

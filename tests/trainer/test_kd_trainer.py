@@ -20,7 +20,7 @@ from openrlhf.algorithms.distillation import Distillation
 from openrlhf.cli.train_kd import main
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
-from openrlhf.config.distillation import KDConfig
+from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings

@@ -173,21 +173,6 @@ def test_train_ppo_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ppo_local(config)
 
 
-def test_places_that_there_are_not_without_ray_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    words = f"--pretrain {tmp_path}/none --prompt_data d --remote_rm_url r.py "
-    words += "--actor_num_gpus_per_node 2 --critic_num_nodes 3 --colocate_actor_ref "
-    words += "--vllm_sync_backend gloo --vllm_num_engines 1"
-    with pytest.raises(ConfigError):  # there is no model
-        run_ppo_local(parse_config(PPOConfig, words.split()).config)
-    said = capsys.readouterr()
-    for flag in ("--actor_num_gpus_per_node", "--critic_num_nodes", "--colocate_actor_ref"):
-        assert f"{flag} has no effect without Ray" in said.out + said.err
-    assert "--vllm_sync_backend has no effect without Ray" in said.out + said.err
-    assert "--ref_num_nodes" not in said.out + said.err
-
-
 def test_an_engine_of_several_parts_does_without_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

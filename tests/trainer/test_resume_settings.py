@@ -11,9 +11,8 @@ import pytest
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.preference import DPOConfig
 from openrlhf.config.resume_settings import check_settings, settings_of
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.supervised import DPOConfig, SFTConfig
 from openrlhf.distributed.backend import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer

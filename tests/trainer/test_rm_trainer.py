@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.config.preference import RMConfig
+from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy

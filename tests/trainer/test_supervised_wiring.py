@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from openrlhf.algorithms.preference_loss import KTOOptions, PreferenceOptions, preference_loss
 from openrlhf.config.cli import parse_config
-from openrlhf.config.distillation import KDConfig
-from openrlhf.config.preference import DPOConfig, KTOConfig, RMConfig
-from openrlhf.config.process import PRMConfig
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig
-from openrlhf.config.supervised import SFTConfig, SupervisedConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer import interactive_chat
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings

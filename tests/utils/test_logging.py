@@ -15,7 +15,7 @@ import peft
 import rich.console
 import transformers
 
-from openrlhf.config.notices import Caution
+from openrlhf.config.base import Caution
 from openrlhf.utils import logging as console
 from tests.tiny import make_model
 
