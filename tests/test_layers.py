@@ -37,7 +37,7 @@ HOMES = {
     "openrlhf.utils.processes": {"psutil"},
     "openrlhf.utils.images": {"torch", "transformers", "PIL"},
     "openrlhf.rewards.remote": {"httpx"},
-    "openrlhf.rewards.math_grader": {"math_verify", "pebble"},
+    "openrlhf.rewards.math_grader": {"math_verify"},
     "openrlhf.datasets": {"torch", "datasets", "pyarrow", "filelock"},
     "openrlhf.models": {"torch", "transformers", "peft"},
     "openrlhf.engines": {"torch"},

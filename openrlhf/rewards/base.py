@@ -1,4 +1,4 @@
-"""What every source of rewards is asked, and the strict check of what it returns.
+"""The interface of reward sources, and the strict check of what they return.
 
 Imports nothing heavy: the workers of a reward function start with it.
 """
@@ -10,14 +10,13 @@ import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openrlhf.errors import RewardError
 from openrlhf.utils.numbers import as_float32
 
 MAX_NAMES_SHOWN = 3
-PER_SAMPLE = ("sample_ids", "source_prompts", "response_ids")  # of a batch, where they are known
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
@@ -38,19 +37,13 @@ class RewardBatch:
     max_steps: int = 0  # of the run
 
     def __post_init__(self) -> None:
-        sizes = {name: len(values) for name, values in self.per_sample().items()}
-        assert all(
-            size == len(self) or (not size and name in PER_SAMPLE) for name, size in sizes.items()
-        ), f"parts of unequal length: {sizes}"
+        needed = (self.queries, self.prompts, self.responses, self.labels, *self.columns.values())
+        optional = (self.sample_ids, self.source_prompts, self.response_ids)
+        sizes = [len(values) for values in (*needed, *filter(len, optional))]
+        assert set(sizes) == {len(self)}, f"parts of unequal length: {sizes}"
 
     def __len__(self) -> int:
         return len(self.queries)
-
-    def per_sample(self) -> dict[str, Sequence[object]]:
-        """Return every field and column that has a value for each sample."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        lists = {name: v for name, v in values.items() if not isinstance(v, int | Mapping)}
-        return {**self.columns, **lists}
 
     def name_of(self, index: int) -> str:
         """Name the sample at a position, for a message."""
@@ -65,16 +58,20 @@ class RewardBatch:
 
     def parts(self, size: int) -> list[RewardBatch]:
         """Cut the batch into consecutive slices of at most `size` samples."""
-        bounds = [slice(start, start + size) for start in range(0, len(self), size)]
-        own = [name for name in self.per_sample() if name not in self.columns]
-        return [
-            replace(
-                self,
-                columns={name: values[bound] for name, values in self.columns.items()},
-                **{name: getattr(self, name)[bound] for name in own},
-            )
-            for bound in bounds
-        ]
+        return [self._slice(slice(k, k + size)) for k in range(0, len(self), size)]
+
+    def _slice(self, part: slice) -> RewardBatch:
+        return replace(
+            self,
+            queries=self.queries[part],
+            prompts=self.prompts[part],
+            responses=self.responses[part],
+            labels=self.labels[part],
+            columns={name: values[part] for name, values in self.columns.items()},
+            sample_ids=self.sample_ids[part],
+            source_prompts=self.source_prompts[part],
+            response_ids=self.response_ids[part],
+        )
 
 
 @dataclass(frozen=True)
@@ -160,21 +157,25 @@ def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardRes
     scores = [r.scores for r in results if r.scores is not None]
     if scores and len(scores) < len(results):
         raise RewardError(f"{source}: scores are there for some batches and not for others")
+    sizes = [len(r.rewards) for r in results]
     return RewardResult(
         rewards=[reward for r in results for reward in r.rewards],
         scores=[score for part in scores for score in part] if scores else None,
-        extra_logs=_concat_columns(results, [r.extra_logs for r in results]),
-        extra_columns=_concat_columns(results, [r.extra_columns for r in results]),
+        extra_logs=_concat_columns([r.extra_logs for r in results], sizes),
+        extra_columns=_concat_columns([r.extra_columns for r in results], sizes),
     )
 
 
 def _concat_columns(
-    results: Sequence[RewardResult], parts: Sequence[Mapping[str, list[Any]]]
+    parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]
 ) -> dict[str, list[Any]]:
     """Join columns by name; None where a slice lacks one."""
-    pairs = list(zip(results, parts, strict=True))
     return {
-        name: [v for r, part in pairs for v in part.get(name, [None] * len(r.rewards))]
+        name: [
+            v
+            for part, size in zip(parts, sizes, strict=True)
+            for v in part.get(name, [None] * size)
+        ]
         for name in dict.fromkeys(name for part in parts for name in part)
     }
 
@@ -183,89 +184,88 @@ def checked_result(answer: object, *, batch: RewardBatch, source: str) -> Reward
     """Check an answer of the form {rewards, scores?, extra_logs?, extra_columns?}, or bare rewards;
     RewardError names the source and the sample.
     """
-    if not isinstance(answer, Mapping):
-        answer = {"rewards": answer}
-    if "rewards" not in answer:
-        raise RewardError(
-            f"{source}: the answer has no 'rewards'; it has {sorted(map(str, answer))}"
+    return Check(batch, source).result(answer)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of what a source returned for a batch; every RewardError names the source."""
+
+    batch: RewardBatch
+    source: str
+
+    def result(self, answer: object) -> RewardResult:
+        """Check an answer of the form {rewards, scores?, extra_logs?, extra_columns?}."""
+        fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
+        if "rewards" not in fields:
+            raise self._error(f"the answer has no 'rewards'; it has {sorted(map(str, fields))}")
+        scores = fields.get("scores")
+        return RewardResult(
+            rewards=self.numbers(fields["rewards"], "rewards"),
+            scores=None if scores is None else self.numbers(scores, "scores"),
+            extra_logs={
+                str(name): self._log_numbers(values, f"extra_logs[{name!r}]")
+                for name, values in self._columns(fields, "extra_logs")
+            },
+            extra_columns={
+                str(name): self._plain_values(values, f"extra_columns[{name!r}]")
+                for name, values in self._columns(fields, "extra_columns")
+            },
         )
-    scores = answer.get("scores")
-    return RewardResult(
-        rewards=_finite_numbers(answer["rewards"], name="rewards", batch=batch, source=source),
-        scores=None
-        if scores is None
-        else _finite_numbers(scores, name="scores", batch=batch, source=source),
-        extra_logs={
-            str(name): _log_numbers(values, name=str(name), batch=batch, source=source)
-            for name, values in _mapping(answer, "extra_logs", source=source).items()
-        },
-        extra_columns={
-            str(name): _plain_values(values, name=str(name), batch=batch, source=source)
-            for name, values in _mapping(answer, "extra_columns", source=source).items()
-        },
-    )
 
+    def numbers(self, values: object, name: str) -> list[float]:
+        """Return one finite number per sample, B."""
+        numbers = self.optional_numbers(values, name)
+        if None in numbers:
+            which = self.batch.name_of(numbers.index(None))
+            raise self._error(f"{name} of {which} is None, not a number")
+        return [number for number in numbers if number is not None]
 
-def optional_numbers(
-    values: object, *, name: str, batch: RewardBatch, source: str
-) -> list[float | None]:
-    """Return one finite number per sample, B, from a tensor, an array or a list; None for samples
-    without one. RewardError names the bad sample.
-    """
-    numbers: list[float | None] = []
-    for index, value in enumerate(_one_per_sample(values, name=name, batch=batch, source=source)):
-        where = f"{source}: {name} of {batch.name_of(index)} is {value!r}"
-        if value is not None and not isinstance(value, int | float):
-            raise RewardError(f"{where}, not a number")
-        number = None if value is None else as_float32(value)
-        if number is not None and not math.isfinite(number):
-            raise RewardError(f"{where}, not a finite float32")
-        numbers.append(number)
-    return numbers
+    def optional_numbers(self, values: object, name: str) -> list[float | None]:
+        """Return one finite number per sample, B, from a tensor, an array or a list; None for
+        samples without one.
+        """
+        numbers: list[float | None] = []
+        for index, value in enumerate(self._one_per_sample(values, name)):
+            where = f"{name} of {self.batch.name_of(index)} is {value!r}"
+            if value is not None and not isinstance(value, int | float):
+                raise self._error(f"{where}, not a number")
+            number = None if value is None else as_float32(value)
+            if number is not None and not math.isfinite(number):
+                raise self._error(f"{where}, not a finite float32")
+            numbers.append(number)
+        return numbers
 
+    def _log_numbers(self, values: object, name: str) -> list[float | None]:
+        """Return a logged value per sample, B; a scalar counts for every sample."""
+        is_scalar = isinstance(values, int | float) or getattr(values, "shape", None) == ()
+        return self.optional_numbers([values] * len(self.batch) if is_scalar else values, name)
 
-def _finite_numbers(values: object, *, name: str, batch: RewardBatch, source: str) -> list[float]:
-    numbers = optional_numbers(values, name=name, batch=batch, source=source)
-    if None in numbers:
-        which = batch.name_of(numbers.index(None))
-        raise RewardError(f"{source}: {name} of {which} is None, not a number")
-    return [number for number in numbers if number is not None]
+    def _plain_values(self, values: object, name: str) -> list[object]:
+        """Return values to be written beside the samples, B, as JSON knows them."""
+        found = self._one_per_sample(values, name)
+        return [v if v is None or isinstance(v, str | int | float) else str(v) for v in found]
 
+    def _columns(self, fields: Mapping[Any, Any], name: str) -> list[tuple[object, object]]:
+        found = fields.get(name) or {}
+        if not isinstance(found, Mapping):
+            raise self._error(f"{name} is a {type(found).__name__}, not a dict")
+        return list(found.items())
 
-def _log_numbers(
-    values: object, *, name: str, batch: RewardBatch, source: str
-) -> list[float | None]:
-    """Return a logged value per sample, B; a scalar counts for every sample."""
-    is_scalar = isinstance(values, int | float) or getattr(values, "shape", None) == ()
-    spread = [values] * len(batch) if is_scalar else values
-    return optional_numbers(spread, name=f"extra_logs[{name!r}]", batch=batch, source=source)
+    def _one_per_sample(self, values: Any, name: str) -> list[object]:
+        shape = getattr(values, "shape", None)
+        if shape is not None and len(shape) != 1:
+            raise self._error(f"{name} has shape {tuple(shape)}. Return one dimension, (B,).")
+        if shape is None and not isinstance(values, list | tuple):
+            kind = type(values).__name__
+            raise self._error(f"{name} is a {kind}. Return a list, an array or a tensor.")
+        found = values if shape is None else values.tolist()
+        if len(found) != len(self.batch):
+            raise self._error(
+                f"{name} has {len(found)} values for {len(self.batch)} samples "
+                f"({self.batch.names()}). Return exactly one per sample."
+            )
+        return [v.item() if getattr(v, "shape", None) == () else v for v in found]
 
-
-def _plain_values(values: object, *, name: str, batch: RewardBatch, source: str) -> list[object]:
-    """Return values to be written beside the samples, B, as JSON knows them."""
-    name = f"extra_columns[{name!r}]"
-    found = _one_per_sample(values, name=name, batch=batch, source=source)
-    return [v if v is None or isinstance(v, str | int | float) else str(v) for v in found]
-
-
-def _mapping(answer: Mapping[str, object], name: str, *, source: str) -> Mapping[object, object]:
-    found = answer.get(name)
-    if not isinstance(found, Mapping | None):
-        raise RewardError(f"{source}: {name} is a {type(found).__name__}, not a dict")
-    return found or {}
-
-
-def _one_per_sample(values: object, *, name: str, batch: RewardBatch, source: str) -> list[object]:
-    shape = getattr(values, "shape", None)
-    if shape is not None and len(shape) != 1:
-        raise RewardError(f"{source}: {name} has shape {tuple(shape)}. Return one dimension, (B,).")
-    if shape is None and not isinstance(values, list | tuple):
-        kind = type(values).__name__
-        raise RewardError(f"{source}: {name} is a {kind}. Return a list, an array or a tensor.")
-    found: Any = values if shape is None else values.tolist()  # type: ignore[attr-defined]
-    if len(found) != len(batch):
-        raise RewardError(
-            f"{source}: {name} has {len(found)} values for {len(batch)} samples "
-            f"({batch.names()}). Return exactly one per sample."
-        )
-    return [v.item() if getattr(v, "shape", None) == () else v for v in found]
+    def _error(self, problem: str) -> RewardError:
+        return RewardError(f"{self.source}: {problem}")

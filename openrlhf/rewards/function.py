@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result, optional_numbers
+from openrlhf.rewards.base import Check, RewardBatch, RewardResult, checked_result
 from openrlhf.utils.user_code import blaming, load_module, public_names
 
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
@@ -25,7 +25,7 @@ RewardFunction = Callable[..., object]
 
 @dataclass
 class Notes:
-    """What Hugging Face functions log beside their rewards, in one call."""
+    """Numbers and columns that Hugging Face functions log beside their rewards, in one call."""
 
     metrics: dict[str, object] = field(default_factory=dict)
     columns: dict[str, object] = field(default_factory=dict)
@@ -63,41 +63,44 @@ class UserFunction:
         if self.takes_completions:
             answer = self._sum_of_functions(batch)
         else:
-            asked = [list(batch.queries), list(batch.prompts), list(batch.labels)]
             [function] = self.functions
-            answer = self._call(function, *asked, **_query_options(function, batch))
+            optional = {"responses": list(batch.responses), "columns": dict(batch.columns)}
+            names = inspect.signature(function).parameters
+            answer = self._call(
+                function,
+                *(list(batch.queries), list(batch.prompts), list(batch.labels)),
+                **{name: value for name, value in optional.items() if name in names},
+            )
         return checked_result(answer, batch=batch, source=self.path)
 
     def _sum_of_functions(self, batch: RewardBatch) -> object:
-        """The weighted sum of the functions, each left out where it answers None."""
+        """Return the weighted sum of the functions, each left out where it returns None."""
         notes = Notes()
         arguments = _completion_arguments(batch, notes)
         answers = [self._call(f, **_accepted(f, arguments)) for f in self.functions]
         if len(answers) == 1 and isinstance(answers[0], Mapping):
             return answers[0]
-        names = [getattr(f, "__name__", type(f).__name__) for f in self.functions]
+        check = Check(batch, self.path)
         columns = {
-            name: optional_numbers(answer, name=name, batch=batch, source=self.path)
-            for name, answer in zip(names, answers, strict=True)
+            _name(function): check.optional_numbers(answer, _name(function))
+            for function, answer in zip(self.functions, answers, strict=True)
         }
         return {
             "rewards": [
-                self._weighted_sum([column[index] for column in columns.values()], batch, index)
-                for index in range(len(batch))
+                self._weighted_sum(numbers, batch.name_of(index))
+                for index, numbers in enumerate(zip(*columns.values(), strict=True))
             ],
             "extra_logs": {**(columns if len(columns) > 1 else {}), **notes.metrics},
             "extra_columns": notes.columns,
         }
 
-    def _weighted_sum(
-        self, numbers: Sequence[float | None], batch: RewardBatch, index: int
-    ) -> float:
+    def _weighted_sum(self, numbers: Sequence[float | None], name: str) -> float:
         pairs = zip(self.weights, numbers, strict=True)
         parts = [weight * number for weight, number in pairs if number is not None]
         if not parts:
             raise RewardError(
-                f"{self.path}: no reward function applies to {batch.name_of(index)}: all returned "
-                "None. Return a number for every sample from at least one of them."
+                f"{self.path}: no reward function applies to {name}: all returned None. "
+                "Return a number for every sample from at least one of them."
             )
         return sum(parts)
 
@@ -113,18 +116,26 @@ class UserFunction:
 
 
 def _functions(module: ModuleType, path: str | Path) -> list[RewardFunction]:
-    """`reward_func` of a file, else the list `reward_funcs`, else its only public function."""
+    """Return `reward_func`, else the list `reward_funcs`, else the only public function."""
     name = FUNCTION_NAME if hasattr(module, FUNCTION_NAME) else LIST_NAME
     given = getattr(module, name, None) or _only_function(module, path)
     functions = list(given) if isinstance(given, (list, tuple)) else [given]
     for function in functions:
         if not callable(function):
             raise ConfigError(f"{path}: {name} is a {type(function).__name__}, not a function.")
-        _refuse_unknown_shape(function, path)
-    names = [getattr(f, "__name__", type(f).__name__) for f in functions]
+        if not _wants_completions(function) and not _takes_queries(function):
+            raise ConfigError(
+                f"{path}: {_name(function)}{inspect.signature(function)} cannot be called. Write "
+                "reward_func(queries, prompts, labels) or f(prompts, completions, **columns)."
+            )
+    names = [_name(function) for function in functions]
     if len(set(names)) < len(names):
         raise ConfigError(f"{path}: {LIST_NAME} has a name twice: {', '.join(names)}. Rename one.")
     return functions
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _weights(module: ModuleType, path: str | Path, num_functions: int) -> list[float]:
@@ -138,16 +149,8 @@ def _weights(module: ModuleType, path: str | Path, num_functions: int) -> list[f
     return [float(weight) for weight in weights]
 
 
-def _query_options(function: RewardFunction, batch: RewardBatch) -> dict[str, object]:
-    """What a reward_func gets behind queries, prompts and labels."""
-    parameters = inspect.signature(function).parameters
-    given = {"responses": list(batch.responses), "columns": dict(batch.columns)}
-    assert tuple(given) == OPTIONAL_ARGUMENTS
-    return {name: value for name, value in given.items() if name in parameters}
-
-
 def _completion_arguments(batch: RewardBatch, notes: Notes) -> dict[str, object]:
-    """What a function in the Hugging Face shape may ask for, by name."""
+    """Return all that a function in the Hugging Face shape may ask for, by name."""
     prompts = list(batch.source_prompts or batch.prompts)
     return {
         "labels": list(batch.labels),
@@ -165,11 +168,10 @@ def _completion_arguments(batch: RewardBatch, notes: Notes) -> dict[str, object]
 
 
 def _accepted(function: RewardFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that a function names, all for one with **columns."""
+    """Return the arguments that a function names, all for one with **columns."""
     parameters = inspect.signature(function).parameters
-    if _takes_any(function):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
+    takes_any = _takes_any(function)
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _takes_any(function: RewardFunction) -> bool:
@@ -178,7 +180,7 @@ def _takes_any(function: RewardFunction) -> bool:
 
 
 def _wants_completions(function: RewardFunction) -> bool:
-    """Whether a function has the Hugging Face shape: `f(**columns)` has it too."""
+    """Return True for the Hugging Face shape: `f(**columns)` has it too."""
     names = inspect.signature(function).parameters
     return bool({"completions", "completion_ids"} & set(names)) or (
         _takes_any(function) and not _takes_queries(function)
@@ -187,11 +189,9 @@ def _wants_completions(function: RewardFunction) -> bool:
 
 def _takes_queries(function: RewardFunction) -> bool:
     signature = inspect.signature(function)
-    given: dict[str, list[object]] = {
-        name: [] for name in OPTIONAL_ARGUMENTS if name in signature.parameters
-    }
+    given = {name: None for name in OPTIONAL_ARGUMENTS if name in signature.parameters}
     try:
-        signature.bind([], [], [], **given)
+        signature.bind(None, None, None, **given)
     except TypeError:
         return False
     return True
@@ -208,13 +208,3 @@ def _only_function(module: ModuleType, path: str | Path) -> RewardFunction:
         )
     function: RewardFunction = getattr(module, functions[0])
     return function
-
-
-def _refuse_unknown_shape(function: RewardFunction, path: str | Path) -> None:
-    if _wants_completions(function) or _takes_queries(function):
-        return
-    raise ConfigError(
-        f"{path}: {getattr(function, '__name__', 'the function')}{inspect.signature(function)} "
-        "cannot be called. Write reward_func(queries, prompts, labels) or "
-        "f(prompts, completions, **columns)."
-    )

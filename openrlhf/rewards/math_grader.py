@@ -2,35 +2,31 @@
 
 Parsing and comparing are done by math-verify. In the main thread of a process, where the reward
 functions of a run are called, a comparison that takes too long is cut off by a signal; in any other
-thread, such as a step of an agent, it is made in a process of a pool, which is killed.
+thread, such as a step of an agent, it is made in a worker of a FunctionPool, which is killed.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import threading
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from decimal import Decimal
 from functools import lru_cache
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig
-from pebble import ProcessExpired, ProcessPool
 
 from openrlhf.errors import RewardError
+from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.workers import FunctionPool, PoolSettings, TooLateError
 from openrlhf.utils import extract_boxed_answer
-from openrlhf.utils.processes import limit_memory
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
 LOAD_TIMEOUT_S = 60  # of math-verify's grammar, on a busy machine
-POOL_SIZE = 4  # processes of about 100 MB; they stay for the next comparison
-POOL_LIMIT_S = 30.0  # for one comparison there, its own time limits included
-POOL_WAIT_S = 240.0  # for a process that is free, and the comparison
-POOL_MEMORY_BYTES = 4 * 2**30
+# For threads: four processes of about 100 MB, which stay for the next comparison.
+POOL = PoolSettings(batch_size=1, num_workers=4, timeout_s=30.0, memory_gib=4.0)
 MAX_EXPRESSION = 300  # characters of a text that is read as one expression
 END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
 ENVIRONMENT = re.compile(r"\$.+\$|\\\(|\\\[", re.DOTALL)
@@ -77,57 +73,45 @@ def math_equal(answer: str, truth: str) -> bool:
 
 
 def _equal_in_pool(answer: str, truth: str) -> bool:
-    if not _pool().active:  # somebody killed a process of it that had nothing to do
-        _pool.cache_clear()
-    future = _pool().schedule(math_equal, args=(answer, truth), timeout=POOL_LIMIT_S)
+    """Compare in a worker that runs this very file; one that takes too long finds no equality."""
     try:
-        return bool(future.result(POOL_WAIT_S))
-    except FutureTimeoutError as error:
-        if future.done():
+        return bool(
+            _pool().submit(RewardBatch([answer], [""], [answer], [truth])).result().rewards[0]
+        )
+    except RewardError as error:
+        if isinstance(error.__cause__, TooLateError):
             return False
-        future.cancel()
-        raise RewardError(
-            f"math_equal: all {POOL_SIZE} processes were busy for {POOL_WAIT_S:.0f} s. "
-            "Compare shorter answers, or fewer at once."
-        ) from error
-    except ProcessExpired as error:
-        raise RewardError(
-            f"the process of math_equal ended (exit code {error.exitcode})"
-        ) from error
+        raise
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+    """Compare answers with truths, in a worker."""
+    return [float(math_equal(*pair)) for pair in zip(queries, labels, strict=True)]
 
 
 @lru_cache(maxsize=1)
-def _pool() -> ProcessPool:
-    return ProcessPool(
-        max_workers=POOL_SIZE,
-        initializer=_start_in_pool,
-        context=multiprocessing.get_context("spawn"),  # this process has threads
-    )
+def _pool() -> FunctionPool:
+    return FunctionPool(__file__, POOL)
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # the pool is its parent's
 
 
-def _start_in_pool() -> None:
-    limit_memory(POOL_MEMORY_BYTES)
-    _load_grammar()
-
-
 def _final(text: str) -> str:
-    """What the last box of a text holds, or the text, without a dot at its end."""
+    """Return what the last box of a text holds, or the text, without a dot at its end."""
     box = extract_boxed_answer(text)
     return (text if box is None else box).strip().removesuffix(".")
 
 
 def _choice(text: str) -> list[object]:
-    """The letter that a text chooses."""
+    """Return the letter that a text chooses."""
     text = CHOICE.sub(r"\1", TEXT.sub(r"\1", text))
     chosen: list[object] = math_verify.parse(text, [CHOICES], parsing_timeout=PARSE_TIMEOUT_S)
     return chosen
 
 
 def _readings(text: str) -> list[list[object]]:
-    """What a text may mean: the last expression in it, or itself as an expression in LaTeX."""
+    """Return what a text may mean: its last expression, or itself as an expression in LaTeX."""
     text = text.replace("−", "-")
     text = GROUPED.sub(lambda match: re.sub(r"\s", "", match[0]), text)
     text = SCIENTIFIC.sub(_without_e, text)
@@ -152,7 +136,7 @@ def _without_e(number: re.Match[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _read(text: str) -> list[object]:
-    """Readings of the last expression in a text."""
+    """Return the readings of the last expression in a text."""
     _load_grammar()
     kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
     parsed: list[object] = math_verify.parse(text, kinds, parsing_timeout=PARSE_TIMEOUT_S)

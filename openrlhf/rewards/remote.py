@@ -28,7 +28,6 @@ from openrlhf.rewards.base import (
     RewardSource,
     checked_result,
 )
-from openrlhf.utils.logging import warn
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
 MAX_ANSWER_BYTES = 64 * 1024**2
@@ -56,7 +55,7 @@ class Server:
     url: str
     num_in_flight: int = 0
     rests_until_s: float = 0.0  # on the monotonic clock
-    models: dict[str, object] | None = None  # name to hash, as its first answer had them
+    models: dict[str, str] | None = None  # name to hash, as its first answer had them
 
 
 class _TryAgainError(Exception):
@@ -71,7 +70,6 @@ class RemoteReward(RewardSource):
         self.settings = settings or RemoteSettings()
         self._servers = [Server(url) for url in check_urls(urls)]
         super().__init__(" ".join(s.url for s in self._servers), self.settings.batch_size)
-        self._has_cautioned = False
         self.run(self._open()).result()
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
@@ -79,9 +77,7 @@ class RemoteReward(RewardSource):
         headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
         async with self._places:  # the time limit begins when it is this request's turn
             server, answer = await self._tries(batch, body, headers)
-        result = result_of(answer, batch, server)
-        self._compare_models()
-        return result
+        return result_of(answer, batch, server)
 
     async def release(self) -> None:
         await self._client.aclose()
@@ -162,19 +158,6 @@ class RemoteReward(RewardSource):
                 if len(content) > MAX_ANSWER_BYTES:
                     raise RewardError(f"{url}: the answer is larger than {MAX_ANSWER_BYTES} bytes")
             return httpx.Response(answer.status_code, content=bytes(content))
-
-    def _compare_models(self) -> None:
-        """Say once that the servers' models differ: it may be meant."""
-        known = [server for server in self._servers if server.models]
-        others = [s for s in known[1:] if _hashes(s.models) != _hashes(known[0].models)]
-        if others and not self._has_cautioned:
-            self._has_cautioned = True
-            warn(
-                f"reward servers serve different models: {known[0].url} {_shown(known[0].models)}, "
-                f"{others[0].url} {_shown(others[0].models)}. Samples go to either of them, and "
-                "rewards of two models are not comparable within a group; serve one model at all "
-                "addresses."
-            )
 
 
 def check_urls(spec: str) -> list[str]:
@@ -273,10 +256,5 @@ def _check_models(models: object, server: Server) -> None:
         )
 
 
-def _hashes(models: dict[str, object] | None) -> list[str]:
-    return sorted(map(str, (models or {}).values()))  # names are those of folders
-
-
-def _shown(models: dict[str, object] | None) -> str:
-    text = ", ".join(f"{name} ({hashed})" for name, hashed in (models or {}).items())
-    return text[:MAX_TEXT_SHOWN]
+def _shown(models: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({hashed})" for name, hashed in models.items())[:MAX_TEXT_SHOWN]

@@ -1,11 +1,10 @@
 """A reward function in worker processes: in parallel, off this process, each call with limits.
 
-A worker that hangs or dies is killed and replaced; its call ends in a RewardError. While the user's
-code runs no connection is open: a worker connects to the pool's socket to hand in its reply, and
-waits there for its next batch. What lacks the token of the call is dropped, so that nothing the
-code writes, closes or forks is a reward. Replies are JSON: a model's code may have run in there.
+A worker that hangs or dies is killed and replaced; its call ends in a RewardError. A reply is a
+line that begins with the token of its call, so that nothing else that user code or its children
+write is taken for a reward. Replies are JSON: a model's code may have run in there.
 
-`python -m openrlhf.rewards.workers SOCKET TOKEN FILE MEMORY_BYTES PARENT` is a worker.
+`python -m openrlhf.rewards.workers SOCKET FILE MEMORY_BYTES PARENT` is a worker.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +34,7 @@ LOAD_TIMEOUT_S = 600.0  # for what a file does when it is imported, such as load
 DUMP_S = 0.1  # for a hanging worker to write its stack
 DUMP_SIGNAL = signal.SIGUSR1
 MAX_LOG_BYTES = 64 * 2**20  # of what a worker printed; as much again is kept beside it
+MAX_REPLY_BYTES = 2**30
 GIB = 2**30
 NO_SAMPLES = RewardBatch([], [], [], [])
 
@@ -67,10 +65,10 @@ class FunctionPool(RewardSource):
         self.path = str(path)
         self.settings = settings or PoolSettings()
         super().__init__(self.path, self.settings.batch_size)
-        # A short path: the address of a socket has at most 107 bytes.
-        short = "/tmp" if os.access("/tmp", os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(dir=short)
-        self.run(self._open()).result()
+        numbers = range(self.settings.num_workers)
+        self.workers = [Worker(self.path, self.settings, index) for index in numbers]
+        self._idle = self.workers[::-1]
+        self._places = asyncio.Semaphore(len(self.workers))
         try:
             self.run(self.score_part(NO_SAMPLES)).result()
         except ConfigError:
@@ -84,161 +82,137 @@ class FunctionPool(RewardSource):
     @property
     def worker_pids(self) -> list[int]:
         """Return the processes that live now."""
-        found = [worker.process for worker in self._workers if worker.process is not None]
+        found = [worker.process for worker in self.workers if worker.process is not None]
         return [process.pid for process in found if process.returncode is None]
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         async with self._places:
             worker = self._idle.pop()
             try:
-                answer = await worker.answer(batch)
-            except BaseException:  # cancelled as well: the function still runs
-                await worker.kill()
-                raise
+                return await worker.score(batch)
             finally:
                 self._idle.append(worker)
-        if "error" in answer:
-            raise RewardError(answer["error"])
-        return checked_result(answer, batch=batch, source=self.path)
 
     async def release(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             await worker.kill()
-        self._server.close()
-        self._folder.cleanup()
-
-    async def _open(self) -> None:
-        address = str(Path(self._folder.name, "mailbox"))
-        self._due: dict[str, asyncio.Future[Reply]] = {}  # replies, by token
-        self._server = await asyncio.start_unix_server(self._take, address)
-        numbers = range(self.settings.num_workers)
-        self._workers = [Worker(self.path, k, self.settings, address, self._due) for k in numbers]
-        self._idle = self._workers[::-1]
-        self._places = asyncio.Semaphore(len(numbers))
-
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a whole reply, and the connection by which its worker waits for the next batch."""
-        with suppress(ConnectionError):
-            token, _, reply = (await reader.read()).partition(b"\n")
-            due = self._due.pop(token.decode(errors="replace"), None)
-            if due is not None and not due.done():
-                due.set_result((json.loads(reply), writer))
-                return
-        writer.close()
 
 
-Reply = tuple[dict[str, Any], asyncio.StreamWriter]
+class EndedError(Exception):
+    """A worker gave no reply, in words."""
+
+
+class TooLateError(EndedError):
+    """A worker gave no reply within its time limit."""
 
 
 class Worker:
     """One worker of a pool: its process, started when there is none, and its limits."""
 
-    def __init__(
-        self,
-        path: str,
-        index: int,
-        settings: PoolSettings,
-        address: str,
-        due: dict[str, asyncio.Future[Reply]],
-    ) -> None:
+    def __init__(self, path: str, settings: PoolSettings, index: int) -> None:
         self.path = path
         self.settings = settings
         self.log_path = settings.log_dir / f"reward-{index}.log" if settings.log_dir else None
         self.process: asyncio.subprocess.Process | None = None
-        self._address = address
-        self._due = due
-        self._writer: asyncio.StreamWriter | None = None  # by which it waits for a batch
 
-    async def answer(self, batch: RewardBatch) -> dict[str, Any]:
-        """Return what the function returns, or its error; raises RewardError when the worker ended
-        or did not answer in time, and ConfigError when the file cannot be loaded.
+    async def score(self, batch: RewardBatch) -> RewardResult:
+        """Score a batch; raises RewardError when the worker ended or did not reply in time, and
+        ConfigError when the file cannot be loaded.
         """
         if self.process is None or self.process.returncode is not None:
             await self._start()
         if not len(batch):
-            return {"rewards": []}
+            return RewardResult([])
         if self.log_path is not None:
             _rotate(self.log_path)
-        token = secrets.token_hex(16)
-        assert self._writer is not None, "it waits for a batch"
-        self._writer.write(pickle.dumps((token, batch)))
-        self._writer.close()
         try:
-            answer = await self._reply(token, self.settings.timeout_s, "(--reward_timeout_s) ")
-        except _EndedError as error:
+            reply = await self._ask(batch, self.settings.timeout_s, " (--reward_timeout_s)")
+        except EndedError as error:
             raise RewardError(
-                f"{self.path}: the reward function {error}while it scored {batch.names()}. "
+                f"{self.path}: the reward function {error} while it scored {batch.names()}. "
                 f"Its worker was replaced.{self._log_hint}"
             ) from error
-        if answer.pop("is_full", False):
+        if reply.pop("is_full", False):
             await self.kill()
-        return answer
+        if "error" in reply:
+            raise RewardError(reply["error"])
+        return checked_result(reply, batch=batch, source=self.path)
 
     async def kill(self) -> None:
         """End the process and what it started."""
-        if self._writer is not None:
-            self._writer.close()
         if self.process is not None:
+            self._writer.close()
             kill_tree(self.process.pid)
             await self.process.wait()
             self.process = None
 
     async def _start(self) -> None:
         await self.kill()
-        token = secrets.token_hex(16)
         memory = str(int(self.settings.memory_gib * GIB))
-        words = [self._address, token, self.path, memory, str(os.getpid())]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
-        with ExitStack() as stack:
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as stack:
             output: Any = asyncio.subprocess.DEVNULL
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 output = stack.enter_context(self.log_path.open("ab"))
+            words = [str(theirs.fileno()), self.path, memory, str(os.getpid())]
+            self._reader, self._writer = await asyncio.open_unix_connection(
+                sock=ours, limit=MAX_REPLY_BYTES
+            )
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", "openrlhf.rewards.workers", *words),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=environment,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # what it starts ends with it
             )
         try:
-            answer = await self._reply(token, LOAD_TIMEOUT_S, "")
-        except _EndedError as error:
+            reply = await self._ask(NO_SAMPLES, LOAD_TIMEOUT_S)
+        except EndedError as error:
             raise ConfigError(
-                f"{self.path}: the file {error}while it was imported.{self._log_hint}"
+                f"{self.path}: the file {error} while it was imported.{self._log_hint}"
             ) from error
-        if "problems" in answer:
-            raise ConfigError(answer["problems"])
+        if "problems" in reply:
+            raise ConfigError(reply["problems"])
 
-    async def _reply(self, token: str, timeout_s: float, flag: str) -> dict[str, Any]:
-        """Wait for a reply; raises _EndedError when the process ends first, or is too late."""
+    async def _ask(self, batch: RewardBatch, limit_s: float, flag: str = "") -> dict[str, Any]:
+        """Return the reply to a batch; on anything else end the process and raise EndedError."""
         assert self.process is not None, "it was started"
-        due: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._due[token] = due
+        token = secrets.token_hex(16)
+        self._writer.write(pickle.dumps((token, batch)))
+        reply = asyncio.ensure_future(self._reply(token.encode()))
         ended = asyncio.ensure_future(self.process.wait())
         try:
-            await asyncio.wait({due, ended}, timeout=timeout_s, return_when="FIRST_COMPLETED")
-            if due.done():
-                answer, self._writer = due.result()
-                return answer
-            if not ended.done():
-                self.process.send_signal(DUMP_SIGNAL)  # its stack, to the log
-                await asyncio.sleep(DUMP_S)
-                raise _EndedError(f"did not end in {timeout_s:g} s {flag}")
-            raise _EndedError(f"ended its process ({_exit_in_words(ended.result())}) ")
+            await asyncio.wait({reply, ended}, timeout=limit_s, return_when="FIRST_COMPLETED")
+            if reply.done():
+                return reply.result()
+            if ended.done():
+                raise EndedError(f"ended its process ({_exit_in_words(ended.result())})")
+            self.process.send_signal(DUMP_SIGNAL)  # its stack, to the log
+            await asyncio.sleep(DUMP_S)
+            raise TooLateError(f"did not end in {limit_s:g} s{flag}")
+        except BaseException:  # cancelled as well: the function still runs
+            await self.kill()
+            raise
         finally:
-            self._due.pop(token, None)
+            reply.cancel()
             ended.cancel()
+
+    async def _reply(self, token: bytes) -> dict[str, Any]:
+        """Return the reply that has the token; wait for ever when the connection was closed."""
+        while line := await self._reader.readline():
+            if line.startswith(token):
+                found: dict[str, Any] = json.loads(line.removeprefix(token))
+                return found
+        return await asyncio.get_running_loop().create_future()
 
     @property
     def _log_hint(self) -> str:
         return f" See {self.log_path}." if self.log_path else ""
-
-
-class _EndedError(Exception):
-    """A worker gave no reply, in words."""
 
 
 def _rotate(path: Path) -> None:
@@ -255,43 +229,38 @@ def _exit_in_words(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Load the function, say so, and score batches until the pool hangs up."""
-    address, token, path, memory_bytes, parent = arguments
+def main(number: str, path: str, memory_bytes: str, parent: str) -> None:
+    """Load the function with the first batch, which is empty; score the others until the pool hangs
+    up.
+    """
     die_with_parent(int(parent))
     limit_memory(int(memory_bytes))
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    os.set_inheritable(int(number), False)  # noqa: FBT003 - it takes it by position only
     own_pid = os.getpid()
-    try:
-        function = UserFunction(path)
-    except ConfigError as error:
-        _exchange(address, token, {"problems": error.problems})
-        return
-    reply: dict[str, object] = {}
-    while (received := _exchange(address, token, reply)) is not None:
-        token, batch = received
+    connection = socket.socket(fileno=int(number))
+    batches = connection.makefile("rb")
+    function: UserFunction | None = None
+    while True:
         try:
-            reply = asdict(function.answer(batch))
+            token, batch = pickle.load(batches)  # from the parent
+        except EOFError:
+            return
+        try:
+            function = function or UserFunction(path)
+            reply = asdict(function.answer(batch)) if len(batch) else {}
+        except ConfigError as error:
+            reply = {"problems": error.problems}
         except RewardError as error:
             reply = {"error": str(error)}
             if isinstance(error.__cause__, MemoryError):
                 reply = {"error": f"{error} (--reward_memory_gib)", "is_full": True}
         if os.getpid() != own_pid:  # a copy that the function forked: it has no say
             os._exit(0)
-
-
-def _exchange(address: str, token: str, reply: dict[str, object]) -> tuple[str, RewardBatch] | None:
-    """Hand a reply in and return the next batch with its token; None when the pool is gone."""
-    with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(None)  # whatever default the user's code has set
-        connection.connect(address)
-        connection.sendall(f"{token}\n{json.dumps(reply)}".encode())
-        connection.shutdown(socket.SHUT_WR)
-        with connection.makefile("rb") as file:
-            received = file.read()
-    # From the parent, whose folder holds the address.
-    return pickle.loads(received) if received else None
+        # Half a line of somebody else may stand before it.
+        connection.sendall(f"\n{token}{json.dumps(reply)}\n".encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.cli import train_ppo, train_ppo_ray
 from openrlhf.datasets.sampler import EpochSampler
-from openrlhf.rewards.base import RewardBatch
+from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.workers import Worker
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.tracking import read_metrics
@@ -86,15 +86,15 @@ def test_a_prompt_without_reward_is_dropped_and_the_rest_is_trained_on(
     values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: set[int] = set()
-    answer = Worker.answer
+    score = Worker.score
 
-    async def noted(self: Worker, batch: RewardBatch) -> dict:
-        result = await answer(self, batch)
+    async def noted(self: Worker, batch: RewardBatch) -> RewardResult:
+        result = await score(self, batch)
         assert self.process is not None
         pids.add(self.process.pid)
         return result
 
-    monkeypatch.setattr(Worker, "answer", noted)
+    monkeypatch.setattr(Worker, "score", noted)
     trainers: list[PPOTrainer] = []
     fit = PPOTrainer.fit
     monkeypatch.setattr(PPOTrainer, "fit", lambda self: (trainers.append(self), fit(self)))

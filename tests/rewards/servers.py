@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from typing import Any
 
 Answer = tuple[int, bytes | Iterable[bytes]]  # pieces are sent one by one
@@ -32,10 +30,8 @@ class RewardServer:
     behaviour: Behaviour = lengths
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
     num_now: int = 0
     num_most: int = 0
-    num_connections: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -45,17 +41,11 @@ class RewardServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def setup(self) -> None:
-                super().setup()
-                with server.lock:
-                    server.num_connections += 1
-
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with server.lock:
                     server.requests.append(body)
                     server.headers.append(dict(self.headers))
-                    server.times_s.append(time.monotonic())
                     server.num_now += 1
                     server.num_most = max(server.num_most, server.num_now)
                 answer = server.behaviour(server, body)
@@ -95,14 +85,6 @@ class RewardServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.server_port}/get_reward"
-
-    @property
-    def pauses_s(self) -> list[list[float]]:
-        """Of every request the times between its tries."""
-        times: dict[str, list[float]] = {}
-        for headers, time_s in zip(self.headers, self.times_s, strict=True):
-            times.setdefault(headers["X-Request-Id"], []).append(time_s)
-        return [[b - a for a, b in pairwise(of_one)] for of_one in times.values()]
 
     @property
     def queries(self) -> list[str]:

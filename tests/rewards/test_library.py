@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from openrlhf.rewards import math_grader
 from openrlhf.rewards.code_runner import CodeLimits, passes_tests, run_python
 from openrlhf.rewards.math_grader import math_equal
 from openrlhf.rewards.text_checks import (
@@ -193,6 +197,28 @@ def test_other_answers_are_not_and_none_takes_long(answer: str, truth: str) -> N
     assert time.monotonic() - start < 30
 
 
+def in_thread(*pair: str) -> bool:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(math_equal, *pair).result()
+
+
+def test_threads_get_the_answers_of_the_main_thread_and_survive_what_has_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    power = ("\\boxed{(x+y+z+1)^{400}}", "(x+y+z)^{400}")  # takes minutes to multiply out
+    monkeypatch.setattr(math_grader, "POOL", replace(math_grader.POOL, timeout_s=10))
+    math_grader._pool.cache_clear()
+    assert in_thread("so it is \\boxed{\\frac{1}{2}}", "0.5") and not in_thread("1/2", "0.2")
+    assert in_thread(*power) is False
+    os.kill(math_grader._pool().worker_pids[0], signal.SIGKILL)
+    assert in_thread("1/2", "0.5") is True
+    if (child := os.fork()) == 0:  # which starts a pool of its own
+        os._exit(math_grader._pool.cache_info().currsize)
+    assert os.waitpid(child, 0)[1] == 0
+    math_grader._pool().close()
+    math_grader._pool.cache_clear()
+
+
 def test_the_last_box_is_read_with_its_braces() -> None:
     assert extract_boxed_answer(r"\boxed{1} and \boxed{\frac{a}{b}} then") == r"\frac{a}{b}"
     assert extract_boxed_answer(r"\boxed{1") is None and extract_boxed_answer("none") is None
@@ -232,10 +258,7 @@ def test_a_program_passes_its_tests_or_does_not() -> None:
 
 # Each is a wrong `double` and a way to look right all the same.
 CHEATS = {
-    "leave": "import sys; sys.exit(0)",
     "leave at once": "import os; os._exit(0)",
-    "leave with the code of success": "def double(x): import os; os._exit(17)",
-    "raise it": "def double(x): raise SystemExit(17)",
     "read its own file": """
         import re
         marks = re.findall(r"all tests ran \\w+", open("program.py").read())
@@ -290,7 +313,6 @@ CHEATS = {
             except OSError: pass
         def double(x): return 0
     """,
-    "close everything": "import os; os.closerange(0, 64)\ndef double(x): return 0",
     "send what runs over there": """
         import gc
         def double(x):
@@ -306,19 +328,6 @@ CHEATS = {
         except OSError: os.kill(os.getppid(), signal.SIGKILL)
         else: os.kill(os.getppid(), signal.SIGSTOP)
         def double(x): return 0
-    """,
-    "fork": """
-        import os
-        pid = os.fork()
-        if pid == 0: os._exit(0)
-        os.waitpid(pid, 0)
-        def double(x): return os.fork()
-    """,
-    "its own assert": """
-        def assert_(*a): pass
-        def check(*a): pass
-        abs = sorted = len = check
-        def double(x): return 7
     """,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -59,8 +58,8 @@ def test_queries_prompts_labels_and_ids_are_sent_and_all_parts_come_back() -> No
     assert result.extra_logs == {"a": [2.5], "b": [3.0]}
 
 
-@pytest.mark.parametrize("num_servers", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_servers", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 3, 5])
 def test_every_query_is_answered_once_and_no_request_is_empty(num_servers: int, size: int) -> None:
     with ExitStack() as stack:
         servers = started(num_servers, stack)
@@ -71,13 +70,6 @@ def test_every_query_is_answered_once_and_no_request_is_empty(num_servers: int, 
     ]
     assert all(body["query"] for server in servers for body in server.requests)
     assert sum(bool(server.requests) for server in servers) == min(num_servers, size)
-
-
-def test_requests_have_at_most_the_batch_size() -> None:
-    with RewardServer() as server:
-        result = score(server.url, 5, RemoteSettings(batch_size=2))
-    assert sorted(len(body["query"]) for body in server.requests) == [1, 2, 2]
-    assert result.rewards == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -134,24 +126,11 @@ def test_a_refusal_is_never_tried_again(status: int) -> None:
     assert (len(bad.requests), len(good.requests)) == (1, 0)
 
 
-def test_a_connection_that_breaks_is_tried_again() -> None:
-    with in_turn(None) as server:  # type: ignore[arg-type]
-        assert score(server.url).rewards == [1.0]
-    assert len(server.requests) == 2
-
-
 def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:
     with RewardServer() as server:
         result = score(f"{free_url()},{server.url}", 20)
     assert result.rewards == [float(i + 1) for i in range(20)]
     assert len(server.requests) == 20
-
-
-def test_a_dead_server_alone_is_an_error_that_names_it() -> None:
-    url = free_url()
-    with pytest.raises(RewardError) as caught:
-        score(url)
-    assert f"{url}: ConnectError" in str(caught.value)
 
 
 def test_a_server_that_failed_is_asked_last_for_a_while_and_then_as_before() -> None:
@@ -168,22 +147,6 @@ def test_a_server_that_failed_is_asked_last_for_a_while_and_then_as_before() -> 
         time.sleep(0.5)
         source.submit(batch_of(1)).result()
         assert (len(bad.requests), len(good.requests)) == (2, 6)
-
-
-def test_pauses_between_tries_double_and_are_not_the_same_for_all() -> None:
-    random.seed(1)
-    settings = RemoteSettings(batch_size=1, backoff_s=0.4)
-    with always((500, b"")) as server, pytest.raises(RewardError, match="after 3 tries"):
-        score(server.url, 16, settings)
-    pauses_s = server.pauses_s
-    assert len(pauses_s) == 16
-    assert all(first >= 0.2 and second >= 0.4 for first, second in pauses_s)
-    # Up to POLL_S late, and what a busy machine adds: for some of them that is little.
-    assert min(first for first, _ in pauses_s) < 0.4
-    assert min(second for _, second in pauses_s) < 0.8
-    for which in range(2):
-        spread_s = max(p[which] for p in pauses_s) - min(p[which] for p in pauses_s)
-        assert spread_s > 0.1 * (which + 1)  # of 0.2 and 0.4 s: they do not come back together
 
 
 def slow(server: RewardServer, body: dict[str, object]) -> Answer:
@@ -244,6 +207,17 @@ def test_serve_rm_takes_what_is_sent() -> None:
     assert read_request(body_of(longest), ServerLimitsConfig()).ids == longest.sample_ids
 
 
+def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_back() -> None:
+    answers = [rewards([1.0], models={"judge": digits}) for digits in ("aa", "bb", "aa")]
+    with in_turn(*answers) as server, closing(RemoteReward(server.url, QUICK)) as source:
+        source.submit(batch_of(1)).result()
+        with pytest.raises(RewardError) as caught:
+            source.submit(batch_of(1)).result()
+        assert source.submit(batch_of(1)).result().rewards == [1.0]
+    assert f"{server.url}: another reward model answers now: judge (bb)" in str(caught.value)
+    assert "before it was judge (aa). Serve that one again" in str(caught.value)
+
+
 def test_samples_without_ids_are_sent_without() -> None:
     with echoing(lambda ids: ids) as server, closing(RemoteReward(server.url, QUICK)) as source:
         server.behaviour = lambda server, body: rewards([2.0], ids=["its own"])
@@ -276,13 +250,6 @@ def test_an_answer_without_end_is_given_up_at_a_size(monkeypatch: pytest.MonkeyP
     assert len(server.requests) == 1  # never asked again
 
 
-def test_a_slow_server_is_replaced_by_another() -> None:
-    settings = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=0.2)
-    with RewardServer(slow) as server, RewardServer() as other:
-        assert score(f"{server.url},{other.url}", settings=settings).rewards == [1.0]
-    assert (len(server.requests), len(other.requests)) == (1, 1)
-
-
 def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
     def together(server: RewardServer, body: dict[str, object]) -> Answer:
         deadline = time.monotonic() + 3
@@ -296,14 +263,6 @@ def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
     assert server.num_most == 64
     assert len(server.requests) == 200
     assert result.rewards == [float(i + 1) for i in range(200)]
-
-
-def test_connections_are_kept_between_requests() -> None:
-    with RewardServer() as server, closing(RemoteReward(server.url, QUICK)) as source:
-        for _ in range(10):
-            source.submit(batch_of(3)).result()
-    assert len(server.requests) == 30
-    assert server.num_connections == 3
 
 
 def test_a_proxy_does_not_come_between_this_machine_and_itself(
