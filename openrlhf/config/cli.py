@@ -54,7 +54,7 @@ def parse_config(
     ]
     problems = [*reading.problems, *wrong.values(), *contradictions, *more_problems(config)]
     is_understood = not (reading.problems or wrong)
-    if problems and is_understood and not _are_about_rows(config_class, contradictions):
+    if problems and is_understood:
         problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -68,14 +68,6 @@ def parse_config(
         for name in environment
     ]
     return Parsed(config, tuple(notices), environment)
-
-
-def _are_about_rows(config_class: type[CommandConfig], lines: Iterable[str]) -> bool:
-    """Return True if a line names a setting that says how rows are read."""
-    paths = [option.path for option in walk(config_class) if option.path.startswith("data.")]
-    read_by = [path for path in paths if not path.endswith("_len")]
-    names = {f"--{name}" for path in read_by for name in names_of(config_class, path)}
-    return any(names & {*line.replace(".", " ").split()} for line in lines)
 
 
 def build(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ REMEDIES: dict[Opens, str] = {
     "output": "the path of a folder that can be written",
     "output_file": "the path of a file that can be written",
 }
-MAX_NAME_BYTES = 255  # of one part of a path, on the usual file systems
 
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
@@ -133,35 +133,16 @@ def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
 def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
     """Why nothing could be written there; the config has expanded its `~`."""
     path, remedy = Path(name), REMEDIES[opens]
-    place = next(part for part in (path, *path.absolute().parents) if os.path.lexists(part))
-    if place == path and path.is_dir() and opens == "output_file":
+    if opens == "output_file" and path.is_dir():
         yield f"{typed} is a folder. Type {remedy}."
-    elif place == path and not path.is_dir() and opens == "output":
-        yield f"{typed} is a {'file' if path.exists() else 'broken link'}. Type {remedy}."
-    elif place != path and not place.is_dir():
-        yield f"{typed} lies below {place}, which is not a folder. Type {remedy}."
-    elif any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
-        yield f"{typed} has a name of more than {MAX_NAME_BYTES} bytes. Type {remedy}."
-    elif not os.access(place, os.W_OK):
-        yield f"{typed} cannot be written: no right to write to {place}. Type {remedy}."
-    elif reason := _why_not_writable(place):
-        yield f"{typed} cannot be written: {place} takes no files ({reason}). Type {remedy}."
-
-
-def _why_not_writable(place: Path) -> str | None:
-    """Make a folder in a folder and remove it: rights alone say nothing of /proc, of a full disk
-    or of what a server of files allows.
-    """
-    probe = place / f".openrlhf-{os.getpid()}"
-    try:
-        if place.is_dir():
-            probe.mkdir()
-            probe.rmdir()
-    except FileExistsError:  # another rank's, on another node
-        return None
+        return
+    folder = path if opens == "output" else path.parent
+    place = next(part for part in (folder, *folder.absolute().parents) if os.path.lexists(part))
+    try:  # rights alone say nothing of /proc, of a full disk or of what a server of files allows
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
     except OSError as error:
-        return error.strerror or str(error)
-    return None
+        yield f"{typed} cannot be written: {place}: {error.strerror}. Type {remedy}."
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ for each case.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import ClassVar
@@ -215,7 +214,7 @@ class PPOConfig(RunConfig):
     def check_importance_correction_fits_together(self) -> Iterator[str]:
         """Only ratios of tokens can be held in a band, and a distance has no lower bound."""
         config = self.algo.advantage
-        gating, (low, high) = config.is_correction_gating, config.is_correction_threshold
+        gating, (_, high) = config.is_correction_gating, config.is_correction_threshold
         level, mode = config.correction_level_and_mode
         if level == "off" and config.is_correction_enable:
             yield "--is_correction_level off and --enable_vllm_is_correction: leave one out."
@@ -231,15 +230,6 @@ class PPOConfig(RunConfig):
             yield (
                 f"--is_correction_gating {gating} weighs tokens, and --is_correction_level {level} "
                 "weighs sequences. Type --is_correction_level seq."
-            )
-        if (
-            gating != "ratio"
-            and low > 0
-            and is_given(self, "algo.advantage.is_correction_threshold")
-        ):
-            yield (
-                f"--is_correction_gating {gating} is a distance with an upper bound only: "
-                f"{low:g} {high:g}. Type --is_correction_threshold {high:g}."
             )
         if gating == "tv" and high >= 1:
             yield (
@@ -380,16 +370,6 @@ class PPOConfig(RunConfig):
             yield Caution(
                 f"--kl_estimator {kl.estimator} without --use_kl_loss: as a reward term it is "
                 "biased. Type --kl_estimator k1, or add --use_kl_loss."
-            )
-
-    def note_first_drop_ends_the_run(self) -> Iterator[str]:
-        """A share of few prompts is less than one of them."""
-        share, num_prompts = self.reward.max_dropped, self.rollout.batch_size
-        if self.reward.failure == "drop_group" and share * num_prompts < 1 < num_prompts:
-            yield Caution(
-                f"--reward_max_dropped {share:g} of {num_prompts} prompts is less than one: the "
-                "first one without a reward ends the run. To let one of them go, type "
-                f"--reward_max_dropped {math.ceil(100 / num_prompts) / 100:g}."
             )
 
     def note_stale_samples_are_not_corrected(self) -> Iterator[str]:

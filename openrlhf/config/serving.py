@@ -336,13 +336,6 @@ class ServeRewardConfig(CommandConfig):
         if any(is_blank(path) for path in self.reward.model_paths):
             yield "No reward model is named. Type --reward_pretrain with a hub id or a path."
 
-    def check_models_differ(self) -> Iterator[str]:
-        """The same model twice is a slip."""
-        paths = self.reward.model_paths
-        for path in dict.fromkeys(paths):
-            if path and paths.count(path) > 1:
-                yield f"--reward_pretrain names {path} {paths.count(path)} times. Name it once."
-
     def check_weights_match_the_models(self) -> Iterator[str]:
         """One weight for each model."""
         weights, count = self.reward.weights, len(self.reward.model_paths)

@@ -7,7 +7,6 @@ users type. A rule is a method `check_...` (refused) or `note_...` (said, then o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -319,14 +318,6 @@ class DPOConfig(SupervisedConfig):
                 f"--label_smoothing {EXO_LABEL_SMOOTHING}."
             )
 
-    def note_robust_loss_has_wrong_labels_to_expect(self) -> Iterator[str]:
-        """Where no label is taken as wrong, its formula is that of DPO."""
-        if self.model.loss_type == "robust" and self.model.label_smoothing == 0:
-            yield Caution(
-                "--loss_type robust with --label_smoothing 0.0 is plain DPO, --loss_type sigmoid. "
-                "Type --label_smoothing with the part of the labels that may be wrong, such as 0.1."
-            )
-
 
 class KTOModelConfig(ModelConfig):
     """`model.*` of train_kto."""
@@ -356,14 +347,6 @@ class KTOConfig(SupervisedConfig):
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
-
-    def check_some_answers_count(self) -> Iterator[str]:
-        """With two weights of zero nothing is learnt."""
-        if self.model.desirable_loss_weight == self.model.undesirable_loss_weight == 0:
-            yield (
-                "--desirable_loss_weight and --undesirable_loss_weight are both 0. Type "
-                "--desirable_loss_weight 1."
-            )
 
     def check_batch_has_mismatched_pairs(self) -> Iterator[str]:
         """The reference point pairs a prompt with the answer to another of its batch."""
@@ -417,7 +400,7 @@ class PRMConfig(SupervisedConfig):
             yield "No step end is named. Type --placeholder_token with a token of the tokenizer."
 
     def check_reward_tokens_can_differ(self) -> Iterator[str]:
-        """Among one token there is nothing to choose, and a token written twice is a slip."""
+        """Among one token there is nothing to choose."""
         tokens = self.model.reward_tokens
         if tokens is None:
             return
@@ -426,9 +409,6 @@ class PRMConfig(SupervisedConfig):
                 f"--reward_tokens needs at least two tokens: {' '.join(tokens)}. Type two, the "
                 "good one first, or leave it out."
             )
-        for token, count in Counter(tokens).items():
-            if count > 1:
-                yield f"--reward_tokens has {token} {count} times. Type each token once."
 
     def check_text_is_taken_as_it_is(self) -> Iterator[str]:
         """The step ends stand in the text already, so no template is put around it."""

@@ -15,9 +15,11 @@ from datasets import Dataset
 from openrlhf.config.base import is_given
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_parts import PPODataConfig
 from openrlhf.config.run import CommandConfig
-from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.serving import BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.supervised import (
+    DatasetConfig,
     DPOConfig,
     KDConfig,
     KTOConfig,
@@ -26,7 +28,7 @@ from openrlhf.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
-from openrlhf.datasets.conventions import TEXT_COLUMNS, if_given, pick_column
+from openrlhf.datasets.conventions import TEXT_COLUMNS, common_settings, if_given, pick_column
 from openrlhf.datasets.loading import Expectations, load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessFormat
@@ -78,87 +80,64 @@ def data_sets(config: CommandConfig) -> Iterator[DataSet]:
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
     """The training data and, where it is named, the evaluation data."""
     data, held_out, check = config.data, config.eval, row_format(config).check_columns
+    yield named_rows(data, config.train.seed, check)
+    if held_out.dataset:
+        load = partial(
+            load_rows,
+            held_out.dataset,
+            split=held_out.split,
+            max_samples=data.max_samples,
+            expected=Expectations(duplicate_ids=data.duplicate_ids),
+        )
+        yield DataSet(held_out.dataset, load, check, EVALUATION)
+
+
+def named_rows(data: DatasetConfig, seed: int, check: Callable[[Dataset], object]) -> DataSet:
+    """The rows that `data.dataset` names."""
     load = partial(
         load_rows,
         data.dataset or "",
         split=data.dataset_split,
         probs=data.dataset_probs,
         max_samples=data.max_samples,
-        seed=config.train.seed,
+        seed=seed,
         expected=Expectations.of(data),
     )
-    yield DataSet(data.dataset or "", load, check)
-    if held_out.dataset:
-        unlike_training = Expectations(duplicate_ids=data.duplicate_ids)
-        load = partial(
-            load_rows,
-            held_out.dataset,
-            split=held_out.split,
-            max_samples=data.max_samples,
-            expected=unlike_training,
-        )
-        yield DataSet(held_out.dataset, load, check, EVALUATION)
+    return DataSet(data.dataset or "", load, check)
 
 
 def row_format(config: SupervisedConfig) -> RowFormat:
     """How the rows of a supervised command are read."""
     match config:
         case SFTConfig():
-            return sft_format(config)
+            is_text = if_given(config.model, "pretrain_mode_enable")
+            return SFTFormat.of(config.data, multiturn=config.data.multiturn, pretrain_mode=is_text)
         case KDConfig():
-            return kd_format(config)
+            return SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
         case RMConfig():
-            return rm_format(config)
+            with_margin = config.model.margin_loss_enable
+            return PreferenceFormat.of(config.data, with_margin=with_margin)
         case DPOConfig():
             return PreferenceFormat.of(config.data)
         case KTOConfig():
-            return kto_format(config)
+            return UnpairedFormat.of(config.data, label_key=config.data.label_key)
         case PRMConfig():
-            return prm_format(config)
+            return ProcessFormat(
+                input_key=if_given(config.data, "input_key"),
+                label_key=if_given(config.data, "label_key"),
+                placeholder_token=config.model.placeholder_token or "",
+                reward_tokens=config.model.reward_tokens or (),
+                max_len=config.data.max_len,
+                overlong=config.data.overlong_rows,
+                allow_special_tokens=config.data.allow_special_tokens,
+            )
     raise AssertionError(type(config).__name__)
-
-
-def sft_format(config: SFTConfig) -> SFTFormat:
-    """Dialogues, prompts with answers, or plain text."""
-    return SFTFormat.of(
-        config.data,
-        multiturn=config.data.multiturn,
-        pretrain_mode=if_given(config.model, "pretrain_mode_enable"),
-    )
-
-
-def kd_format(config: KDConfig) -> SFTFormat:
-    """Dialogues, prompts with answers, or plain text."""
-    return SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
-
-
-def rm_format(config: RMConfig) -> PreferenceFormat:
-    """Pairs, with margins when they are asked for."""
-    return PreferenceFormat.of(config.data, with_margin=config.model.margin_loss_enable)
-
-
-def kto_format(config: KTOConfig) -> UnpairedFormat:
-    """Prompts with an answer and its label."""
-    return UnpairedFormat.of(config.data, label_key=config.data.label_key)
-
-
-def prm_format(config: PRMConfig) -> ProcessFormat:
-    """Texts with a label for each step."""
-    data, model = config.data, config.model
-    return ProcessFormat(
-        input_key=if_given(data, "input_key"),
-        label_key=if_given(data, "label_key"),
-        placeholder_token=model.placeholder_token or "",
-        reward_tokens=model.reward_tokens or (),
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-        allow_special_tokens=data.allow_special_tokens,
-    )
 
 
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Prompts and, where they are named, those of the evaluation and pre-training text."""
-    data, held_out, check = config.data, config.eval, ppo_format(config).check_columns
+    data, held_out = config.data, config.eval
+    check = prompt_format(data, data.label_key).check_columns
     load = partial(load_rows, max_samples=data.max_samples, seed=config.train.seed)
     unlike_training = Expectations(duplicate_ids=data.duplicate_ids)
     prompts = data.prompt_dataset or ""
@@ -186,17 +165,16 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
         yield DataSet(data.pretrain_dataset, read, find, PRETRAIN)
 
 
-def ppo_format(config: PPOConfig) -> PromptFormat:
-    """How rows become prompts of a run."""
-    data = config.data
+def prompt_format(
+    data: PPODataConfig | InferenceDataConfig, label_key: str | None = None
+) -> PromptFormat:
+    """How rows become prompts."""
     return PromptFormat(
         input_key=if_given(data, "input_key"),
-        label_key=data.label_key,
+        label_key=label_key,
         input_template=data.input_template,
-        apply_chat_template=if_given(data, "apply_chat_template"),
         max_len=data.prompt_max_len,
-        overlong=data.overlong_prompts,
-        allow_special_tokens=data.allow_special_tokens,
+        **common_settings(data, overlong=data.overlong_prompts),
     )
 
 
@@ -209,27 +187,5 @@ def pretrain_column(config: PPOConfig, rows: Dataset) -> str:
 def inference_data(config: BatchInferenceConfig) -> DataSet:
     """What is answered or scored."""
     data, is_scored = config.data, config.eval_task == "rm"
-    form = SFTFormat.of(data) if is_scored else prompt_format(config)
-    load = partial(
-        load_rows,
-        data.dataset or "",
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=config.seed,
-        expected=Expectations.of(data),
-    )
-    return DataSet(data.dataset or "", load, form.check_columns)
-
-
-def prompt_format(config: BatchInferenceConfig) -> PromptFormat:
-    """How rows become prompts that are answered in bulk."""
-    data = config.data
-    return PromptFormat(
-        input_key=if_given(data, "input_key"),
-        input_template=data.input_template,
-        apply_chat_template=if_given(data, "apply_chat_template"),
-        max_len=data.prompt_max_len,
-        overlong=data.overlong_prompts,
-        allow_special_tokens=data.allow_special_tokens,
-    )
+    form = SFTFormat.of(data) if is_scored else prompt_format(data)
+    return named_rows(data, config.seed, form.check_columns)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
 
-from openrlhf.config.base import Base, Caution, is_given, with_default
+from openrlhf.config.base import Base, Caution, is_given
+from openrlhf.config.common import CheckedDataConfig
 from openrlhf.datasets.chat import RENDERED, is_rendered
 from openrlhf.datasets.problems import missing_column, unread_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
-
-ConfigT = TypeVar("ConfigT", bound=Base)
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
 IMAGE_COLUMNS = ("image", "images")
@@ -31,34 +30,13 @@ def if_given(settings: Base, name: str) -> Any:
     return getattr(settings, name) if is_given(settings, name) else None
 
 
-class Recognised(Protocol):
-    """Data whose columns may have been recognised."""
-
-    @property
-    def recognised(self) -> Mapping[str, object]:
-        """Settings of the config, dotted, that say how the rows are read."""
-
-
-def as_recognised(config: ConfigT, data: Recognised, held_out: Recognised | None = None) -> ConfigT:
-    """The config with what its data was recognised as.
-
-    It stays as it is where evaluation reads other columns: no setting says both.
-    """
-    if held_out is not None and held_out.recognised != data.recognised:
-        return config
-    for path, value in data.recognised.items():
-        config = with_default(config, path, value)
-    return config
-
-
-def undecided(config: Base, data: Recognised, held_out: Recognised | None) -> list[str]:
-    """Dotted settings that nobody typed and that evaluation reads otherwise: whoever reads the
-    config again has to recognise them again.
-    """
-    if held_out is None or held_out.recognised == data.recognised:
-        return []
-    paths = data.recognised.keys() | held_out.recognised.keys()
-    return sorted(path for path in paths if not is_given(config, path))
+def common_settings(data: CheckedDataConfig, *, overlong: str) -> dict[str, Any]:
+    """Return the fields that a `RowFormat` of any kind takes from a command's `data.*`."""
+    return {
+        "apply_chat_template": if_given(data, "apply_chat_template"),
+        "overlong": overlong,
+        "allow_special_tokens": data.allow_special_tokens,
+    }
 
 
 def pick_column(

@@ -33,6 +33,7 @@ from openrlhf.datasets.chat import (
     to_messages,
 )
 from openrlhf.datasets.conventions import (
+    common_settings,
     count_rendered,
     if_given,
     recognised_line,
@@ -74,10 +75,8 @@ class PreferenceFormat(RowFormat):
             rejected_key=data.rejected_key,
             with_margin=with_margin,
             input_template=data.input_template,
-            apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
-            overlong=data.overlong_rows,
-            allow_special_tokens=data.allow_special_tokens,
+            **common_settings(data, overlong=data.overlong_rows),
         )
 
     def check_columns(self, rows: Dataset) -> None:
@@ -144,7 +143,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 
     def _look_for_prompts_in_the_answers(self) -> None:
         """Texts that all begin with their prompt hold it already: a column nobody named is then
-        not used. In some rows it may be chance.
+        not used.
         """
         form, column, total = self._format, self._prompt_key, len(self._rows)
         names = [name for name in (column, form.chosen_key, form.rejected_key) if name]
@@ -156,13 +155,6 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
                 Caution(
                     f"column '{column}' was not used: both answers of every row hold their prompt. "
                     f"Type --prompt_key {column} to put it before them"
-                )
-            )
-        elif num_held:
-            self.notices.append(
-                Caution(
-                    f"both answers of {num_held} of {total} rows begin with the text of "
-                    f"'{column}', which is put before them as before all others"
                 )
             )
 

@@ -38,6 +38,7 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.conventions import (
     PROMPT_COLUMNS,
     TEXT_COLUMNS,
+    common_settings,
     count_rendered,
     holds_answers,
     holds_dialogues,
@@ -87,10 +88,8 @@ class AnsweredFormat(RowFormat):
             output_key=if_given(data, "output_key"),
             usual_output=None if is_given(data, "output_key") else data.output_key,
             input_template=data.input_template,
-            apply_chat_template=if_given(data, "apply_chat_template"),
             max_len=data.max_len,
-            overlong=data.overlong_rows,
-            allow_special_tokens=data.allow_special_tokens,
+            **common_settings(data, overlong=data.overlong_rows),
             **more,
         )
 

@@ -24,7 +24,7 @@ from datasets import Dataset, Features, List, Value
 from filelock import FileLock
 from torch import Tensor
 
-from openrlhf.config.base import Caution
+from openrlhf.config.base import Base, Caution, is_given, with_default
 from openrlhf.datasets.chat import LeftOutError, RowError, Segment, has_placeholder, is_rendered
 from openrlhf.datasets.conventions import image_notices, unread_notices
 from openrlhf.datasets.problems import Problems, row_place
@@ -150,6 +150,7 @@ class _Outcome:
 
 
 FormatT = TypeVar("FormatT", bound=RowFormat)
+ConfigT = TypeVar("ConfigT", bound=Base)
 
 
 class TokenizedDataset(ABC, Generic[FormatT]):
@@ -455,3 +456,27 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def as_recognised(
+    config: ConfigT, data: TokenizedDataset, held_out: TokenizedDataset | None = None
+) -> ConfigT:
+    """The config with what its data was recognised as.
+
+    It stays as it is where evaluation reads other columns: no setting says both.
+    """
+    if held_out is not None and held_out.recognised != data.recognised:
+        return config
+    for path, value in data.recognised.items():
+        config = with_default(config, path, value)
+    return config
+
+
+def undecided(config: Base, data: TokenizedDataset, held_out: TokenizedDataset | None) -> list[str]:
+    """Dotted settings that nobody typed and that evaluation reads otherwise: whoever reads the
+    config again has to recognise them again.
+    """
+    if held_out is None or held_out.recognised == data.recognised:
+        return []
+    paths = data.recognised.keys() | held_out.recognised.keys()
+    return sorted(path for path in paths if not is_given(config, path))

@@ -48,7 +48,7 @@ class PromptTask(BatchTask):
         self._sampling = sampling_settings(config, self._stop_token_ids())
 
     def _tokenise(self) -> None:
-        form, csft = prompt_format(self.config), self.config.csft
+        form, csft = prompt_format(self.config.data), self.config.csft
         if csft.enable:
             form = replace(form, around=wish_template(csft.prompt))
         self.prompts = PromptDataset(self.rows, self.tokenizer, form)

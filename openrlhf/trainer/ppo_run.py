@@ -16,8 +16,8 @@ import torch
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.conventions import as_recognised, undecided
 from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.tokenized import as_recognised, undecided
 from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.run_folder import holding_folders

@@ -19,8 +19,8 @@ from openrlhf.datasets.command_data import (
     PRETRAIN,
     TRAINING,
     ppo_data,
-    ppo_format,
     pretrain_column,
+    prompt_format,
 )
 from openrlhf.datasets.conventions import news
 from openrlhf.datasets.problems import Gathered
@@ -250,7 +250,7 @@ def _say_data(
 
 
 def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDataset:
-    return PromptDataset(rows, tokenizer, ppo_format(config))
+    return PromptDataset(rows, tokenizer, prompt_format(config.data, config.data.label_key))
 
 
 def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset:

@@ -17,9 +17,9 @@ import torch
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.command_data import row_format, supervised_data
-from openrlhf.datasets.conventions import as_recognised, news, undecided
+from openrlhf.datasets.conventions import news
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.tokenized import ModelLimits
+from openrlhf.datasets.tokenized import ModelLimits, as_recognised, undecided
 from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import (
     DataFacts,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import threading
 import time
@@ -246,35 +245,17 @@ class MultiTracker:
             tracker.close()
 
 
-def _without_key(config: Mapping, key: str) -> dict:
-    """A copy of a nested configuration without the value of any entry that is the secret."""
-    return {
-        name: _without_key(value, key)
-        if isinstance(value, Mapping)
-        else ("***" if key and value == key else value)
-        for name, value in config.items()
-    }
-
-
 def make_tracker(
     logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
 ) -> Tracker:
-    """The trackers a run asked for, as one; `config` is the resolved configuration as nested dicts.
-
-    A wandb key given as a flag moves to the environment and is masked in what is sent.
-    """
+    """The trackers a run asked for, as one; `config` is the resolved tree as nested dicts."""
     trackers: list[Tracker] = [JsonlTracker(run_dir, resume_step=resume_step)]
     if logger.tensorboard_dir:
-        is_bare = logger.tensorboard_dir == "true"
-        folder = Path(run_dir) / "tensorboard" if is_bare else Path(logger.tensorboard_dir)
-        log_dir = folder / logger.wandb.run_name.lstrip("/")  # one folder a run, for comparisons
+        # One folder a run, for comparisons.
+        log_dir = Path(logger.tensorboard_dir) / logger.wandb.run_name.lstrip("/")
         trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(log_dir)))
-    key = logger.wandb.key or ""
-    if key and key.lower() != "false":
-        if key.lower() != "true":
-            os.environ["WANDB_API_KEY"] = key
-        masked = _without_key(config, key)
-        trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(logger, run_dir, masked)))
+    if logger.wandb.key:
+        trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(logger, run_dir, config)))
     return MultiTracker(trackers)
 
 

@@ -39,10 +39,6 @@ def parse(line):
             "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy "
             "cannot generate while it is trained. Type --vllm_num_engines 1.",
         ),
-        (
-            "--async_train --async_queue_size 0",
-            "--async_queue_size must be above 0: 0. Type a value above 0.",
-        ),
     ],
 )
 def test_contradictions_are_one_line(line, expected):
@@ -126,17 +122,6 @@ def test_steps_run_over_the_ends_of_episodes():
 def test_one_process_cannot_do_both():
     with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
         run_ppo_local(parse("--train_batch_size 64 --async_train").config)
-
-
-def test_a_cap_on_dropped_prompts_below_one_prompt_is_said():
-    line = "--train_batch_size 64 --reward_failure drop_group "
-    (notice,) = parse(line).notices
-    assert notice == (
-        "--reward_max_dropped 0.01 of 64 prompts is less than one: the first one without a reward "
-        "ends the run. To let one of them go, type --reward_max_dropped 0.02."
-    )
-    assert not parse(line + "--reward_max_dropped 0.02").notices
-    assert not parse("--train_batch_size 64").notices
 
 
 def test_deadlines_of_agents_are_flags():

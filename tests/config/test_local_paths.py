@@ -87,8 +87,6 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
     ("config_class", "line", "wrong"),
     [
         (PPOConfig, PPO_NEEDS + "--pretrain ../gone", ["--pretrain ../gone does not exist."]),
-        (PPOConfig, PPO_NEEDS + "--pretrain ~nobody-here/m", ["--pretrain ~nobody-here/m does"]),
-        (PPOConfig, PPO_NEEDS + "--pretrain a/b/c", ["--pretrain a/b/c does not exist."]),
         (PPOConfig, PPO_NEEDS + "--pretrain rows.jsonl", ["--pretrain rows.jsonl is a file."]),
         (PPOConfig, PPO_NEEDS + "--pretrain empty", ["--pretrain empty holds no config.json."]),
         (
@@ -98,7 +96,6 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
         ),
         (PPOConfig, PPO_NEEDS + "--prompt_data link.jsonl", ["--prompt_data link.jsonl is a link"]),
         (PPOConfig, PPO_NEEDS + "--prompt_data rows@no", ["--prompt_data rows@no does not exist."]),
-        (PPOConfig, PPO_NEEDS + "--pretrain_data g.csv", ["--pretrain_data g.csv does not exist."]),
         (
             PPOConfig,
             "--pretrain org/m --prompt_data org/d --agent_func_path agent.py",
@@ -119,7 +116,6 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
             SFT_NEEDS + "--deepspeed_config ds.json",
             ["--deepspeed_config ds.json does not exist."],
         ),
-        (DPOConfig, SFT_NEEDS + "--ref_pretrain /gone", ["--ref_pretrain /gone does not exist."]),
         (
             ServeRewardConfig,
             "--reward_pretrain ./a,./b --token_file token",
@@ -130,27 +126,15 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
             ],
         ),
         (
-            LoraCombinerConfig,
-            "--model_path ./a --lora_path b --output_path c",
-            ["--model_path ./a does not exist.", "--lora_path b does not exist."],
-        ),
-        (
-            LoraCombinerConfig,
-            "--model_path model --lora_path text --output_path c",
-            ["--lora_path text is a file. Type the path of a folder."],
-        ),
-        (
             PPOConfig,
-            "--pretrain org/m --prompt_data org/d --agent_func_path agent",
-            ["--agent_func_path agent does not exist. Type the path of a file."],
+            PPO_NEEDS + "--save_path text",
+            ["--save_path text cannot be written: text: Not a directory."],
         ),
         (
-            PPOConfig,
-            PPO_NEEDS + "--remote_rm_url ./rows",
-            ["--remote_rm_url ./rows is a folder. Type the path of a .py file."],
+            SFTConfig,
+            SFT_NEEDS + "--save_path text/a/b",
+            ["--save_path text/a/b cannot be written: "],
         ),
-        (PPOConfig, PPO_NEEDS + "--save_path text", ["--save_path text is a file. Type the path"]),
-        (SFTConfig, SFT_NEEDS + "--save_path text/a/b", ["--save_path text/a/b lies below "]),
         # Root has the right to write there, and cannot.
         (
             SFTConfig,
@@ -166,17 +150,6 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
             "--pretrain org/m --dataset org/d --eval_task rm --output_path /proc/a.jsonl",
             ["--output_path /proc/a.jsonl cannot be written: "],
         ),
-        (SFTConfig, SFT_NEEDS + "--ckpt_path text/a", ["--ckpt_path text/a lies below "]),
-        (
-            SFTConfig,
-            SFT_NEEDS + "--save_path " + "a" * 256,
-            ["--save_path " + "a" * 256 + " has a name of more than 255 bytes."],
-        ),
-        (
-            LoraCombinerConfig,
-            "--model_path model --lora_path adapter --output_path text",
-            ["--output_path text is a file. Type the path of a folder that can be written."],
-        ),
         (
             BatchInferenceConfig,
             "--pretrain org/m --dataset org/d --eval_task rm --output_path rows",
@@ -186,16 +159,6 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
             SFTConfig,
             SFT_NEEDS + "--deepspeed_config text",
             ["--deepspeed_config text is not JSON (Expecting value: line 1 column 1 (char 0)). "],
-        ),
-        (
-            SFTConfig,
-            SFT_NEEDS + "--deepspeed_config list.json",
-            ["--deepspeed_config list.json holds no JSON object. Type the path"],
-        ),
-        (
-            ChatConfig,
-            "--pretrain org/m --ta_prompt start.txt",
-            ["--ta_prompt start.txt does not exist."],
         ),
     ],
 )
@@ -214,8 +177,6 @@ def test_a_path_that_is_not_there_is_one_line(
         (PPOConfig, PPO_NEEDS + "--prompt_data rows.jsonl,org/d@main,rows@part,rows"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url http://a:5000/x,http://b/y.py"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url code.py --policy_loss_type code.py:loss"),
-        (PPOConfig, PPO_NEEDS + "--policy_loss_type package.module:loss"),
-        (PPOConfig, PPO_NEEDS + "--tokenizer_chat_template {{messages}}"),
         (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config ds_ok.json"),
         (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
         (SFTConfig, SFT_NEEDS + "--use_tensorboard"),
@@ -229,13 +190,7 @@ def test_a_root_of_checkpoints_that_nobody_named_is_tried_where_it_is_written_to
     Path("ckpt").write_text("")  # the default is ./ckpt/checkpoints
     assert problems(SFTConfig, SFT_NEEDS + "--save_path run") == []
     [said] = problems(SFTConfig, SFT_NEEDS + "--save_path run --save_steps 2")
-    assert said.startswith("--ckpt_path ./ckpt/checkpoints_sft lies below ")
-
-
-def test_trying_a_folder_leaves_nothing_in_it() -> None:
-    Path("run").mkdir()
-    assert problems(SFTConfig, SFT_NEEDS + "--save_path run") == []
-    assert list(Path("run").iterdir()) == []
+    assert said.startswith("--ckpt_path ./ckpt/checkpoints_sft cannot be written: ")
 
 
 def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
@@ -248,11 +203,6 @@ def test_the_home_folder_is_meant_by_its_sign_where_no_shell_has_seen_it(
     assert (ckpt.output_dir, ckpt.path) == (f"{tmp_path}/run", f"{tmp_path}/ckpt")
     words = ["--model_path", "org/m", "--lora_path", "adapter", "--output_path", "~/merged"]
     assert parse_config(LoraCombinerConfig, words).config.output_path == f"{tmp_path}/merged"
-
-
-def test_a_comma_may_belong_to_a_name() -> None:
-    words = ["--pretrain", "model", "--dataset", "odd, name.jsonl"]
-    assert list(path_problems(parse_config(SFTConfig, words).config)) == []
 
 
 def test_every_text_that_may_lead_somewhere_says_so() -> None:

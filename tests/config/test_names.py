@@ -112,14 +112,6 @@ def test_a_name_of_one_setting_wins_over_one_of_several_wherever_it_stands():
     assert key == "abc"
 
 
-@pytest.mark.parametrize(
-    ("word", "mode"), [("token-mean", "token_mean"), ("seq-mean-token-mean", "seq_mean")]
-)
-def test_aggregations_have_their_names_of_openrlhf_0_11(word, mode):
-    config = tree(PPOConfig, [*PPO_NEEDS, "--actor.loss_agg_mode", word])
-    assert config.algo.loss_aggregation == mode
-
-
 def test_report_to_names_the_sinks():
     def report(*words):
         return tree(SFTConfig, ["--output_dir", "o", "--report_to", *words]).logger
@@ -153,13 +145,6 @@ def test_flash_attention_is_switched_off_by_its_flag(words, meant):
 @pytest.mark.parametrize(("typed", "meant"), [("-1", 0.0), ("0", 0.0), ("0.5", 0.5)])
 def test_a_kl_coefficient_that_is_not_above_0_means_none(typed, meant):
     assert tree(PPOConfig, ["--init_kl_coef", typed]).algo.kl.init_coef == meant
-
-
-def test_environment_variables_give_defaults_and_flags_win(monkeypatch):
-    monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
-    monkeypatch.setenv("OPENRLHF_ASYNC_NUM_TASKS", "7")
-    train = tree(PPOConfig, ["--async_queue_size", "2"]).train
-    assert (train.async_queue_size, train.async_num_tasks) == (2, 7)
 
 
 def test_dead_flags_are_accepted_with_a_notice():
@@ -213,14 +198,6 @@ def test_the_losses_are_those_of_the_formulas():
 
     assert choices(RMConfig, "loss") == PAIRWISE_LOSSES.keys()
     assert choices(KDConfig, "kd_divergence") == DIVERGENCES.keys()
-
-
-def test_a_token_budget_is_asked_for():
-    for config_class in (SFTConfig, KDConfig, PPOConfig):
-        assert tree(config_class, []).train.token_budget is None
-        assert tree(config_class, ["--use_dynamic_batch"]).train.token_budget == 16192
-        line = ["--use_dynamic_batch", "--train_max_tokens_per_gpu", "64"]
-        assert tree(config_class, line).train.token_budget == 64
 
 
 def test_unset_fields_follow_the_rest():

@@ -51,7 +51,6 @@ def notices(line):
             "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two "
             "models share their GPUs. Type --ref_num_gpus_per_node 8.",
         ),
-        ("--dual_clip 1", "--dual_clip must be above 1: 1.0. Type --dual_clip 3."),
         (
             "--eps_clip_low_high 1.5 0.2",
             "--eps_clip_low_high needs a low between 0 and 1 and a high above 0: 1.5 0.2. Type "
@@ -62,7 +61,6 @@ def notices(line):
             "--reward_clip_range needs low < high: 10.0 -10.0. Type --reward_clip_range -10.0 "
             "10.0.",
         ),
-        ("--temperature nan", "--temperature must be a number: nan. Type a number."),
         (
             "--max_len 512 --prompt_max_len 300 --generate_max_len 300",
             "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type "
@@ -72,11 +70,6 @@ def notices(line):
             "--overlong_buffer_len 2000",
             "--overlong_buffer_len must be above 0 and at most --generate_max_len 1024: 2000.0. "
             "Type --overlong_buffer_len 256.",
-        ),
-        (
-            "--reward_weights 1 2",
-            "--reward_weights has 2 values for 0 models of --reward_pretrain. Type one weight for "
-            "each model.",
         ),
         (
             "--reward_pretrain a",
@@ -97,18 +90,9 @@ def notices(line):
             "have no gradient. Type --gradient_checkpointing alone.",
         ),
         (
-            "--eval_steps 0",
-            "--eval_steps must be -1 or above 0: 0. Type --eval_steps -1 to switch it off.",
-        ),
-        (
             "--advantage_estimator grpo",
             "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
             "reinforce_baseline, group_norm, dr_grpo: grpo. Type group_norm.",
-        ),
-        ("--seed", "--seed stands without a value. Type a value after it."),
-        (
-            "--save_path a b",
-            "--save_path takes one value: a b. Put quotes around a text with spaces.",
         ),
         (
             "--report_to slack",
@@ -116,10 +100,6 @@ def notices(line):
         ),
         ("--rollout_batchsize 4", "--rollout_batchsize is not a known name. Did you mean "
          "--rollout_batch_size?"),
-        (
-            "--adam_betas 0.9 2",
-            "--adam_betas cannot be 0.9 2: both must be at least 0 and below 1. Type 0.9 0.95.",
-        ),
         (
             "--policy_loss_type PPO",
             "--policy_loss_type cannot be PPO: it is not known. Type ppo, or module:name or "
@@ -129,10 +109,6 @@ def notices(line):
             "--vllm_is_truncated_threshold 5 2",
             "--vllm_is_truncated_threshold cannot be 5 2: the first must be smaller and not "
             "negative. Type 0.5 5.0.",
-        ),
-        (
-            "--agent_func_path a.py",
-            "--agent_func_path a.py and --remote_rm_url r.py both give rewards. Leave one out.",
         ),
         (
             "--dynamic_filtering",
@@ -149,23 +125,11 @@ def notices(line):
             "seq is something else. Type --is_correction_mode mask.",
         ),
         (
-            "--is_correction_level token --is_correction_gating binary_kl "
-            "--is_correction_mode clip",
-            "--is_correction_mode clip holds ratios of tokens in a band, and "
-            "--is_correction_gating binary_kl is something else. Type --is_correction_mode mask.",
-        ),
-        (
-            "--is_correction_level seq --is_correction_gating tv --is_correction_threshold 0.1 0.4",
-            "--is_correction_gating tv is a distance with an upper bound only: 0.1 0.4. Type "
-            "--is_correction_threshold 0.4.",
-        ),
-        (
             "--is_correction_level seq --is_correction_gating tv",
             "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets "
             "everything pass. Type --is_correction_threshold 0.1.",
         ),
         ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
-        ("-use_wandb=secret", "-use_wandb has one dash. Type --use_wandb."),
     ],
 )  # fmt: skip
 def test_one_problem_is_one_line_with_flag_value_and_remedy(line, expected):
@@ -192,11 +156,6 @@ def test_all_problems_are_listed_together():
         (
             "--bf16 --ds.param_dtype fp16",
             "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them "
-            "out.",
-        ),
-        (
-            "--max_len 512 --max_length 1024",
-            "--max_length 1024 contradicts --max_len 512: both set data.max_len. Leave one of them "
             "out.",
         ),
         (
@@ -240,23 +199,10 @@ def test_an_agent_and_a_reward_model_both_give_rewards():
     ]
 
 
-def test_numbers_below_zero_stay_values():
-    config = parse_config(
-        PPOConfig, f"{PPO_NEEDS} --reward_clip_range -5 1 --init_kl_coef -1".split()
-    )
-    assert config.config.reward.clip_range == (-5, 1)
-
-
 def test_a_word_before_any_flag_is_named():
     assert problems(SFTConfig, "train " + SFT_NEEDS) == [
         "train stands before any flag. Type --NAME before a value."
     ]
-
-
-@pytest.mark.parametrize("estimator", ["gae", "reinforce"])
-def test_one_sample_and_discount_are_fine_without_groups(estimator):
-    line = f"{PPO_NEEDS} --advantage_estimator {estimator} --gamma 0.9 --n_samples_per_prompt 1"
-    assert parse_config(PPOConfig, line.split()).config.algo.advantage.gamma == 0.9
 
 
 @pytest.mark.parametrize(

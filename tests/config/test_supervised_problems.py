@@ -44,11 +44,6 @@ def notices(config_class, line):
     [
         (
             DPOConfig,
-            "--ipo --loss_type hinge",
-            "--ipo is set with --loss_type hinge. Leave one of them out.",
-        ),
-        (
-            DPOConfig,
             "--loss_type exo_pair --label_smoothing 0",
             "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type --label_smoothing "
             "0.001.",
@@ -58,28 +53,6 @@ def notices(config_class, line):
             "--ipo --label_smoothing 0.1",
             "--label_smoothing 0.1 is set with --loss_type ipo, which takes none. Leave it out or "
             "type one of sigmoid, robust, exo_pair.",
-        ),
-        (
-            KTOConfig,
-            "--desirable_loss_weight 0 --undesirable_loss_weight 0",
-            "--desirable_loss_weight and --undesirable_loss_weight are both 0. Type "
-            "--desirable_loss_weight 1.",
-        ),
-        (
-            KTOConfig,
-            "--train_batch_size 1",
-            "--train_batch_size must be at least 2: 1. Type --train_batch_size 2.",
-        ),
-        (
-            PRMConfig,
-            "--reward_tokens +",
-            "--reward_tokens needs at least two tokens: +. Type two, the good one first, or leave "
-            "it out.",
-        ),
-        (
-            PRMConfig,
-            "--reward_tokens + - +",
-            "--reward_tokens has + 2 times. Type each token once.",
         ),
         (
             PRMConfig,
@@ -113,11 +86,6 @@ def notices(config_class, line):
             BatchInferenceConfig,
             "rm --post_processor csft --reward_template {input}",
             "--reward_template has no {reward}: {input}. Write {reward} into it.",
-        ),
-        (
-            LoraCombinerConfig,
-            "--output_path l/",
-            "--output_path is --lora_path: l. Type another folder.",
         ),
     ],
 )  # fmt: skip

@@ -49,11 +49,6 @@ def test_a_saved_data_set_is_read_by_split(tmp_path):
         load_rows(str(tmp_path / "both"), split="dev")
 
 
-def test_an_arrow_file_is_read(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    assert load_rows(str(next((tmp_path / "one").glob("*.arrow")))).to_list() == ROWS
-
-
 def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
     write_jsonl(tmp_path / "train-00000-of-00002.jsonl", ROWS[:1])
     write_jsonl(tmp_path / "train-00001-of-00002.jsonl", ROWS[1:])
@@ -95,11 +90,6 @@ def test_a_missing_split_lists_those_there_are(tmp_path):
         load_rows(str(tmp_path), split="test")
 
 
-def test_a_single_file_is_whatever_split_is_asked_for(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    assert load_rows(str(path), split="test").to_list() == ROWS
-
-
 def test_data_sets_follow_one_another_without_probabilities(tmp_path):
     one = write_jsonl(tmp_path / "one.jsonl", ROWS)
     two = write_jsonl(tmp_path / "two.jsonl", [{"input": "c", "label": 3, "extra": "x"}])
@@ -118,11 +108,6 @@ def test_text_of_pandas_and_polars_goes_with_that_of_others(tmp_path):
     rows = load_rows(f"{one},{tmp_path / 'two.parquet'}")
     assert rows["x"] == ["a", "a", "b"] and rows["m"] == [messages] * 3
     assert row_place(rows, 2) == f"{tmp_path / 'two.parquet'}: row 1"
-
-
-def test_many_data_sets_are_more_than_a_file_name_holds(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    assert len(load_rows(",".join([str(path)] * 200))) == 400
 
 
 def test_probabilities_interleave_and_the_seed_fixes_the_order(tmp_path):
@@ -198,16 +183,12 @@ GOOD = b'{"a": 1}\n'
     ("bad", "message"),
     [
         (b'{"a": "cut in the mid', "rows.jsonl:2: cut record.*at byte 9"),
-        (b'{"a": ', "rows.jsonl:2: cut record"),
         (b'{"a": "\xff"}', "rows.jsonl:2: not UTF-8: byte 0xff at byte 16"),
         (b'{"a": NaN}', "rows.jsonl:2: NaN is not a number"),
-        (b'{"a": -Infinity}', "rows.jsonl:2: -Infinity is not a number"),
         (b'{"a": 1, "a": 2}', "rows.jsonl:2: duplicate key a"),
         (b"\0\0\0\0", "rows.jsonl:2: holds zero bytes"),
         (b'{"a": 1},', "rows.jsonl:2: not JSON: Extra data"),
-        (b'[{"a": 1}]', "rows.jsonl:2: list instead of an object"),
         (b'{"a": "\\ud800"}', "rows.jsonl:2: a lone surrogate"),
-        (b'{"a": ' + b"[" * 100_000, "rows.jsonl:2: nested too deeply"),
     ],
 )
 def test_a_damaged_record_is_named_by_file_and_line(tmp_path, bad, message):
@@ -239,14 +220,6 @@ def test_mixed_types_in_a_column_are_refused(tmp_path):
         load_rows(f"{one},{two}")
 
 
-@pytest.mark.parametrize("form", ["{0}", "{0}/a.csv,{0}/b.jsonl"])
-def test_numbers_beside_a_csv_file_are_refused_with_the_reason(tmp_path, form):
-    datasets.Dataset.from_list(ROWS).to_csv(tmp_path / "a.csv")
-    write_jsonl(tmp_path / "b.jsonl", ROWS)
-    with pytest.raises(DataError, match=r"columns of a csv file are text"):
-        load_rows(form.format(tmp_path))
-
-
 def test_damaged_binary_files_are_named(tmp_path):
     parquet = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(ROWS).to_parquet(parquet)
@@ -276,9 +249,7 @@ def test_cells_of_a_csv_are_text_as_it_stands(tmp_path):
         (b"a,b\n1,\xff\n", r"csv:2: not UTF-8: byte 0xff at byte 6"),
         (b"a\n1\n\0\0\0\0", r"csv:3: holds zero bytes"),
         (b"a,a\n1,2\n", r"csv: duplicate column 'a'. Name each"),
-        (b'a,b\n1,2\n3,"cut here\n4,5\n', r"csv is damaged: .*EOF inside string"),
         (b"a,b\n", r"has 0 rows"),
-        (b"\n\n", r"has 0 rows"),
     ],
 )
 def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
@@ -288,12 +259,6 @@ def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
         load_rows(str(path))
 
 
-def test_a_quote_inside_a_cell_is_a_character(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_bytes(b'\xef\xbb\xbfa,b\r\n5" pipe,"say ""hi"""\r\n')
-    assert load_rows(str(path)).to_list() == [{"a": '5" pipe', "b": 'say "hi"'}]
-
-
 def test_long_records_of_a_csv_are_read_and_longer_ones_named(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n1," + "x" * 1_500_000 + '\n2,"' + "y\n" * 700_000 + '"\n')
@@ -301,13 +266,6 @@ def test_long_records_of_a_csv_are_read_and_longer_ones_named(tmp_path, monkeypa
     monkeypatch.setattr(data_files, "MAX_LINE_MIB", 1)
     with pytest.raises(DataError, match=r"csv:2: a line of over 1 MiB"):
         load_rows(str(path))
-
-
-def test_many_chunks_keep_order_and_columns(tmp_path):
-    rows = [{"i": i, **({"late": "x"} if i == 10_500 else {})} for i in range(10_501)]
-    loaded = load_rows(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
-    assert loaded["i"] == list(range(10_501))
-    assert loaded[10_500]["late"] == "x" and loaded[0]["late"] is None
 
 
 def test_a_hub_subset_is_a_configuration_or_else_a_folder(monkeypatch):

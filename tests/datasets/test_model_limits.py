@@ -54,14 +54,6 @@ def test_either_side_of_a_pair_may_have_an_id_too_large(
     assert line.startswith("row 2 has token id 261, and the model m has 261 embeddings. ")
 
 
-def test_both_problems_are_said_and_a_model_of_unknown_sizes_is_left_alone(
-    tokenizer: Tokenizer,
-) -> None:
-    data = pairs(tokenizer, (SOFT_HYPHEN, "b" * 9))
-    data.check_fits(FREE)
-    assert len(problems(data, ModelLimits("m", num_embeddings=9, num_positions=9))) == 2
-
-
 def steps(tokenizer: Tokenizer, *labels: list, **options: tuple) -> ProcessRewardDataset:
     form = ProcessFormat(placeholder_token="#", **options)  # type: ignore[arg-type]
     rows = [{"input": "a#" * len(given), "label": given} for given in labels]

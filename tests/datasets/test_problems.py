@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datasets
 import pytest
 from datasets import Dataset
 
@@ -63,14 +62,6 @@ def test_every_bad_row_is_listed_with_its_file_and_row(tmp_path, kind):
     assert len(problems) == 22
 
 
-@pytest.mark.parametrize("content", ['{"label": NaN}', '{"label": Infinity}', '{"label": "x"}'])
-def test_numbers_that_cannot_be_trained_on_are_found_when_the_file_is_read(tmp_path, content):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"label": 1}\n' + content + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl:(2: -?(NaN|Infinity) is not|2: .* mixes)"):
-        load_rows(str(path))
-
-
 def test_a_nan_in_a_csv_or_parquet_file_is_found_by_its_reader(tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (0.5, float("nan"))]
@@ -94,22 +85,6 @@ def test_the_place_of_a_row_counts_from_its_own_file(tmp_path):
     both = load_rows(f"{tmp_path},{two}", max_samples=5)
     assert [row["a"] for row in both] == [1, 1, 1, 2, 2]
     assert row_place(both, 4) == f"{two}: row 2"
-
-
-def test_the_place_behind_a_capped_part_is_right(tmp_path):
-    one = write_jsonl(tmp_path / "one.jsonl", [{"a": 1}] * 9)
-    two = write_jsonl(tmp_path / "two.jsonl", [{"a": 2}])
-    rows = load_rows(f"{two},{one},{two}", max_samples=4)
-    assert [row_place(rows, i) for i in (0, 1, 3)] == [
-        f"{two}: row 1", f"{one}: row 1", f"{one}: row 3",
-    ]  # fmt: skip
-
-
-def test_rows_without_files_are_numbered():
-    assert row_place(Dataset.from_list([{"a": 1}]), 0) == "row 1"
-    rows = Dataset.from_list([{"a": 1}])
-    rows.info.description = "Questions about ducks."
-    assert row_place(rows, 0) == "row 1"
 
 
 @pytest.mark.parametrize("max_samples", [None, 7])
@@ -152,9 +127,3 @@ def test_ids_that_are_there_twice_are_listed_unless_they_may_be(tmp_path):
     for ids in ([1, 2], [None, None], [["a"], ["a"]]):  # lists are no ids
         path = write_jsonl(path, [{"id": value} for value in ids])
         assert len(load_rows(f"{path},{path}")) == 4  # a data set twice is meant
-
-
-def test_a_saved_data_set_is_named_as_it_was_typed(tmp_path):
-    rows = Dataset.from_list([{"a": 1}, {"a": 2}])
-    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "saved")
-    assert row_place(load_rows(str(tmp_path / "saved")), 1) == f"{tmp_path / 'saved'}: row 2"

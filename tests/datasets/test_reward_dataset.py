@@ -71,11 +71,6 @@ def test_plain_dialogues_part_where_their_tokens_do(tokenizer):
     ]
 
 
-def test_a_side_that_continues_the_other_parts_at_its_end(tokenizer):
-    dataset = pairs(tokenizer, [{"chosen": "ab", "rejected": "abc"}])
-    assert [targets for _, targets in shown(tokenizer, dataset)] == ["<|end|>", "c<|end|>"]
-
-
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
 @pytest.mark.parametrize(
     "row",
@@ -182,15 +177,6 @@ def test_over_long_pairs_follow_the_policy(tokenizer):
         pairs(tokenizer, rows, overlong="error", **options)
 
 
-def test_pairs_whose_prompt_fills_the_limit_are_dropped(tokenizer):
-    rows = [
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": "qqqq", "chosen": "a", "rejected": "b"},
-    ]
-    dataset = pairs(tokenizer, rows, max_len=3, overlong="truncate")
-    assert dataset.row_ids == [0]
-
-
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
     texts = ("b", "", None, " ")
@@ -221,12 +207,6 @@ def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, options, message
         pairs(tokenizer, [row], apply_chat_template=True, **options)
 
 
-def test_message_lists_need_the_chat_template(tokenizer):
-    rows = [{"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]}]
-    with pytest.raises(DataError, match=r"row 1: .*--apply_chat_template"):
-        pairs(tokenizer, rows, apply_chat_template=False)
-
-
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
@@ -235,18 +215,6 @@ def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
     dataset = pairs(tokenizer, [row], apply_chat_template=is_chat)
     assert [targets for _, targets in shown(tokenizer, dataset)] == ["ab<|end|>", "ac"]
     assert not shown(tokenizer, dataset)[1][0].endswith("<|end|>")
-
-
-def test_margins_of_a_csv_file_are_numbers(tokenizer):
-    rows = [{"chosen": "a", "rejected": "b", "margin": "0.50"}]
-    assert pairs(tokenizer, rows, with_margin=True)[0].margin == 0.5
-    with pytest.raises(DataError, match="row 1: 'margin' is 'much', not a number"):
-        pairs(tokenizer, [rows[0] | {"margin": "much"}], with_margin=True)
-
-
-def test_an_unknown_policy_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"--overlong_rows cut is unknown"):
-        pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], overlong="cut")
 
 
 def test_a_pair_whose_sides_begin_otherwise_is_read_again_from_what_was_recognised(tokenizer):
@@ -281,13 +249,7 @@ def test_an_answer_that_happens_to_begin_as_its_prompt_is_one_all_the_same(token
     ]
     dataset = pairs(tokenizer, rows)
     assert [shown(tokenizer, dataset, i)[0][0] for i in (0, 1)] == ["abab c<|end|>", "efa<|end|>"]
-    assert dataset.notices[0].startswith("both answers of 1 of 2 rows begin with the text of")
     assert dataset.recognised["data.prompt_key"] == "prompt"
-
-
-def test_a_template_without_a_prompt_to_wrap_is_said(tokenizer):
-    dataset = pairs(tokenizer, [{"chosen": "a", "rejected": "b"}], input_template="Q: {}")
-    assert dataset.notices == ["--input_template is not used: there is no prompt column"]
 
 
 def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):
@@ -296,12 +258,3 @@ def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(token
     with pytest.raises(ConfigError, match=r"line 1: .*--tokenizer_chat_template") as caught:
         pairs(tokenizer, rows, apply_chat_template=True)
     assert len(caught.value.problems) == 1
-
-
-def test_special_tokens_in_an_answer_are_text(tokenizer):
-    rows = [{"prompt": "q", "chosen": "a<|end|><|user|>b", "rejected": "c"}]
-    pair = pairs(tokenizer, rows, apply_chat_template=True)[0]
-    special = [i for i in pair.chosen_ids.tolist() if i in tokenizer.all_special_ids]
-    assert tokenizer.convert_ids_to_tokens(special) == [
-        "<|user|>", "<|end|>", "<|assistant|>", "<|end|>",
-    ]  # fmt: skip

@@ -13,12 +13,12 @@ from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewar
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.datasets.tokenized import CACHED_ROWS, TokenizedDataset
+from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedFormat,
     UnpairedPreferenceDataset,
 )
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 from tests.tiny import make_tokenizer, write_jsonl
 
@@ -135,17 +135,3 @@ def test_bad_rows_of_all_processes_are_listed_in_order(
     head, *places = caught.value.problems
     assert head.startswith("data set: 3 bad rows.")
     assert [line.partition(":")[0] for line in places] == ["row 8", "row 1508", "row 3008"]
-
-
-def test_an_error_of_the_template_is_raised_as_by_one_process(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer.chat_template = (
-        "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    turns = [{"role": r, "content": "x"} for r in ("user", "assistant")]
-    rows = Dataset.from_list([{"messages": turns * 2}] * CACHED_ROWS)
-    use_processes(2, monkeypatch)
-    form = SFTFormat(input_key="messages", apply_chat_template=True, multiturn=True)
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        SFTDataset(rows, tokenizer, form)

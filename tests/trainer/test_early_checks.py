@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
-from openrlhf.config.supervised import DPOConfig, SFTConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import limits_of, prepare_inputs
 from tests.tiny import make_model, write_jsonl
@@ -158,18 +157,6 @@ def test_the_sizes_of_a_model_are_those_of_its_config() -> None:
     assert [limits.num_embeddings for limits in found] == [7, 7, 262208]
 
 
-def test_a_robust_loss_that_expects_no_wrong_label_is_said_to_be_dpo() -> None:
-    def notices(flags: str) -> tuple[str, ...]:
-        return parse_config(DPOConfig, f"--pretrain m --dataset d {flags}".split()).notices
-
-    [line] = notices("--loss_type robust")
-    assert isinstance(line, Caution) and line == (
-        "--loss_type robust with --label_smoothing 0.0 is plain DPO, --loss_type sigmoid. Type "
-        "--label_smoothing with the part of the labels that may be wrong, such as 0.1."
-    )
-    assert notices("--loss_type robust --label_smoothing 0.1") == notices("--beta 0.2") == ()
-
-
 def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:
     more = "--label_key gold --aux_loss_coef 0.1 --attn_implementation flash_attention_3"
     code, error = refuse_rows("kto", root / "short", [make_row("a")], *more.split())
@@ -208,16 +195,6 @@ def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse
     assert sizes.startswith("error: --micro_train_batch_size 16 is more than --train_batch_size 4")
     assert model.startswith("error: --pretrain /nowhere/model does not exist")
     assert label.startswith("error: column 'gold' is not in the data set")
-
-
-@pytest.mark.parametrize("flags", ["--max_lem 9", "--pretrain_mode --apply_chat_template"])
-def test_rows_are_not_looked_at_before_it_is_known_how_they_are_read(
-    flags: str, tiny_model_dir: Path, refuse_rows
-) -> None:
-    wrong = ["--output_key", "gold", *flags.split()]
-    code, error = refuse_rows("sft", tiny_model_dir, [make_row("a")], *wrong)
-    assert (code, len(error.splitlines())) == (2, 1)
-    assert flags.split()[0] in error
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "prm"])

@@ -13,7 +13,7 @@ from openrlhf.cli import train_dpo, train_kto, train_rm, train_sft
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import DPOConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
-from openrlhf.datasets.conventions import as_recognised, undecided
+from openrlhf.datasets.tokenized import as_recognised, undecided
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer

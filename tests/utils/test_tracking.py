@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -140,32 +139,13 @@ def test_make_tracker_writes_only_the_run_folder_by_default(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_wandb_key_moves_to_the_environment_and_is_masked(tmp_path, monkeypatch):
-    seen = {}
-
-    class FakeWandb(Recorder):
-        def __init__(self, logger, run_dir, config):
-            super().__init__()
-            seen.update(config)
-
-    monkeypatch.setattr(tracking, "WandbTracker", FakeWandb)
-    monkeypatch.setenv("WANDB_API_KEY", "other")
-    config = {"logger": {"wandb": {"key": "canary", "project": "p"}}}
-    tracker = tracking.make_tracker(logger_config(key="canary"), tmp_path, config)
-    tracker.close()
-    assert seen == {"logger": {"wandb": {"key": "***", "project": "p"}}}
-    assert "canary" not in json.dumps(seen)
-
-
-@pytest.mark.parametrize(("given", "folder"), [("true", "run/tensorboard/r"), ("tb", "tb/r")])
-def test_tensorboard_writes_an_event_file(tmp_path, monkeypatch, given, folder):
-    monkeypatch.chdir(tmp_path)
+def test_tensorboard_writes_an_event_file(tmp_path):
     config = logger_config()
-    config.tensorboard_dir = given
+    config.tensorboard_dir = str(tmp_path / "tb")
     tracker = tracking.make_tracker(config, tmp_path / "run", {})
     tracker.log(1, {"reward": 1.0})
     tracker.close()
-    assert list((tmp_path / folder).glob("events.out.tfevents.*"))
+    assert list((tmp_path / "tb/r").glob("events.out.tfevents.*"))
 
 
 def test_rollouts_are_read_back_as_written(tmp_path):
