@@ -115,7 +115,6 @@ class Bench:
     def _runner(self, path: Path, code: str) -> Any:
         from openrlhf.rollout.agents.episode import AgentLimits
         from openrlhf.rollout.agents.worker import AgentSetup
-        from openrlhf.rollout.samplers import LocalSampler
         from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
         from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 
@@ -123,7 +122,7 @@ class Bench:
         path.write_text(code.format(feedback=FEEDBACK, **words))
         limits = AgentLimits(self.max_length, num_tasks=self.num_episodes)
         setup = AgentSetup(str(path), self.tokenizer, limits, len(self.tokenizer))
-        return AgentSamplesGenerator(setup, [LocalSampler(self.engine)], FailurePolicy(1))
+        return AgentSamplesGenerator(setup, [self.engine], FailurePolicy(1))
 
     def ask_engine(self) -> None:
         """The turns without agents: each prompt is the last one, its answer and the feedback."""

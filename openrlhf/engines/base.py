@@ -6,7 +6,7 @@ knows which one it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,18 +47,6 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingSettings
-
-
-# Is shown the ids and log-probs sampled so far after every step; they still grow, so copy them.
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-
-
-@dataclass(frozen=True)
-class WatchedRequest:
-    """A request for one sample whose tokens are told while it grows."""
-
-    request: GenerationRequest
-    on_tokens: OnTokens
 
 
 @dataclass(frozen=True)
@@ -105,14 +93,17 @@ class SyncReceipt:
 
 
 class RolloutEngine(Protocol):
-    """The calls every engine answers. `generate` may be called from several threads at once."""
+    """The calls of every engine that samples and takes weights."""
 
     @property
     def who(self) -> str:
         """The engine in the words of an error."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Sample for all requests with continuous batching; answers in their order."""
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        """Return the completions of a request; raises EngineError.
+
+        Cancelling it stops the sampling, and ends when the engine has stopped.
+        """
 
     @property
     def weight_route(self) -> WeightRoute:

@@ -13,27 +13,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from openrlhf.errors import EngineError
 
 Answer = TypeVar("Answer")
-
-
-class Stepper(Protocol):
-    """What the loop drives; all calls come from its thread."""
-
-    def add(self, key: str, request: Any) -> None:
-        """Take a request; it will be answered under `key`."""
-
-    def step(self) -> Iterable[tuple[str, Any]]:
-        """Do a piece of work and answer the requests it finished."""
-
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-
-    def abort(self, keys: Iterable[str]) -> None:
-        """Forget requests."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +43,13 @@ class _Item:
 
 
 class StepLoop:
-    """The thread, its inbox, and the futures of the calls that wait."""
+    """The thread, its inbox, and the futures of the calls that wait.
 
-    def __init__(self, make_stepper: Callable[[], Stepper], name: str) -> None:
+    It drives a stepper, such as VLLMStepper, by four calls: `add(key, request)`, `has_work()`,
+    `step()`, which returns the keys and results of the requests it finished, and `abort(keys)`.
+    """
+
+    def __init__(self, make_stepper: Callable[[], Any], name: str) -> None:
         """Start the thread; it makes the stepper itself, so that no other thread computes."""
         self.name = name
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -72,7 +60,7 @@ class StepLoop:
         self._death: BaseException | None = None
         self._lock = threading.Lock()  # held to put into the inbox or to close it
         self._num_requests = 0
-        made: Future[Stepper] = Future()
+        made: Future[Any] = Future()
         target = partial(self._run, make_stepper, made)
         self._thread = threading.Thread(target=target, name=name, daemon=True)
         self._thread.start()
@@ -173,7 +161,7 @@ class StepLoop:
             self.stepper.add(key, request)
             self._waiting[key] = future
 
-    def _run(self, make_stepper: Callable[[], Stepper], made: Future[Stepper]) -> None:
+    def _run(self, make_stepper: Callable[[], Any], made: Future[Any]) -> None:
         with _handed_to(made.set_exception):
             self.stepper = make_stepper()
             made.set_result(self.stepper)

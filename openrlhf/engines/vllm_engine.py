@@ -7,6 +7,7 @@ engine is made, for that takes seconds and its environment has to be set before.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 from collections.abc import Iterable, Sequence
@@ -22,9 +23,7 @@ from openrlhf.engines.base import (
     SHARED_MEMORY,
     Completion,
     GenerationRequest,
-    OnTokens,
     SyncReceipt,
-    WatchedRequest,
     WeightBucket,
     WeightRoute,
     refuse_running,
@@ -33,6 +32,7 @@ from openrlhf.engines.step_loop import StepLoop
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError
 from openrlhf.utils.logging import warn_once
 
+ABORT_S = 10.0  # until a request that does not stop is left behind
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer may need the same cores
@@ -101,34 +101,29 @@ class VLLMEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
         """The same without waiting: a future for each request."""
-        return self._submit(requests)
-
-    def submit_watched(
-        self, request: GenerationRequest, on_tokens: OnTokens
-    ) -> Future[list[Completion]]:
-        """The same for one sample whose tokens are told while it grows; `on_tokens` is called in
-        the engine's thread, and must be quick and raise nothing.
-        """
-        assert request.sampling.num_samples == 1, "one sample is watched, not several"
-        (future,) = self._submit([WatchedRequest(request, on_tokens)])
-        return future
-
-    def _submit(
-        self, requests: Sequence[GenerationRequest | WatchedRequest]
-    ) -> list[Future[list[Completion]]]:
         if self._update_failed:
             raise EngineError(
                 "the engine holds half of a failed weight update; send the weights again"
             )
         return self._loop.submit(requests)
 
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        """Return the completions of a request, for an event loop; raises as `generate` does.
+
+        Cancelling it stops the sampling, and ends when that has stopped.
+        """
+        (pending,) = self.submit([request])
+        answer = asyncio.wrap_future(pending)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self.abort([pending])
+            await asyncio.wait([answer], timeout=ABORT_S)
+            raise
+
     def abort(self, futures: Iterable[Future[list[Completion]]]) -> None:
         """Stop sampling for these; their futures are cancelled."""
         self._loop.abort(futures)
-
-    def num_samples_done(self) -> int:
-        """Samples finished since the engine started."""
-        return self._stepper.num_samples_done
 
     @property
     def weight_route(self) -> WeightRoute:
@@ -254,13 +249,10 @@ class VLLMStepper:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.engine.set_weight_version("0")
         self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
-        self.watchers: dict[str, OnTokens] = {}
-        self.num_samples_done = 0
         self.has_full_logprobs = all(self.engine.collective_rpc("report_full_logprobs"))
 
-    def add(self, key: str, asked: GenerationRequest | WatchedRequest) -> None:
+    def add(self, key: str, request: GenerationRequest) -> None:
         """Hand a request to vLLM."""
-        request = asked.request if isinstance(asked, WatchedRequest) else asked
         num_tokens = len(request.prompt_token_ids)
         if not 0 < num_tokens < self.max_model_len:
             raise EngineError(
@@ -276,32 +268,17 @@ class VLLMStepper:
         params = self._sampling_params(request)
         if params.n < request.sampling.num_samples:
             self.num_greedy_copies[key] = request.sampling.num_samples
-        if isinstance(asked, WatchedRequest):
-            params.output_kind = self.vllm.sampling_params.RequestOutputKind.CUMULATIVE
-            self.watchers[key] = asked.on_tokens
         self.engine.add_request(key, prompt, params)
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         """One forward pass."""
         with torch.compiler.set_stance(self.stance):
             outputs = self.engine.step()
-        for output in outputs if self.watchers else ():
-            self._tell(output)
         return [(out.request_id, self._completions(out)) for out in outputs if out.finished]
-
-    def _tell(self, output: Any) -> None:
-        """Show a watcher what there is of its sample; all of it is the answer."""
-        if output.finished:
-            self.watchers.pop(output.request_id, None)
-        elif output.request_id in self.watchers:
-            grown = output.outputs[0]
-            self.watchers[output.request_id](grown.token_ids, grown.logprobs.logprobs)
 
     def _completions(self, output: Any) -> list[Completion]:
         num_copies = self.num_greedy_copies.pop(output.request_id, 1)
-        completions = [completion(c) for c in output.outputs] * num_copies
-        self.num_samples_done += len(completions)
-        return completions
+        return [completion(c) for c in output.outputs] * num_copies
 
     def has_work(self) -> bool:
         """Whether requests are in flight."""
@@ -313,7 +290,6 @@ class VLLMStepper:
         self.engine.abort_request(unwanted)
         for key in unwanted:
             self.num_greedy_copies.pop(key, None)
-            self.watchers.pop(key, None)
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Tell every worker how to meet the trainer."""

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.rollout.samplers import BatchSampler, Sampler
 
 MAX_DESCRIBED = 4  # engines that are told of by name
+GATHER_S = 0.005  # requests that come within this time are sampled together
+
+Answer = list[Completion]
+
+
+class Sampler(Protocol):
+    """One engine: vLLM in this process or in an actor, or a model that generates in batches."""
+
+    async def sample(self, request: GenerationRequest) -> Answer:
+        """Return the completions of a request; raises EngineError.
+
+        Cancelling it stops the sampling, and ends when the engine has stopped.
+        """
 
 
 class EnginePool:
@@ -20,7 +34,7 @@ class EnginePool:
         self._loads = [0] * len(self.samplers)  # samples that each engine works on
         self._heard_at = [time.monotonic()] * len(self.samplers)  # a result, or nothing to do
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> Answer:
         """Return the completions of a request; raises EngineError."""
         k = min(range(len(self._loads)), key=self._loads.__getitem__)
         if not self._loads[k]:
@@ -49,6 +63,50 @@ class EnginePool:
             words.append(f"{len(busy) - len(words)} more engines work")
         return "; ".join(words)
 
-    async def drain(self) -> None:
-        """Wait until the engines have stopped what was cancelled."""
-        await asyncio.gather(*(sampler.drain() for sampler in self.samplers))
+
+class BatchSampler:
+    """A model that samples whole batches: while one is sampled, the next is gathered."""
+
+    def __init__(self, generate: Callable[[Sequence[GenerationRequest]], list[Answer]]) -> None:
+        """`generate` returns the completions of every request."""
+        self._generate = generate
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="own-generate")
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Answer]]] = []
+        self._work: asyncio.Future[None] | None = None
+        self._call: asyncio.Future[list[Answer]] | None = None  # of the batch that is sampled
+
+    async def sample(self, request: GenerationRequest) -> Answer:
+        """Return the completions of a request.
+
+        One that is cancelled before its batch begins is left out; else its batch goes on.
+        """
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        if self._work is None or self._work.done():
+            self._work = asyncio.ensure_future(self._sample_batches())
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._call is not None:
+                await asyncio.wait([self._call])
+            raise
+
+    async def _sample_batches(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(GATHER_S)
+            batch = [item for item in self._waiting if not item[1].done()]
+            self._waiting = []
+            if not batch:
+                continue
+            loop = asyncio.get_running_loop()
+            requests = [request for request, _ in batch]
+            self._call = loop.run_in_executor(self._thread, self._generate, requests)
+            await asyncio.wait([self._call])
+            error = self._call.exception()
+            for index, (_, answer) in enumerate(batch):
+                if answer.done():  # cancelled meanwhile
+                    continue
+                if error is None:
+                    answer.set_result(self._call.result()[index])
+                else:
+                    answer.set_exception(error)

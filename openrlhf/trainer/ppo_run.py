@@ -26,8 +26,7 @@ from openrlhf.engines.base import RolloutEngine
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.rollout.agents.worker import AgentSetup
-from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.samplers import BatchSampler, Sampler
+from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -86,7 +85,7 @@ from openrlhf.trainer.ray.placement import view_cluster
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
-from openrlhf.trainer.ray.vllm_engine import GroupGenerator, samplers_of
+from openrlhf.trainer.ray.vllm_engine import GroupGenerator
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     notice,
@@ -174,9 +173,8 @@ def _run(
     phases.start()
     sizes = _init_models(config, groups, schedule, phases)
     _banner(config, inputs, schedule, sizes, cluster)
-    samplers = samplers_of(engines) or [
-        BatchSampler(GroupGenerator(groups["actor"], PolicyModelActor.generate))
-    ]
+    own = GroupGenerator(groups["actor"], PolicyModelActor.generate)
+    samplers = list(engines) or [BatchSampler(own.generate)]
     samples = _sample_source(config, inputs, groups, cluster, samplers, turn)
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=metric)

@@ -17,6 +17,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import BucketReader
 from openrlhf.utils.tensors import fingerprint
 
@@ -24,6 +25,7 @@ from openrlhf.utils.tensors import fingerprint
 class ReceivingModel(OwnGenerate):
     who = "the engine"
     weight_route = SHARED_MEMORY
+    sample = VLLMEngine.sample
 
     def __init__(self, path: Path | str, dtype: torch.dtype) -> None:
         super().__init__(

@@ -4,7 +4,8 @@ what the trainer computes with those weights.
 
 from __future__ import annotations
 
-import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -47,16 +48,14 @@ def models(tiny_model_dir):
     return policies
 
 
-def sampled(engine: VLLMEngine, num_tokens: int, **sampling) -> tuple[threading.Event, object]:
-    """A request that is running, and an event when it has so many tokens."""
-    is_there = threading.Event()
-
-    def note(token_ids, logprobs):
-        if len(token_ids) >= num_tokens:
-            is_there.set()
-
-    future = engine.submit_watched(request(**sampling), note)
-    return is_there, future
+def sampled(engine: VLLMEngine, num_tokens: int, **sampling) -> Future[list[Completion]]:
+    """A request that is running and has so many tokens, one a step."""
+    num_steps = engine._loop.num_steps + num_tokens
+    (future,) = engine.submit([request(**sampling)])
+    end_s = time.monotonic() + 20
+    while engine._loop.num_steps < num_steps and time.monotonic() < end_s:
+        time.sleep(0.001)
+    return future
 
 
 def check(answer: Completion, models, versions: list[int], temperature: float = 1.0) -> None:
@@ -76,8 +75,7 @@ def check(answer: Completion, models, versions: list[int], temperature: float = 
 
 
 def test_running_requests_are_refused_unless_it_is_said_that_they_go_on(engine, models):
-    is_there, future = sampled(engine, 5, temperature=0.0, max_new_tokens=200)
-    assert is_there.wait(20)
+    future = sampled(engine, 5, temperature=0.0, max_new_tokens=200)
     with pytest.raises(WeightSyncError, match=r"1 requests are running.* keep_running"):
         send(engine, weights(models[1]), 1)
     [answer] = future.result(30)
@@ -91,8 +89,7 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
     with restored(engine, models[0], 0):
         several = engine.submit([request(num_samples=3, **settings), request(seed=5, **settings)])
         for version in (1, 2):
-            is_there, watched = sampled(engine, 20, **settings)
-            assert is_there.wait(20)
+            watched = sampled(engine, 20, **settings)
             receipt = send(engine, weights(models[version]), version, keep_running=True)
             assert receipt.is_cache_reset
             assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(models[version])}
@@ -106,8 +103,7 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
 
 def test_a_greedy_request_goes_on_as_the_new_policy_would(engine, models):
     with restored(engine, models[0], 0):
-        is_there, future = sampled(engine, 30, temperature=0.0, max_new_tokens=80)
-        assert is_there.wait(20)
+        future = sampled(engine, 30, temperature=0.0, max_new_tokens=80)
         send(engine, weights(models[1]), 1, keep_running=True)
         [answer] = future.result(30)
         check(answer, models[:2], [0, 1])
@@ -119,8 +115,7 @@ def test_a_greedy_request_goes_on_as_the_new_policy_would(engine, models):
 
 def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, models):
     with restored(engine, models[0], 0):
-        is_there, running = sampled(engine, 5, max_new_tokens=60)
-        assert is_there.wait(20)
+        running = sampled(engine, 5, max_new_tokens=60)
         engine.begin_weight_update(keep_running=True)
         [late] = engine.submit([request(max_new_tokens=20)])
         send(engine, weights(models[1]), 1, keep_running=True)
@@ -131,8 +126,7 @@ def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, mo
 def test_an_update_that_fails_fails_what_runs(engine, models):
     named = weights(models[1])
     with restored(engine, models[0], 0):
-        is_there, future = sampled(engine, 5, max_new_tokens=300)
-        assert is_there.wait(20)
+        future = sampled(engine, 5, max_new_tokens=300)
         with pytest.raises(WeightSyncError, match="missing"):
             send(engine, named[:-1], 1, keep_running=True)
         with pytest.raises(EngineError, match="a weight update failed"):
@@ -153,9 +147,8 @@ def test_requests_that_had_no_room_in_the_cache_are_right_too(tiny_model_dir, mo
 
         scheduler._preempt_request = preempt
         settings = {"max_new_tokens": 110}
-        is_there, watched = sampled(engine, 70, **settings)
         others = engine.submit([request(num_samples=11, **settings)])
-        assert is_there.wait(30)
+        watched = sampled(engine, 70, **settings)
         send(engine, weights(models[1]), 1, keep_running=True)
         answers = [*watched.result(60), *others[0].result(60)]
         assert False in put_off and True in put_off  # for room, and for the new weights

@@ -149,22 +149,6 @@ def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model)
     assert not engine._stepper.has_work() and not engine._stepper.num_greedy_copies
 
 
-def test_tokens_are_shown_while_they_are_sampled(engine, model):
-    shown = []
-
-    def note(token_ids, logprobs):
-        shown.append((list(token_ids), list(logprobs)))
-
-    asked = request(temperature=0.0, max_new_tokens=12)
-    (answer,) = engine.submit_watched(asked, note).result(30)
-    assert answer.token_ids == greedy(model, 12)
-    assert [len(ids) for ids, _ in shown] == list(range(1, 12))
-    for ids, logprobs in shown:
-        assert (*ids,) == answer.token_ids[: len(ids)]
-        assert (*logprobs,) == answer.logprobs[: len(ids)]
-    assert not engine._stepper.watchers
-
-
 def three_updates(engine: VLLMEngine, trained) -> None:
     assert engine_greedy(engine) == greedy(trained)
     for version, bucket_bytes in [(1, 2**26), (2, 2**15), (3, 2**17)]:

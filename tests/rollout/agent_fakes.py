@@ -13,6 +13,7 @@ from textwrap import dedent
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
 from openrlhf.rollout.agents.worker import AgentSetup
@@ -49,6 +50,8 @@ class FakeEngine:
 class StreamingEngine(FakeEngine):
     """Answers each request by itself, as the engine with a step loop does."""
 
+    sample = VLLMEngine.sample
+
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         for future, request in zip(futures, requests, strict=True):
@@ -70,6 +73,8 @@ class StreamingEngine(FakeEngine):
 
 class GrowingEngine(FakeEngine):
     """Samples token by token, and stops when it is told to."""
+
+    sample = VLLMEngine.sample
 
     def __init__(self, say: Say, *, delay_s: float) -> None:
         super().__init__(say, delay_s=delay_s)

@@ -8,15 +8,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.samplers import LocalSampler
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 
 
 class PacedEngine:
     """Answers requests with the same two tokens, one after the other."""
+
+    sample = VLLMEngine.sample
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: for each request."""
@@ -60,7 +62,7 @@ class Words:
 
 
 def step_seconds(
-    engines: Sequence[object],
+    engines: Sequence[PacedEngine],
     source: RewardSource,
     prompts: Sequence[Prompt],
     sampling: SamplingSettings,
@@ -69,7 +71,7 @@ def step_seconds(
 ) -> float:
     """How long generation and reward of one step take; every sample must come out once."""
     generator = SamplesGenerator(
-        EnginePool([LocalSampler(engine) for engine in engines]),
+        EnginePool(engines),
         GroupScorer(SourceScorer(source, batch_size), FailurePolicy(len(prompts))),
         Words(),  # type: ignore[arg-type]
         vocab_size=10**6,

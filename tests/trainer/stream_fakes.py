@@ -12,9 +12,9 @@ import torch
 
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult
-from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.samplers import BatchSampler, LocalSampler, Sampler
+from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
@@ -24,6 +24,8 @@ DEADLINE_S = 20.0
 
 class HeldEngine:
     """Takes requests and answers them when the test says so, each with its prompt's ids."""
+
+    sample = VLLMEngine.sample
 
     def __init__(self) -> None:
         self.asked: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
@@ -109,7 +111,7 @@ class HeldSource:
 
 def sampler_of(engine: Any) -> Sampler:
     """An engine that takes requests while it runs, or that samples batches."""
-    return LocalSampler(engine) if hasattr(engine, "submit") else BatchSampler(engine)
+    return BatchSampler(engine.generate) if hasattr(engine, "generate") else engine
 
 
 def prompt(row: int) -> PromptRecord:

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.request_desk import RequestDesk
 from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.rollout.samplers import BatchSampler
+from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ray.vllm_engine import RayEngine, RaySampler, samplers_of
+from openrlhf.trainer.ray.vllm_engine import RayEngine
 from tests.engines.helpers import load
 from tests.rollout.agent_fakes import (
     StreamingEngine,
@@ -121,7 +120,7 @@ def test_turns_of_a_transformers_engine_are_what_the_trainer_computes(
     tmp_path, tiny_model_dir, tiny_tokenizer
 ):
     engine = OwnGenerate(load(tiny_model_dir))
-    samplers = [BatchSampler(engine)]
+    samplers = [BatchSampler(engine.generate)]
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 
@@ -141,7 +140,7 @@ def vllm_engine(tiny_model_dir):
 def test_turns_of_vllm_are_what_the_trainer_computes(
     tmp_path, vllm_engine, tiny_model_dir, tiny_tokenizer
 ):
-    samplers = samplers_of([vllm_engine])
+    samplers = [vllm_engine]
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, num_samples=2, temperature=0.8)
     check_rollouts(rollouts, tiny_model_dir, tiny_tokenizer)
 
@@ -195,16 +194,6 @@ class FakeActor(StreamingEngine):
 
     def __init__(self, tokenizer: object) -> None:
         super().__init__(says(tokenizer, "yo"))
-        self.desk = RequestDesk(self)
-
-    def submit_requests(self, owner, requests) -> None:
-        self.desk.submit_requests(owner, requests)
-
-    def finished_requests(self, owner, wait_s):
-        return self.desk.finished_requests(owner, wait_s)
-
-    def abort_requests(self, owner, request_ids) -> None:
-        self.desk.abort_requests(owner, request_ids)
 
     def num_requests(self) -> int:
         return len(self.requests)
@@ -216,7 +205,7 @@ def test_agents_act_on_engines_of_other_processes(ray_cluster, tmp_path, tiny_to
 
     kind = ray.remote(FakeActor).options(max_concurrency=8)
     handles = [kind.remote(tiny_tokenizer) for _ in range(2)]
-    samplers = [RaySampler(RayEngine(handle, f"engine-{k}")) for k, handle in enumerate(handles)]
+    samplers = [RayEngine(handle, f"engine-{k}") for k, handle in enumerate(handles)]
     texts = [f"p{i}" for i in range(12)]
     rollouts = generate(tmp_path, samplers, tiny_tokenizer, texts=texts, num_samples=2)
     assert len(rollouts) == 24

@@ -13,7 +13,7 @@ from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
-from openrlhf.trainer.ray.vllm_engine import create_vllm_engines, samplers_of
+from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.ray.weight_sync import HandleTransport, send_weights
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
@@ -47,7 +47,7 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
 
     scorer = GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4))
     generator = SamplesGenerator(
-        EnginePool(samplers_of(engines)), scorer, tiny_tokenizer, vocab_size=len(tiny_tokenizer)
+        EnginePool(engines), scorer, tiny_tokenizer, vocab_size=len(tiny_tokenizer)
     )
     stream = generator.open_stream(SamplingSettings(num_samples=2, max_new_tokens=300))
     records = prompts(tiny_tokenizer, [f"prompt {k}" for k in range(6)])

@@ -17,8 +17,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.function import UserFunction
 from openrlhf.rewards.workers import FunctionPool, PoolSettings
-from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.samplers import BatchSampler
+from openrlhf.rollout.engine_pool import BatchSampler, EnginePool
 from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 
@@ -53,7 +52,7 @@ def score(
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
-        pool = EnginePool([BatchSampler(engine)])
+        pool = EnginePool([BatchSampler(engine.generate)])
         generator = SamplesGenerator(pool, scorer, tokenizer, vocab_size=len(tokenizer))
         return generator.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
 

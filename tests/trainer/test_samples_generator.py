@@ -9,8 +9,7 @@ import pytest
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.rollout.samplers import BatchSampler
+from openrlhf.rollout.engine_pool import BatchSampler, EnginePool
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.utils.rollout import Rollout
@@ -40,7 +39,7 @@ class FixedEngine:
 def samples_of(*completions: Completion) -> list[Rollout]:
     """The samples that are made of the answer to one prompt."""
     generator = SamplesGenerator(
-        EnginePool([BatchSampler(FixedEngine([*completions]))]),
+        EnginePool([BatchSampler(FixedEngine([*completions]).generate)]),
         GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4)),
         PromptTokenizer(),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,

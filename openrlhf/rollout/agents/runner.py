@@ -31,7 +31,7 @@ from openrlhf.rollout.agents.worker import (
     framed,
     serve,
 )
-from openrlhf.rollout.samplers import Sampler
+from openrlhf.rollout.engine_pool import Sampler
 
 Outcome = EpisodeResult | OpenRLHFError | None  # None: the process ended first
 
@@ -94,10 +94,13 @@ class AgentProcess:
             del self._acting[request.sample_id]
             # Turns of no episode that is known may be anybody's, as long as there is one.
             over = self._turns_of.get(request.sample_id, ()) if self._acting else self._turns
-            for number in over:
-                self._turns[number].cancel()
+            turns = [self._turns[number] for number in over]
+            for turn in turns:
+                turn.cancel()
             if not outcome.done():
                 self._send("cancel", request.sample_id)
+            if turns:  # an engine cannot sleep, and its model not be trained, meanwhile
+                await asyncio.wait(turns)
         if isinstance(result, OpenRLHFError):
             raise result
         if result is None and request.sample_id == self.culprit:

@@ -22,7 +22,7 @@ from openrlhf.rollout.agents.episode import (
 )
 from openrlhf.rollout.agents.runner import AgentWorker
 from openrlhf.rollout.agents.worker import AgentSetup
-from openrlhf.rollout.samplers import Sampler
+from openrlhf.rollout.engine_pool import Sampler
 from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
 from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.task_stream import TaskStream
@@ -73,13 +73,6 @@ class AgentSamplesGenerator(SampleSource):
             count_failure(result.failure, metrics)
             metrics.add("num_reward_retries", 1, reduction="sum")
         raise AssertionError("unreachable")
-
-    async def drain(self) -> None:
-        """Wait for turns still sampled for episodes that were cut off.
-
-        An engine cannot sleep, and its model not be trained, meanwhile.
-        """
-        await asyncio.gather(*(worker.sampler.drain() for worker in self._workers))
 
     def rollouts_of(
         self, prompt: PromptRecord, result: EpisodeResult, group_id: int
@@ -156,9 +149,6 @@ class AgentStream(TaskStream):
 
     def describe(self) -> str:
         return f"{len(self._tasks)} prompts are acted out"
-
-    async def end(self) -> None:
-        await self._agents.drain()
 
 
 def episode_requests(

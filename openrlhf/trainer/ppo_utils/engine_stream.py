@@ -78,10 +78,6 @@ class EngineStream(TaskStream):
             words = f"{words}; {scoring}" if words else scoring
         return words
 
-    async def end(self) -> None:
-        """Wait until the engines have stopped what was cancelled."""
-        await self._pool.drain()
-
 
 class StreamScoring:
     """Scores groups in batches, as long as a stream lives."""

@@ -44,10 +44,6 @@ class TaskStream(ABC):
         """Return the scored rollouts of a prompt; raises RewardError where the group failed."""
 
     @abstractmethod
-    async def end(self) -> None:
-        """Stop what is still sampled, when all tasks have ended."""
-
-    @abstractmethod
     def describe(self) -> str:
         """Return who works on what, in words, for whoever waits."""
 
@@ -122,7 +118,6 @@ class TaskStream(ABC):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.end()
 
     def _check(self) -> None:
         if self._error is not None:
