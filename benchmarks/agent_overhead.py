@@ -114,15 +114,15 @@ class Bench:
 
     def _runner(self, path: Path, code: str) -> Any:
         from openrlhf.rollout.agents.episode import AgentLimits
+        from openrlhf.rollout.agents.episodes import agent_rollouts
         from openrlhf.rollout.agents.worker import AgentSetup
-        from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
-        from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+        from openrlhf.rollout.scoring import FailurePolicy
 
         words = {"num_turns": self.num_turns, "num_new_tokens": NUM_NEW_TOKENS}
         path.write_text(code.format(feedback=FEEDBACK, **words))
         limits = AgentLimits(self.max_length, num_tasks=self.num_episodes)
         setup = AgentSetup(str(path), self.tokenizer, limits, len(self.tokenizer))
-        return AgentSamplesGenerator(setup, [self.engine], FailurePolicy(1))
+        return agent_rollouts(setup, [self.engine], FailurePolicy(1))
 
     def ask_engine(self) -> None:
         """The turns without agents: each prompt is the last one, its answer and the feedback."""
@@ -163,7 +163,7 @@ class Bench:
                 EpisodeRequest(f"e{k}", PROMPT, ids, SamplingSettings())
                 for k in range(self.num_episodes)
             ]
-            return await asyncio.gather(*(agents.act(one, Metrics()) for one in requests))
+            return await asyncio.gather(*(agents.actor.run(one, Metrics()) for one in requests))
 
         for result in agents.loop.run(all_of_them()):
             assert result.failure is None, result.failure

@@ -15,6 +15,20 @@ from tests.source import modules
 FILES = {module.where.removeprefix("openrlhf/"): module for module in modules()}
 
 WALKS = {
+    "a prompt until it is a group of scored samples": (
+        8,
+        [
+            "rollout/rollout.py:submit",
+            "rollout/rollout.py:rollout",
+            "rollout/single_turn.py:act",
+            "rollout/engine_pool.py:generate",
+            "trainer/ray/vllm_engine.py:sample",
+            "engines/vllm_engine.py:sample",
+            "engines/step_loop.py:submit",
+            "rollout/scoring.py:score",
+            "rewards/base.py:submit",
+        ],
+    ),
     "a parameter from the optimizer to the engine that serves it": (
         7,
         [

@@ -25,8 +25,18 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES, say_attention
+from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
+from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.scoring import (
+    FailurePolicy,
+    GroupScorer,
+    Scorer,
+    SourceScorer,
+)
+from openrlhf.rollout.single_turn import SingleTurn
+from openrlhf.rollout.step_sampler import GroupFilter
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
@@ -50,26 +60,14 @@ from openrlhf.trainer.ppo_setup import (
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator, agent_limits
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
     KLRules,
     RemoteExperienceMaker,
     RewardRules,
 )
-from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
-from openrlhf.trainer.ppo_utils.samples_generator import (
-    SamplesGenerator,
-    SampleSource,
-)
-from openrlhf.trainer.ppo_utils.scoring import (
-    FailurePolicy,
-    GroupScorer,
-    Scorer,
-    SourceScorer,
-)
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
 from openrlhf.trainer.ray.cluster import (
     TRAINED_ROLES,
@@ -175,11 +173,11 @@ def _run(
     _banner(config, inputs, schedule, sizes, cluster)
     own = GroupGenerator(groups["actor"], PolicyModelActor.generate)
     samplers = list(engines) or [BatchSampler(own.generate)]
-    samples = _sample_source(config, inputs, groups, cluster, samplers, turn)
+    rollouts = _rollouts(config, inputs, groups, cluster, samplers, turn)
     metric = best_metric(config, inputs.eval_prompts)
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=metric)
     opened.clear_folder(inputs.run_dir, config)
-    parts = _assemble(config, inputs, cluster, checkpoints, groups, samples, engines)
+    parts = _assemble(config, inputs, cluster, checkpoints, groups, rollouts, engines)
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     parts.checkpoints.resume(trainer.state)
     # What is refused leaves the folder as it was.
@@ -244,7 +242,7 @@ def _assemble(
     cluster: RayCluster | LocalCluster,
     checkpoints: PPOCheckpoints,
     groups: Groups,
-    samples: SampleSource,
+    rollouts: Rollouts,
     engines: Sequence[RolloutEngine],
 ) -> PPOParts:
     schedule = make_schedule(config, len(inputs.prompts))
@@ -253,7 +251,7 @@ def _assemble(
         actor=groups["actor"],
         critic=groups.get("critic"),
         engines=engines,
-        samples_generator=samples,
+        rollouts=rollouts,
         experience_maker=_experience_maker(config, groups, schedule),
         phases=checkpoints.phases,
         prompts=inputs.prompts,
@@ -269,27 +267,27 @@ def _assemble(
     )
 
 
-def _sample_source(
+def _rollouts(
     config: PPOConfig,
     inputs: RunInputs,
     groups: Groups,
     cluster: RayCluster | LocalCluster,
     samplers: Sequence[Sampler],
     turn: AbstractContextManager[object],
-) -> SampleSource:
+) -> Rollouts:
     """Return what makes scored samples: engines and rewards, or agents that act through engines."""
     if config.train.agent_func_path:
         path, limits = config.train.agent_func_path, agent_limits(config)
         setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
-        return AgentSamplesGenerator(setup, samplers, FailurePolicy.of(config))
+        return agent_rollouts(setup, samplers, FailurePolicy.of(config))
     has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
     # Where engines do not pause, models that share their devices cannot wait for a pause.
     never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
     models_stream = has_own_devices or never_pauses
     scorer = _scorer(config, inputs, groups, models_stream=models_stream, turn=turn)
-    return SamplesGenerator(
-        EnginePool(samplers), scorer, inputs.tokenizer, vocab_size=inputs.vocab_size
-    )
+    pool = EnginePool(samplers)
+    turns = SingleTurn(pool, inputs.tokenizer, vocab_size=inputs.vocab_size)
+    return Rollouts(turns, scorer)
 
 
 def _scorer(

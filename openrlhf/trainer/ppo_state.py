@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf.rollout.kept_groups import KeptGroups
+from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy
-from openrlhf.trainer.ppo_utils.kept_groups import KeptGroups
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
-from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
-from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.logging import needed_history
 from openrlhf.utils.metrics import Metrics
 

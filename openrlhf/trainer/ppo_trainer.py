@@ -18,18 +18,17 @@ from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.distributed import collectives
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
+from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation, evaluation_metrics, has_fallen
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL, GroupFilter
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
-from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -60,7 +59,7 @@ class PPOParts:
     engines: Sequence[
         RolloutEngine
     ]  # that need weights sent; empty when the policy generates itself
-    samples_generator: SampleSource
+    rollouts: Rollouts
     experience_maker: RemoteExperienceMaker
     phases: DevicePhases
     prompts: PromptDataset
@@ -220,12 +219,10 @@ class PPOTrainer:
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Scored rollouts of the step's prompts, as many groups with a signal as a step has."""
-        generator, sampling = self.parts.samples_generator, self.parts.sampling
+        rollouts, sampling = self.parts.rollouts, self.parts.sampling
         with self.parts.phases.rollout():
             samples = self.sampler.collect(
-                lambda prompts, tag: generator.generate_samples(prompts, sampling, tag=tag),
-                lambda: generator.open_stream(sampling),
-                tag=f"step{global_step}",
+                lambda: rollouts.open_stream(sampling), tag=f"step{global_step}"
             )
         metrics.merge(samples.metrics)
         self.say_failed(samples.failed)
@@ -321,7 +318,7 @@ class PPOTrainer:
         if prompts is None:
             return {}
         with self.parts.phases.rollout():
-            samples = self.parts.samples_generator.generate_samples(
+            samples = self.parts.rollouts.generate_samples(
                 list(prompts), self.parts.eval_sampling, tag=f"eval{global_step}"
             )
         policy = replace(self.sampler.policy, step_size=len(prompts))

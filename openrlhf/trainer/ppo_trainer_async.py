@@ -8,10 +8,10 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError
+from openrlhf.rollout.async_controller import AsyncLimits
+from openrlhf.rollout.kept_groups import SampleOrigin
+from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
-from openrlhf.trainer.ppo_utils.async_controller import AsyncLimits
-from openrlhf.trainer.ppo_utils.kept_groups import SampleOrigin
-from openrlhf.trainer.ppo_utils.rollout_queue import RolloutQueue
 from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -35,7 +35,7 @@ class PPOTrainerAsync(PPOTrainer):
         self.limits = async_limits(config)
         self.queue = RolloutQueue(
             self.sampler,
-            parts.samples_generator.open_stream,
+            parts.rollouts.open_stream,
             SampleOrigin(parts.sampling, reward_origin(config)),
             self.limits,
             wait_s=wait_s,

@@ -7,10 +7,10 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.rollout.agents.episodes import agent_limits
 from openrlhf.trainer.ppo_run import run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_trainer_async import async_limits
-from openrlhf.trainer.ppo_utils.agent_generator import agent_limits
 from openrlhf.trainer.ray.cluster import role_counts
 from openrlhf.trainer.ray.placement import ClusterView
 

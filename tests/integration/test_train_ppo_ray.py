@@ -11,7 +11,7 @@ import transformers
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.cli import train_ppo_ray
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
+from openrlhf.rollout.rollout import Rollouts, SampleBatch
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tracking import read_metrics
@@ -187,14 +187,14 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     tmp_path: Path,
 ) -> None:
     answers: dict[str, list[Rollout]] = {}
-    generate = SamplesGenerator.generate_samples
+    generate = Rollouts.generate_samples
 
-    def noted(self: SamplesGenerator, prompts: Any, sampling: Any, *, tag: str) -> SampleBatch:
+    def noted(self: Rollouts, prompts: Any, sampling: Any, *, tag: str) -> SampleBatch:
         batch = generate(self, prompts, sampling, tag=tag)
         answers[tag] = batch.rollouts
         return batch
 
-    monkeypatch.setattr(SamplesGenerator, "generate_samples", noted)
+    monkeypatch.setattr(Rollouts, "generate_samples", noted)
     train_ppo_ray.main(
         argv(
             f"--advantage_estimator {estimator} --init_kl_coef 0 --actor_num_gpus_per_node 2 "

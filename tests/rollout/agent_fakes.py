@@ -16,9 +16,10 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
+from openrlhf.rollout.agents.episodes import agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
+from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.scoring import FailurePolicy
 from tests.trainer.stream_fakes import sampler_of
 
 Say = Callable[[GenerationRequest], Sequence[int]]
@@ -147,15 +148,15 @@ def agents_over(
     *,
     policy: FailurePolicy | None = None,
     code: str = TWO_TURNS,
-) -> Iterator[AgentSamplesGenerator]:
+) -> Iterator[Rollouts]:
     """Agents on these engines; they are ended with the block."""
     setup = setup_of(write_agent(folder, code), tokenizer, num_tasks=4)
     samplers = [sampler_of(engine) for engine in engines]
-    agents = AgentSamplesGenerator(setup, samplers, policy or FailurePolicy(4))
+    agents = agent_rollouts(setup, samplers, policy or FailurePolicy(4))
     try:
         yield agents
     finally:
-        agents.close()
+        agents.loop.run(agents.actor.close())
 
 
 def settings(tokenizer, **changes) -> SamplingSettings:
@@ -191,11 +192,13 @@ class EpisodeRunner:
     """Runs single episodes for a test; its event loop has a thread."""
 
     def __init__(self, setup: AgentSetup, engine) -> None:
-        self.agents = AgentSamplesGenerator(setup, [sampler_of(engine)], FailurePolicy(4))
-        self.close = self.agents.close
+        self.agents = agent_rollouts(setup, [sampler_of(engine)], FailurePolicy(4))
+
+    def close(self) -> None:
+        self.agents.loop.run(self.agents.actor.close())
 
     def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
-        (worker,) = self.agents._workers
+        (worker,) = self.agents.actor.workers
 
         async def all_of_them() -> list[EpisodeResult]:
             return await asyncio.wait_for(asyncio.gather(*map(worker.run, requests)), 30)

@@ -14,6 +14,8 @@ import torch
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
+from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
+from openrlhf.rollout.step_sampler import GroupFilter
 from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
@@ -22,9 +24,6 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     RemoteExperienceMaker,
     RewardRules,
 )
-from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
@@ -71,7 +70,8 @@ class FakeStream:
     def num_running(self) -> int:
         return len(self.world.running)
 
-    def submit(self, key: Key, prompt: SimpleNamespace, *, tag: str) -> None:
+    def submit(self, prompts: Sequence[tuple[Key, SimpleNamespace]], *, tag: str) -> None:
+        [(key, prompt)] = prompts
         assert threading.get_ident() == self.thread and prompt.row_id == key[1]
         assert self.world.version >= 0, "the engines have no weights yet"
         assert tag == f"episode{key[0]}"
@@ -243,7 +243,7 @@ def make_trainer(
         actor=FakeActor(world),  # type: ignore[arg-type]
         critic=FakeCritic() if num_warm_up else None,  # type: ignore[arg-type]
         engines=["engine"],  # type: ignore[list-item]
-        samples_generator=FakeSource(world),  # type: ignore[arg-type]
+        rollouts=FakeSource(world),  # type: ignore[arg-type]
         experience_maker=RemoteExperienceMaker(
             estimator("rloo"), RewardRules(), KLRules(), Forwards()
         ),

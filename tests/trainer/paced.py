@@ -11,8 +11,9 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rollout.engine_pool import EnginePool
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
+from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
+from openrlhf.rollout.single_turn import SingleTurn
 
 
 class PacedEngine:
@@ -70,14 +71,11 @@ def step_seconds(
     batch_size: int,
 ) -> float:
     """How long generation and reward of one step take; every sample must come out once."""
-    generator = SamplesGenerator(
-        EnginePool(engines),
-        GroupScorer(SourceScorer(source, batch_size), FailurePolicy(len(prompts))),
-        Words(),  # type: ignore[arg-type]
-        vocab_size=10**6,
-    )
+    scorer = GroupScorer(SourceScorer(source, batch_size), FailurePolicy(len(prompts)))
+    turns = SingleTurn(EnginePool(engines), Words(), vocab_size=10**6)  # type: ignore[arg-type]
+    rollouts = Rollouts(turns, scorer)
     start = time.monotonic()
-    batch = generator.generate_samples(prompts, sampling, tag="t")  # type: ignore[arg-type]
+    batch = rollouts.generate_samples(prompts, sampling, tag="t")  # type: ignore[arg-type]
     seconds = time.monotonic() - start
     expected = [prompt.row_id for prompt in prompts for _ in range(sampling.num_samples)]
     assert [rollout.row_id for rollout in batch.rollouts] == expected

@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from openrlhf.datasets.prompt_record import PromptRecord
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupKey
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
+from openrlhf.rollout.rollout import FinishedGroup, GroupKey, SampleBatch
 from openrlhf.utils.metrics import Metrics
 
 
 class MakesBatches(Protocol):
     """Generates and scores the samples of prompts."""
 
-    def __call__(self, prompts: Sequence[PromptRecord], *, tag: str) -> SampleBatch:
-        """See SamplesGenerator.generate_samples."""
+    def __call__(self, prompts: Sequence[PromptRecord], *, tag: str) -> SampleBatch: ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,13 @@ class BatchStream:
         self._group_ids = itertools.count()
         self._metrics = Metrics()
 
-    def submit(self, key: GroupKey, prompt: PromptRecord, *, tag: str) -> None:
-        """See GroupStream."""
-        self._submitted.append(_Submitted(key, prompt, tag))
+    def submit(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], *, tag: str) -> None:
+        self._submitted += [_Submitted(key, prompt, tag) for key, prompt in prompts]
+
+    def timings(self) -> Metrics:
+        return Metrics()
 
     def finished(self, wait_s: float) -> list[FinishedGroup]:
-        """See GroupStream; groups come in the order in which they were submitted."""
         submitted, self._submitted = self._submitted, []
         return [
             group
@@ -55,20 +54,16 @@ class BatchStream:
 
     @property
     def num_running(self) -> int:
-        """See GroupStream."""
         return len(self._submitted)
 
     def describe(self) -> str:
-        """See GroupStream."""
         return f"{len(self._submitted)} prompts wait for their round"
 
     def take_metrics(self) -> Metrics:
-        """See GroupStream."""
         metrics, self._metrics = self._metrics, Metrics()
         return metrics
 
     def close(self) -> None:
-        """See GroupStream."""
         self._submitted = []
 
     def _round(self, submitted: Sequence[_Submitted], tag: str) -> list[FinishedGroup]:

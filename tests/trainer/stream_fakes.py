@@ -15,9 +15,9 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
+from openrlhf.rollout.rollout import FinishedGroup, GroupStream, Rollouts
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
+from openrlhf.rollout.single_turn import SingleTurn
 
 DEADLINE_S = 20.0
 
@@ -118,6 +118,13 @@ def prompt(row: int) -> PromptRecord:
     return PromptRecord(row, f"prompt {row}", (row + 1, row + 2), label=row, columns={})
 
 
+def rollouts_of(
+    samplers: Sequence[Any], scorer: GroupScorer, tokenizer: Any, vocab_size: int = 1000
+) -> Rollouts:
+    """Single turns on these engines."""
+    return Rollouts(SingleTurn(EnginePool(samplers), tokenizer, vocab_size=vocab_size), scorer)
+
+
 def open_stream(
     engines: Sequence[HeldEngine],
     source: HeldSource | Scorer | None = None,
@@ -129,18 +136,16 @@ def open_stream(
     """The stream of a samples generator over these engines."""
     source = HeldSource() if source is None else source
     scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
-    generator = SamplesGenerator(
-        EnginePool([sampler_of(engine) for engine in engines]),
+    rollouts = rollouts_of(
+        [sampler_of(engine) for engine in engines],
         GroupScorer(scorer, policy or FailurePolicy(4)),
-        PromptTokenizer(),  # type: ignore[arg-type]
-        vocab_size=1000,
+        PromptTokenizer(),
     )
-    return generator.open_stream(SamplingSettings(num_samples=num_samples))
+    return rollouts.open_stream(SamplingSettings(num_samples=num_samples))
 
 
 def submit(stream: GroupStream, rows: Iterable[int]) -> None:
-    for row in rows:
-        stream.submit((0, row), prompt(row), tag="t")
+    stream.submit([((0, row), prompt(row)) for row in rows], tag="t")
 
 
 def fetch(stream: GroupStream, count: int) -> list[FinishedGroup]:

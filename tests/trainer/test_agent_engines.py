@@ -11,10 +11,10 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.rollout.agents.episodes import agent_rollouts
 from openrlhf.rollout.engine_pool import BatchSampler
-from openrlhf.trainer.ppo_utils.agent_generator import AgentSamplesGenerator
+from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.vllm_engine import RayEngine
 from tests.engines.helpers import load
 from tests.rollout.agent_fakes import (
@@ -89,13 +89,13 @@ ALL_AT_ONCE = f"""
 
 def generate(folder, samplers, tokenizer, *, texts=("one", "two", "three"), **sampling):
     setup = setup_of(write_agent(folder, AGENT), tokenizer, max_length=64, num_tasks=32)
-    agents = AgentSamplesGenerator(setup, samplers, FailurePolicy(4))
+    agents = agent_rollouts(setup, samplers, FailurePolicy(4))
     try:
         return agents.generate_samples(
             prompts(tokenizer, texts), settings(tokenizer, **sampling), tag="step1"
         ).rollouts
     finally:
-        agents.close()
+        agents.loop.run(agents.actor.close())
 
 
 def largest_gap(model_dir, rollouts, temperature) -> float:

@@ -15,11 +15,11 @@ from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
     TWO_TURNS,
@@ -267,8 +267,7 @@ def streaming(tmp_path, tokenizer, engines, *, policy=None, **sampling):
 
 
 def submit(stream, tokenizer, texts, tag="t"):
-    for prompt in prompts(tokenizer, texts):
-        stream.submit((0, prompt.row_id), prompt, tag=tag)
+    stream.submit([((0, p.row_id), p) for p in prompts(tokenizer, texts)], tag=tag)
 
 
 def test_groups_of_all_hosts_come_with_all_their_segments(tmp_path, tiny_tokenizer):

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.trainer.ppo_utils.async_controller import AsyncController, AsyncLimits
-from openrlhf.trainer.ppo_utils.ledger import Ledger
+from openrlhf.rollout.async_controller import AsyncController, AsyncLimits
+from openrlhf.rollout.ledger import Ledger
 
 LIMITS = AsyncLimits(batch_size=2, max_staleness=1, max_running=8)
 PARTIAL = replace(LIMITS, keeps_running=True)

@@ -22,16 +22,16 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
-from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
-from openrlhf.trainer.ppo_utils.kept_groups import (
+from openrlhf.rollout.kept_groups import (
     TENSORS,
     KeptGroup,
     KeptGroups,
     SampleOrigin,
     read_groups,
 )
+from openrlhf.rollout.rollout import FinishedGroup
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ray.phases import DevicePhases
 from tests.tiny import make_tokenizer
 from tests.trainer.async_fakes import (

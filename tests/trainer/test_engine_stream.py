@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
+from openrlhf.rollout.rollout import FinishedGroup
+from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
 from openrlhf.trainer.ray.phases import DevicePhases
 from tests.trainer.stream_fakes import (
     HeldEngine,
@@ -338,7 +338,7 @@ def test_prompts_that_come_together_are_one_batch_of_an_engine_without_streaming
 
     stream = open_stream([Whole()])
     assert stream.in_rounds
-    stream.submit_all([((0, row), prompt(row)) for row in range(20)], tag="t")
+    stream.submit([((0, row), prompt(row)) for row in range(20)], tag="t")
     fetch(stream, 20)
     assert calls == [[f"t/{row}" for row in range(20)]]
     stream.close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from openrlhf.rollout.ledger import Ledger
 from openrlhf.trainer.ppo_utils.evaluation import (
     Evaluation,
     evaluation_metrics,
     has_fallen,
     noteworthy,
 )
-from openrlhf.trainer.ppo_utils.ledger import Ledger
 from tests.trainer.test_experience import rollout
 
 

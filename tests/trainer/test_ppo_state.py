@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.rollout.ledger import Ledger
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
-from openrlhf.trainer.ppo_utils.ledger import Ledger
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
 from openrlhf.utils.logging import hints, needed_history
 
 NUM_PROMPTS = 7

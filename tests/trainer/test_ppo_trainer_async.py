@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from openrlhf.errors import EngineError, RewardError
+from openrlhf.rollout import rollout_queue
+from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
 from openrlhf.trainer.ppo_trainer_async import staleness_metrics
-from openrlhf.trainer.ppo_utils import rollout_queue
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
 from openrlhf.utils import logging
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import (
@@ -132,7 +131,7 @@ def test_failures_of_an_evaluation_are_held_against_its_own_prompts(monkeypatch)
     trainer = make_trainer(World(), num_prompts=9, max_dropped=0.9)
     assert len(trainer.parts.eval_prompts) == 1
     batch = SampleBatch([], Metrics(), {0: "no reward"})
-    generator = trainer.parts.samples_generator
+    generator = trainer.parts.rollouts
     monkeypatch.setattr(generator, "generate_samples", lambda *args, **options: batch)
     with pytest.raises(RewardError, match=r"1 prompt\(s\) .* 0\.9 of the 1 of the evaluation: no"):
         trainer.evaluate(0)

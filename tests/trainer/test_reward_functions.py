@@ -17,9 +17,10 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.function import UserFunction
 from openrlhf.rewards.workers import FunctionPool, PoolSettings
-from openrlhf.rollout.engine_pool import BatchSampler, EnginePool
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch, SamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
+from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.rollout import SampleBatch
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
+from tests.trainer.stream_fakes import rollouts_of
 
 # One sample a row: what the policy says, the prompt, further columns.
 SAID = ["<think>a</think>\\boxed{4}", "\\boxed{5}", "print(7)"]
@@ -52,9 +53,10 @@ def score(
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
-        pool = EnginePool([BatchSampler(engine.generate)])
-        generator = SamplesGenerator(pool, scorer, tokenizer, vocab_size=len(tokenizer))
-        return generator.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
+        rollouts = rollouts_of(
+            [BatchSampler(engine.generate)], scorer, tokenizer, vocab_size=len(tokenizer)
+        )
+        return rollouts.generate_samples(list(data), SamplingSettings(num_samples=1), tag="t")
 
 
 def logged(samples: SampleBatch) -> dict[str, list[float | None]]:

@@ -9,9 +9,8 @@ import pytest
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.rollout.engine_pool import BatchSampler, EnginePool
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy, GroupScorer, SourceScorer
+from openrlhf.rollout.engine_pool import BatchSampler
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.stream_fakes import (
     HeldEngine,
@@ -20,6 +19,7 @@ from tests.trainer.stream_fakes import (
     fetch,
     open_stream,
     prompt,
+    rollouts_of,
 )
 
 VOCAB_SIZE = 10
@@ -38,14 +38,14 @@ class FixedEngine:
 
 def samples_of(*completions: Completion) -> list[Rollout]:
     """The samples that are made of the answer to one prompt."""
-    generator = SamplesGenerator(
-        EnginePool([BatchSampler(FixedEngine([*completions]).generate)]),
+    rollouts = rollouts_of(
+        [BatchSampler(FixedEngine([*completions]).generate)],
         GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4)),
-        PromptTokenizer(),  # type: ignore[arg-type]
-        vocab_size=VOCAB_SIZE,
+        PromptTokenizer(),
+        VOCAB_SIZE,
     )
     sampling = SamplingSettings(num_samples=2)
-    return generator.generate_samples([prompt(0)], sampling, tag="t").rollouts
+    return rollouts.generate_samples([prompt(0)], sampling, tag="t").rollouts
 
 
 def test_tokens_and_log_probs_are_kept() -> None:
@@ -90,7 +90,7 @@ def test_an_impossible_answer_ends_a_stream() -> None:
     engine = HeldEngine()
     stream = open_stream([engine])
     try:
-        stream.submit((0, 0), prompt(0), tag="t")
+        stream.submit([((0, 0), prompt(0))], tag="t")
         bad = Completion((3, 4), (-0.5, math.nan), "stop", weight_version=0)
         engine.asked.pop("t/0")[1].set_result([GOOD, bad])
         with pytest.raises(EngineError, match="sample t/0/1: log-prob nan at 1"):

@@ -17,15 +17,14 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
-from openrlhf.trainer.ppo_utils.engine_stream import StreamScoring
-from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
-from openrlhf.trainer.ppo_utils.scoring import (
+from openrlhf.rollout.scoring import (
     FailurePolicy,
     GroupScorer,
     Scorer,
     SourceScorer,
     add_score_metrics,
 )
+from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.paced import PacedEngine, Prompt, step_seconds
@@ -107,7 +106,7 @@ def score_with(scorer: Scorer, groups: Sequence[list[Rollout]], policy: FailureP
     metrics = Metrics()
 
     async def score_all() -> list[list[Rollout] | BaseException]:
-        scoring = StreamScoring(GroupScorer(scorer, policy), may_get_more=lambda: False)
+        scoring = GroupScorer(scorer, policy)
         work = [scoring.score(one, metrics) for one in groups]
         return await asyncio.gather(*work, return_exceptions=True)
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.errors import RewardError
-from openrlhf.trainer.ppo_utils.group_filter import GroupFilter
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup
-from openrlhf.trainer.ppo_utils.samples_generator import SampleBatch
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
+from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import GroupFilter, StepSampler
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.rounds import BatchStream
 from tests.trainer.test_experience import rollout
@@ -77,10 +75,10 @@ def rows(samples):
 
 
 def test_rejected_groups_are_replaced_until_the_step_is_full():
-    sampler, generate, open_stream, asked = make(
+    sampler, _, open_stream, asked = make(
         8, 3, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(generate, open_stream, "step1")
+    samples = sampler.collect(open_stream, "step1")
     assert asked == [("step1", [0, 1, 2]), ("step1", [3, 4]), ("step1", [5])]
     assert rows(samples) == [1, 3, 5]
     assert samples.metrics.values()["dynamic_filtering_pass_rate"] == 0.5
@@ -91,18 +89,18 @@ def test_rejected_groups_are_replaced_until_the_step_is_full():
 
 
 def test_the_last_step_takes_what_is_left():
-    sampler, generate, open_stream, _ = make(
+    sampler, _, open_stream, _ = make(
         5, 3, lambda row: [0.0, float(row == 4)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(generate, open_stream, "step1")
+    samples = sampler.collect(open_stream, "step1")
     assert rows(samples) == [4] and sampler.cursor.is_exhausted
     sampler.settle({r.group_id for r in samples.rollouts})
     assert sampler.ledger.outcomes == {"trained": 1, "filtered:no signal": 4}
 
 
 def test_without_a_filter_a_step_is_one_draw():
-    sampler, generate, open_stream, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
-    samples = sampler.collect(generate, open_stream, "step1")
+    sampler, _, open_stream, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
+    samples = sampler.collect(open_stream, "step1")
     assert asked == [("step1", [0, 1, 2])]
     assert rows(samples) == [0, 2] and samples.failed == {1: "no reward"}
     sampler.settle({r.group_id for r in samples.rollouts})
@@ -110,9 +108,9 @@ def test_without_a_filter_a_step_is_one_draw():
 
 
 def test_a_step_may_be_generated_in_several_calls():
-    sampler, generate, open_stream, asked = make(7, 5, lambda row: [0.0, 1.0], failed_rows=(3,))
+    sampler, _, open_stream, asked = make(7, 5, lambda row: [0.0, 1.0], failed_rows=(3,))
     sampler.num_at_once = 2
-    samples = sampler.collect(generate, open_stream, "step1")
+    samples = sampler.collect(open_stream, "step1")
     assert asked == [("step1", [0, 1]), ("step1", [2, 3]), ("step1", [4])]
     found = [(r.row_id, r.group_id) for r in samples.rollouts[::2]]
     assert found == [(0, 0), (1, 1), (2, 2), (4, 4)]
@@ -127,19 +125,19 @@ FILTERED = GroupFilter(max_empty=1000)
 @pytest.mark.parametrize("group_filter", [None, FILTERED])
 def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter):
     def step(*failed_rows):
-        sampler, generate, open_stream, _ = make(
+        sampler, _, open_stream, _ = make(
             24, 8, lambda row: [0.0, 1.0], group_filter=group_filter, failed_rows=failed_rows
         )
         sampler.num_at_once = 2
         sampler.policy = FailurePolicy(8, drops=True, max_dropped=0.3)
-        return sampler.collect(generate, open_stream, "step1"), sampler, generate, open_stream
+        return sampler.collect(open_stream, "step1"), sampler, open_stream
 
     samples, *_ = step(4)  # one of two, in its call
     assert samples.failed == {4: "no reward"}
-    samples, sampler, generate, open_stream = step(2, 3, 12, 13)  # all of a call, and none is left
+    samples, sampler, open_stream = step(2, 3, 12, 13)  # all of a call, and none is left
     sampler.settle({r.group_id for r in samples.rollouts})
     assert list(samples.failed) == [2, 3]
-    assert list(sampler.collect(generate, open_stream, "step2").failed) == [12, 13]
+    assert list(sampler.collect(open_stream, "step2").failed) == [12, 13]
     with pytest.raises(RewardError) as info:
         step(0, 3, 6)
     assert str(info.value) == (
@@ -149,7 +147,7 @@ def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter
 
 
 def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
-    sampler, generate, open_stream, _ = make(
+    sampler, _, open_stream, _ = make(
         2,
         3,
         lambda row: [0.0, 0.0],
@@ -159,31 +157,29 @@ def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
     )
     sampler.policy = FailurePolicy(3, drops=True, max_dropped=0.5)
     with pytest.raises(RewardError, match=r"2 prompt\(s\) got no rewards"):
-        sampler.collect(generate, open_stream, "step1")
+        sampler.collect(open_stream, "step1")
 
 
 def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():
-    sampler, generate, open_stream, asked = make(
+    sampler, _, open_stream, asked = make(
         9, 4, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
     )
     sampler.num_at_once = 2
-    assert rows(sampler.collect(generate, open_stream, "step1")) == [1, 3, 5, 7]
+    assert rows(sampler.collect(open_stream, "step1")) == [1, 3, 5, 7]
     assert [batch for _, batch in asked] == [[0, 1], [2, 3], [4, 5], [6], [7]]
 
 
 def test_a_constant_reward_ends_the_run_and_says_why():
     group_filter = GroupFilter(max_empty=10)
-    sampler, generate, open_stream, asked = make(
-        100, 2, lambda row: [1.0, 1.0], group_filter=group_filter
-    )
+    sampler, _, open_stream, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)
     with pytest.raises(RewardError, match=r"10 batches in a row .*: pass rate 0 %"):
-        sampler.collect(generate, open_stream, "step1")
+        sampler.collect(open_stream, "step1")
     assert len(asked) == 10
 
 
 def test_a_group_that_never_reached_the_update_is_found():
-    sampler, generate, open_stream, _ = make(3, 3, lambda row: [0.0, 1.0])
-    samples = sampler.collect(generate, open_stream, "step1")
+    sampler, _, open_stream, _ = make(3, 3, lambda row: [0.0, 1.0])
+    samples = sampler.collect(open_stream, "step1")
     with pytest.raises(AssertionError, match="never trained on"):
         sampler.settle({samples.rollouts[0].group_id})
 
@@ -199,8 +195,8 @@ class OneByOneStream:
         self.running = []
         self.most_running = 0
 
-    def submit(self, key, prompt, *, tag):
-        self.running.append((key, prompt, tag))
+    def submit(self, prompts, *, tag):
+        self.running += [(key, prompt, tag) for key, prompt in prompts]
         self.most_running = max(self.most_running, len(self.running))
 
     def finished(self, wait_s):
@@ -214,6 +210,8 @@ class OneByOneStream:
 
     def take_metrics(self):
         return Metrics()
+
+    timings = take_metrics
 
     def close(self):
         assert not self.running, "groups were left over"
@@ -236,7 +234,7 @@ def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch
             episodes=2,
         )
         stream = OneByOneStream(generate, choose)
-        samples = sampler.collect(generate, lambda: stream, "step1")
+        samples = sampler.collect(lambda: stream, "step1")
         assert stream.most_running <= batch_size  # never more than the step lacks
         sampler.settle({r.group_id for r in samples.rollouts})
         taken = [(r.group_id, r.sample_id) for r in samples.rollouts]
@@ -253,7 +251,7 @@ def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch
     episodes=st.integers(1, 3),
 )
 def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
-    sampler, generate, open_stream, _ = make(
+    sampler, _, open_stream, _ = make(
         len(signals),
         batch_size,
         lambda row: [0.0, 1.0] if signals[row] == "good" else [1.0, 1.0],
@@ -264,7 +262,7 @@ def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
     step = 0
     while not sampler.cursor.is_exhausted:
         step += 1
-        samples = sampler.collect(generate, open_stream, f"step{step}")
+        samples = sampler.collect(open_stream, f"step{step}")
         groups = {r.group_id for r in samples.rollouts}
         assert len(groups) <= batch_size
         assert len(groups) == batch_size or sampler.cursor.is_exhausted

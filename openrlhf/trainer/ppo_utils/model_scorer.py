@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.errors import RewardError
+from openrlhf.rollout.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.threads import start_thread
 

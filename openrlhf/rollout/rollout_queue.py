@@ -20,17 +20,16 @@ from typing import Any
 
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.trainer.ppo_utils.async_controller import AsyncController, AsyncLimits, Key
-from openrlhf.trainer.ppo_utils.group_filter import NO_SIGNAL
-from openrlhf.trainer.ppo_utils.group_stream import FinishedGroup, GroupStream
-from openrlhf.trainer.ppo_utils.kept_groups import (
+from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
+from openrlhf.rollout.kept_groups import (
     KeptGroup,
     KeptGroups,
     SampleOrigin,
     read_groups,
 )
-from openrlhf.trainer.ppo_utils.scoring import check_scores
-from openrlhf.trainer.ppo_utils.step_sampler import StepSampler
+from openrlhf.rollout.rollout import FinishedGroup, GroupStream
+from openrlhf.rollout.scoring import check_scores
+from openrlhf.rollout.step_sampler import NO_SIGNAL, StepSampler
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 
@@ -265,7 +264,7 @@ class RolloutQueue:
                 keys.append(key)
         for key in keys:
             episode, row = key
-            stream.submit(key, self.sampler.prompts[row], tag=f"episode{episode}")
+            stream.submit([(key, self.sampler.prompts[row])], tag=f"episode{episode}")
 
     def _next_key(self) -> Key | None:
         """The next prompt, those of before a restart first; None when there is none."""

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.trainer.ppo_utils.group_stream import GroupKey
+from openrlhf.rollout.rollout import GroupKey
 from openrlhf.utils.rollout import Rollout
 
 NOTES = "finished_groups.json"

@@ -6,9 +6,12 @@ A group is the samples of one prompt; its outcome is its scored rollouts, or a R
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from openrlhf.config.ppo import PPOConfig
@@ -77,12 +80,127 @@ class FailurePolicy:
             )
 
 
-@dataclass(frozen=True)
 class GroupScorer:
-    """A scorer with its failure policy."""
+    """Scores groups as they come, in batches; what has no reward is tried again or fails."""
 
-    scorer: Scorer
-    policy: FailurePolicy
+    def __init__(self, scorer: Scorer | None, policy: FailurePolicy) -> None:
+        """`scorer` None: samples come with their rewards, from an environment."""
+        self.scorer = scorer
+        self.policy = policy
+        self._num_expected = 0  # groups that are sampled now, and could fill up a batch
+        self._waiting: list[Asked] = []
+        self._num_sent = 0  # batches that have no answer yet
+        self._num_unscored = 0  # groups
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """A group is sampled inside; a batch may wait for it."""
+        self._num_expected += 1
+        try:
+            yield
+        finally:
+            self._num_expected -= 1
+            asyncio.get_running_loop().call_soon(self._send)  # when no other group is at hand
+
+    def describe(self) -> str:
+        """Return how many prompts wait for their rewards, if any; may come from any thread."""
+        count = self._num_unscored
+        return f"{count} prompts wait for their rewards" if count else ""
+
+    async def score(self, group: Group, metrics: Metrics) -> list[Rollout]:
+        """Return the scored rollouts of a group; raises RewardError after its retries."""
+        if self.scorer is None:
+            return list(group)
+        self._num_unscored += 1
+        try:
+            scored = await self._scored(Asked(group), metrics)
+        finally:
+            self._num_unscored -= 1
+        add_score_metrics(scored, metrics)
+        return scored
+
+    async def _scored(self, asked: Asked, metrics: Metrics) -> list[Rollout]:
+        group = asked.group
+        self._waiting.append(asked)
+        asyncio.get_running_loop().call_soon(self._send)
+        outcome = await asked.outcome
+        for attempt in range(self.policy.num_retries):
+            if isinstance(outcome, RewardError):
+                metrics.add("num_reward_retries", 1, reduction="sum")
+                wait_s = self.policy.retry_wait_s * 2**attempt
+                await asyncio.sleep(min(wait_s, MAX_RETRY_WAIT_S))
+                outcome = await self._start([Asked(group)])
+        if isinstance(outcome, RewardError):
+            if not (self.policy.drops and asked.shares_batch):
+                raise outcome
+            outcome = await self._start([Asked(group)])  # another one may have failed them all
+            if isinstance(outcome, RewardError):
+                raise outcome
+        wanted = [rollout.sample_id for rollout in group]
+        assert [rollout.sample_id for rollout in outcome] == wanted, "samples were lost"
+        return outcome
+
+    def _send(self) -> None:
+        """Start what can be started.
+
+        A batch that is not full waits only while others are scored, nobody there is idle, and more
+        may come, so that a busy scorer gets full batches and an idle one no pauses. Models, which
+        take any number, score all that has come since their last forward; those that may not run
+        beside generation wait for its end.
+        """
+        self._waiting = [asked for asked in self._waiting if not asked.outcome.done()]
+        while batch := self._next_batch():
+            self._waiting = self._waiting[len(batch) :]
+            self._start(batch)
+
+    def _next_batch(self) -> list[Asked]:
+        scorer = self.scorer
+        if scorer is None or (not scorer.is_streaming and self._num_expected):
+            return []
+        size = scorer.batch_size
+        if size is None:
+            return [] if self._num_sent else list(self._waiting)
+        batch: list[Asked] = []
+        num_samples = 0
+        for asked in self._waiting:
+            if batch and num_samples + len(asked.group) > size:
+                return batch
+            batch.append(asked)
+            num_samples += len(asked.group)
+        is_busy = self._num_sent > 0 and not scorer.has_room
+        may_wait = is_busy and self._num_expected > 0
+        return [] if may_wait and num_samples < size else batch
+
+    def _start(self, batch: list[Asked]) -> asyncio.Future[Outcome]:
+        """Score a batch; return the first outcome of it."""
+        assert self.scorer is not None
+        self._num_sent += 1
+        answer = asyncio.wrap_future(self.scorer.start([asked.group for asked in batch]))
+        answer.add_done_callback(partial(self._receive, batch))
+        return batch[0].outcome
+
+    def _receive(self, batch: list[Asked], answer: asyncio.Future[list[Outcome]]) -> None:
+        assert self.scorer is not None
+        self._num_sent -= 1
+        error = answer.exception()
+        for k, asked in enumerate(batch):
+            asked.shares_batch = len(batch) > 1 and self.scorer.batch_size is not None
+            if asked.outcome.done():  # nobody waits any more
+                continue
+            if error is None:
+                asked.outcome.set_result(answer.result()[k])
+            else:
+                asked.outcome.set_exception(error)
+        self._send()
+
+
+class Asked:
+    """A group that waits for its rewards."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.shares_batch = False
 
 
 class SourceScorer:
@@ -98,7 +216,7 @@ class SourceScorer:
 
     @property
     def has_room(self) -> bool:
-        """See Scorer; servers take full batches."""
+        """Return False for servers, which take full batches."""
         return self.source.has_room
 
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:

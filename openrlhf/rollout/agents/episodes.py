@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts by way of agents: the same calls as `SamplesGenerator`."""
+"""The samples of a prompt by way of agents: each is an episode, which comes with its reward."""
 
 from __future__ import annotations
 
@@ -23,47 +23,68 @@ from openrlhf.rollout.agents.episode import (
 from openrlhf.rollout.agents.runner import AgentWorker
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.engine_pool import Sampler
-from openrlhf.trainer.ppo_utils.samples_generator import SampleSource
-from openrlhf.trainer.ppo_utils.scoring import FailurePolicy
-from openrlhf.trainer.ppo_utils.task_stream import TaskStream
+from openrlhf.rollout.rollout import RolloutRequest, Rollouts
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import LoopThread
 
 
-class AgentSamplesGenerator(SampleSource):
+class AgentEpisodes:
     """Acts out the samples of prompts, with one worker process for each engine."""
 
+    in_rounds = False
+
     def __init__(
-        self,
-        setup: AgentSetup,
-        samplers: Sequence[Sampler],
-        policy: FailurePolicy,
+        self, setup: AgentSetup, samplers: Sequence[Sampler], policy: FailurePolicy
     ) -> None:
-        """Start the workers; raises ConfigError for a file that cannot act."""
         self.tokenizer = setup.tokenizer
         self.policy = policy
-        self._workers = [AgentWorker(setup, sampler) for sampler in samplers]
-        self.loop = LoopThread("agents")
-        self.loop.run(self._start())
+        self.workers = [AgentWorker(setup, sampler) for sampler in samplers]
 
-    def open_stream(self, sampling: SamplingSettings) -> TaskStream:
-        """Return a stream of episodes."""
-        return AgentStream(self, sampling)
+    async def start(self) -> None:
+        """Start the workers; raises ConfigError for a file that cannot act."""
+        await asyncio.gather(*(worker.process() for worker in self.workers))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the workers."""
-        self.loop.run(self._close())
-        self.loop.close()
+        await asyncio.gather(*(worker.close() for worker in self.workers))
 
-    async def act(self, request: EpisodeRequest, metrics: Metrics) -> EpisodeResult:
+    def describe(self) -> str:
+        """Return how many episodes are under way."""
+        return f"{sum(worker.num_episodes for worker in self.workers)} episodes are acted out"
+
+    async def act(self, request: RolloutRequest) -> list[Rollout]:
+        """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
+        prompt, metrics = request.prompt, request.metrics
+        asked = episode_requests(prompt, request.sampling, request.name)
+        episodes = [asyncio.ensure_future(self.run(one, metrics)) for one in asked]
+        try:
+            results = await asyncio.gather(*episodes)
+        finally:
+            for episode in episodes:  # those beside one that raised an error
+                episode.cancel()
+            await asyncio.wait(episodes)
+        failures = [result.failure for result in results if result.failure is not None]
+        if failures:
+            first = failures[0]
+            raise AgentError(f"row {prompt.row_id + 1}: {first.kind}: {first.message}")
+        rollouts = [
+            rollout
+            for result in results
+            for rollout in self.rollouts_of(prompt, result, request.group_id)
+        ]
+        num_tokens = sum(rollout.num_actions for rollout in rollouts)
+        metrics.add("num_generated_tokens", num_tokens, reduction="sum")
+        return rollouts
+
+    async def run(self, request: EpisodeRequest, metrics: Metrics) -> EpisodeResult:
         """Return the result of an episode, which begins anew as often as the policy says.
 
         Raises EngineError where not the agent but the engine failed.
         """
         for num_tries in itertools.count(1):
-            worker = min(self._workers, key=lambda worker: worker.num_episodes)
+            worker = min(self.workers, key=lambda worker: worker.num_episodes)
             result = await worker.run(request)
             if result.failure is not None and result.failure.kind == "engine":
                 raise EngineError(f"sample {result.sample_id}: {result.failure.message}")
@@ -107,58 +128,25 @@ class AgentSamplesGenerator(SampleSource):
         ids = segment.token_ids[start:stop]
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    async def _start(self) -> None:
-        await asyncio.gather(*(worker.process() for worker in self._workers))
 
-    async def _close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-
-
-class AgentStream(TaskStream):
-    """A GroupStream over agents."""
-
-    def __init__(self, agents: AgentSamplesGenerator, sampling: SamplingSettings) -> None:
-        super().__init__(agents.policy, agents.loop)
-        self._agents = agents
-        self._sampling = sampling
-
-    async def make_group(self, prompt: PromptRecord, tag: str, group_id: int) -> list[Rollout]:
-        """Return the rollouts of all episodes; AgentError when one has failed after its retries."""
-        metrics = Metrics()
-        requests = episode_requests(prompt, self._sampling, tag)
-        episodes = [asyncio.ensure_future(self._agents.act(one, metrics)) for one in requests]
-        try:
-            results = await asyncio.gather(*episodes)
-        finally:
-            for episode in episodes:  # those beside one that raised an error
-                episode.cancel()
-        failures = [result.failure for result in results if result.failure is not None]
-        rollouts = [
-            rollout
-            for result in results
-            for rollout in self._agents.rollouts_of(prompt, result, group_id)
-        ]
-        if not failures:
-            num_tokens = sum(rollout.num_actions for rollout in rollouts)
-            metrics.add("num_generated_tokens", num_tokens, reduction="sum")
-        self.note(metrics)
-        if failures:
-            first = failures[0]
-            raise AgentError(f"row {prompt.row_id + 1}: {first.kind}: {first.message}")
-        return rollouts
-
-    def describe(self) -> str:
-        return f"{len(self._tasks)} prompts are acted out"
+def agent_rollouts(
+    setup: AgentSetup, samplers: Sequence[Sampler], policy: FailurePolicy
+) -> Rollouts:
+    """Return rollouts by agents, whose workers have started; raises ConfigError."""
+    agents = AgentEpisodes(setup, samplers, policy)
+    rollouts = Rollouts(agents, GroupScorer(None, policy))
+    rollouts.loop.run(agents.start())
+    return rollouts
 
 
 def episode_requests(
-    prompt: PromptRecord, sampling: SamplingSettings, tag: str
+    prompt: PromptRecord, sampling: SamplingSettings, name: str
 ) -> list[EpisodeRequest]:
     """Return the episodes of a prompt."""
     one = replace(sampling, num_samples=1)
     return [
         EpisodeRequest(
-            sample_id=f"{tag}/{prompt.row_id}/{k}",
+            sample_id=f"{name}/{k}",
             prompt_text=prompt.prompt_text,
             prompt_token_ids=prompt.prompt_token_ids,
             sampling=one if sampling.seed is None else replace(one, seed=sampling.seed + k),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from openrlhf.trainer.ppo_utils.ledger import Ledger
+from openrlhf.rollout.ledger import Ledger
 
 Key = tuple[int, int]  # (episode, row)
 

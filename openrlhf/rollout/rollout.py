@@ -1,0 +1,240 @@
+"""From prompts to scored groups of samples: a coroutine for each prompt, on one event loop.
+
+The synchronous step, dynamic sampling, asynchronous training and evaluation all drain a stream of
+them. Groups are made in the loop's thread and fetched by the thread that drives the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from openrlhf.datasets.prompt_record import PromptRecord
+from openrlhf.engines.base import SamplingSettings
+from openrlhf.errors import RewardError
+from openrlhf.rollout.scoring import GroupScorer, check_scores
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.progress import progress
+from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.threads import LoopThread
+
+POLL_S = 1.0  # of one look at a stream; a finished group ends it
+
+GroupKey = tuple[int, int]  # (episode, row) of the ledger
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A prompt whose samples are wanted."""
+
+    prompt: PromptRecord
+    sampling: SamplingSettings
+    name: str  # sample k of it is "<name>/<k>"
+    group_id: int  # no other group of the stream has it
+    metrics: Metrics = field(default_factory=Metrics)  # what is noted on the way
+
+
+class Acts(Protocol):
+    """What makes the samples of a prompt: one turn of an engine, or an agent's episodes."""
+
+    in_rounds: bool  # prompts that are submitted together end together, others wait for them
+
+    async def act(self, request: RolloutRequest) -> list[Rollout]:
+        """Return the samples; raises EngineError, or AgentError where an agent failed."""
+
+    def describe(self) -> str:
+        """Return who works on what; may be called from any thread."""
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """What became of a prompt that was submitted."""
+
+    key: GroupKey
+    # Scored, sample by sample; an agent's episode may have several. Empty when the group failed.
+    rollouts: list[Rollout] = field(default_factory=list)
+    failure: str | None = None  # why its samples were dropped
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """The samples of a batch of prompts."""
+
+    rollouts: list[Rollout]  # scored, prompt by prompt
+    metrics: Metrics
+    failed: dict[int, str]  # row -> why its samples were dropped
+
+
+class Rollouts:
+    """Makes scored samples of prompts; all its streams share one event loop."""
+
+    def __init__(self, actor: Acts, scorer: GroupScorer) -> None:
+        self.actor = actor
+        self.scorer = scorer
+        self.acted_at = 0.0  # when the last samples came
+        self.loop = LoopThread("rollouts")
+
+    async def rollout(self, request: RolloutRequest) -> list[Rollout]:
+        """Return the scored samples of a prompt; raises RewardError where the group failed."""
+        with self.scorer.expecting():
+            samples = await self.actor.act(request)
+        self.acted_at = time.monotonic()
+        return await self.scorer.score(samples, request.metrics)
+
+    def describe(self) -> str:
+        """Return who works on what, in words, for whoever waits; may be called from any thread."""
+        return "; ".join(filter(None, [self.actor.describe(), self.scorer.describe()]))
+
+    def open_stream(self, sampling: SamplingSettings) -> GroupStream:
+        """Return a stream of the samples of prompts."""
+        return GroupStream(self, sampling)
+
+    def generate_samples(
+        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
+    ) -> SampleBatch:
+        """Return the scored samples of each prompt, prompt by prompt; `tag` makes sample ids
+        unique.
+        """
+        groups: dict[int, FinishedGroup] = {}  # by row
+        bar = progress("generating", len(prompts))
+        with closing(self.open_stream(sampling)) as stream, bar as advance:
+            stream.submit([((0, prompt.row_id), prompt) for prompt in prompts], tag=tag)
+            while stream.num_running:
+                for group in stream.finished(POLL_S):
+                    groups[group.key[1]] = group
+                    advance()
+            metrics = stream.timings().merge(stream.take_metrics())
+        rollouts = [
+            replace(rollout, group_id=group_id)
+            for group_id, prompt in enumerate(prompts)
+            for rollout in groups[prompt.row_id].rollouts
+        ]
+        check_scores(rollouts)
+        failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
+        return SampleBatch(rollouts, metrics, failed)
+
+
+class GroupStream:
+    """A bounded set of rollouts, driven from one thread.
+
+    Every submitted prompt comes out of `finished` exactly once, unless an error ends the stream or
+    it is closed. Groups come in the order in which they are finished, which depends on timing;
+    what is in a group that has a seed does not, for a given engine.
+    """
+
+    def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
+        self.num_running = 0  # submitted and not yet fetched
+        self.in_rounds = rollouts.actor.in_rounds
+        self.describe = rollouts.describe
+        self._rollouts = rollouts
+        self._sampling = sampling
+        self._opened_at = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group_ids = itertools.count()
+        self._last: list[Rollout] = []  # one of the group before, to compare with
+        self._out: queue.SimpleQueue[FinishedGroup | BaseException] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._metrics = Metrics()
+        self._lock = threading.Lock()  # of the metrics
+
+    def submit(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], *, tag: str) -> None:
+        """Start the samples of prompts, in order, and do not wait for them; of prompts that are
+        sampled in rounds, start one round.
+
+        Sample ids are "<tag>/<row>/<k>", so a tag may not come twice with a row.
+        """
+        self._check()
+        self.num_running += len(prompts)
+        self._rollouts.loop.run(self._begin(prompts, tag))
+
+    def finished(self, wait_s: float) -> list[FinishedGroup]:
+        """Return groups finished and scored since the last call; wait up to `wait_s` seconds for
+        the first, not at all when nothing runs.
+
+        Raises EngineError, RewardError or AgentError where one ends the run; then nothing more
+        comes out of the stream.
+        """
+        self._check()
+        groups: list[FinishedGroup] = []
+        if not self.num_running:
+            return groups
+        with suppress(queue.Empty):
+            item = self._out.get(timeout=wait_s)
+            while True:
+                if isinstance(item, BaseException):
+                    self._error = item
+                    raise item
+                groups.append(item)
+                self.num_running -= 1
+                item = self._out.get_nowait()
+        return groups
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics of generation, rewards and agents since the last call."""
+        with self._lock:
+            metrics, self._metrics = self._metrics, Metrics()
+            return metrics
+
+    def timings(self) -> Metrics:
+        """Return how long generation took, and how much longer the rewards."""
+        metrics, end = Metrics(), time.monotonic()
+        acted_at = max(self._rollouts.acted_at, self._opened_at)
+        metrics.add("timing/generation", acted_at - self._opened_at, reduction="sum")
+        metrics.add("timing/reward", end - acted_at, reduction="sum")
+        return metrics
+
+    def close(self) -> None:
+        """Abandon what runs; wait until the engines have stopped it."""
+        self._rollouts.loop.run(self._end())
+
+    async def _begin(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], tag: str) -> None:
+        for key, prompt in prompts:
+            request = RolloutRequest(
+                prompt, self._sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
+            )
+            task = asyncio.ensure_future(self._run(key, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+        await asyncio.sleep(0)  # prompts reach the engines in the order in which they come
+
+    async def _run(self, key: GroupKey, request: RolloutRequest) -> None:
+        drops = self._rollouts.scorer.policy.drops
+        failure = None
+        try:
+            rollouts = await self._rollouts.rollout(request)
+        except RewardError as error:
+            if not drops:
+                raise
+            # How many may fail is up to whoever fetches them, and knows what a step is.
+            rollouts, failure = [], str(error)
+        finally:
+            with self._lock:
+                self._metrics.merge(request.metrics)
+        check_scores([*self._last, *rollouts])
+        self._last = rollouts[-1:] or self._last
+        if drops:
+            with self._lock:
+                self._metrics.add("num_dropped_groups", int(failure is not None), reduction="sum")
+        self._out.put(FinishedGroup(key, rollouts, failure))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._out.put(error)
+
+    async def _end(self) -> None:
+        tasks = self._tasks.copy()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
