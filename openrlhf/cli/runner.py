@@ -58,6 +58,9 @@ def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
     except KeyboardInterrupt as error:
         if Topology.from_env().is_main:
             print(": ".join(["error: interrupted", *filter(None, [str(error)])]), file=sys.stderr)
+        if stopping.is_overdue():  # a thread may still compute: Python's own end would crash in it
+            sys.stderr.flush()
+            os._exit(130)
         raise SystemExit(130) from error
     except Exception as error:
         traceback.print_exc()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from openrlhf.engines.base import Completion, GenerationRequest
+from openrlhf.errors import EngineError
+from openrlhf.utils.threads import LoopThread
 
+WAIT_S = 4 * 3600.0  # for one request, with those before it
 MAX_DESCRIBED = 4  # engines that are told of by name
 GATHER_S = 0.005  # requests that come within this time are sampled together
 
@@ -41,7 +43,9 @@ class EnginePool:
             self._heard_at[k] = time.monotonic()
         self._loads[k] += request.sampling.num_samples
         try:
-            return await self.samplers[k].sample(request)
+            return await asyncio.wait_for(self.samplers[k].sample(request), WAIT_S)
+        except asyncio.TimeoutError:
+            raise EngineError(f"engine {k} did not answer in {WAIT_S:g} s") from None
         finally:
             self._loads[k] -= request.sampling.num_samples
             self._heard_at[k] = time.monotonic()
@@ -70,7 +74,8 @@ class BatchSampler:
     def __init__(self, generate: Callable[[Sequence[GenerationRequest]], list[Answer]]) -> None:
         """`generate` returns the completions of every request."""
         self._generate = generate
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="own-generate")
+        # One thread, which the end of the program does not wait for, as it would for an executor's.
+        self._thread = LoopThread("own-generate")
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Answer]]] = []
         self._work: asyncio.Future[None] | None = None
         self._call: asyncio.Future[list[Answer]] | None = None  # of the batch that is sampled
@@ -91,6 +96,9 @@ class BatchSampler:
                 await asyncio.wait([self._call])
             raise
 
+    async def _in_thread(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
+        return self._generate(requests)
+
     async def _sample_batches(self) -> None:
         while self._waiting:
             await asyncio.sleep(GATHER_S)
@@ -98,9 +106,9 @@ class BatchSampler:
             self._waiting = []
             if not batch:
                 continue
-            loop = asyncio.get_running_loop()
-            requests = [request for request, _ in batch]
-            self._call = loop.run_in_executor(self._thread, self._generate, requests)
+            work = self._in_thread([request for request, _ in batch])
+            call = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+            self._call = asyncio.wrap_future(call)
             await asyncio.wait([self._call])
             error = self._call.exception()
             for index, (_, answer) in enumerate(batch):

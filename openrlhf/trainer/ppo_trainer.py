@@ -194,6 +194,8 @@ class PPOTrainer:
             with stopping.leavable():
                 return self.generate(global_step, metrics)
         except KeyboardInterrupt:
+            if stopping.is_overdue():  # the policy may still generate: it cannot be saved
+                raise
             self.undo_draw(before)
             self.stop()
 

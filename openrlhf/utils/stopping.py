@@ -109,6 +109,11 @@ def leavable() -> Iterator[None]:
         _listener.is_leavable = False
 
 
+def is_overdue() -> bool:
+    """Return True once the grace time is over: what still runs is left behind."""
+    return _listener.is_overdue
+
+
 def is_asked() -> bool:
     """Return True once this process was asked to stop."""
     return _listener.asked_at is not None

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.rollout import rollout_queue
+from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from tests.integration.heads import free_ports
 from tests.integration.test_async_training import (  # noqa: F401 - trainers is a fixture

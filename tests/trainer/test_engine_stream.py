@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult
+from openrlhf.rollout import engine_pool
 from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
@@ -292,19 +293,15 @@ def test_closing_abandons_what_runs_and_ends_the_threads():
     assert engines[0].aborted == ["t/2"] and sorted(engines[1].aborted) == ["t/1", "t/3"]
 
 
-def test_an_engine_that_only_answers_whole_calls_gets_them_in_batches():
-    class Whole:
-        def generate(self, requests):
-            engine = HeldEngine()
-            futures = engine.submit(requests)
-            for request in requests:
-                engine.answer(request.request_id)
-            return [future.result() for future in futures]
-
-    stream = open_stream([Whole()])
-    submit(stream, range(6))
-    assert sorted(group.key[1] for group in fetch(stream, 6)) == list(range(6))
+def test_an_engine_that_hangs_ends_the_stream_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(engine_pool, "WAIT_S", 0.05)
+    engine = HeldEngine()
+    stream = open_stream([engine])
+    submit(stream, [0])
+    with pytest.raises(EngineError, match=r"engine 0 did not answer in 0\.05 s"):
+        fetch(stream, 1)
     stream.close()
+    assert engine.aborted == ["t/0"]
 
 
 def test_models_that_may_not_run_beside_generation_wait_for_its_end():

@@ -84,13 +84,13 @@ class RayEngine:
         reference = self.handle.sample.remote(request)
         answer = asyncio.wrap_future(reference.future())
         try:
-            await asyncio.wait([answer], timeout=self.timeout_s)
+            await asyncio.wait([answer])
         except asyncio.CancelledError:
             ray.cancel(reference)
             answer.add_done_callback(_ignore_error)
             await asyncio.wait([answer], timeout=ABORT_S)
             raise
-        if answer.done() and answer.exception() is None:
+        if answer.exception() is None:
             return answer.result()
         return get(reference, self.who, 0.0)  # type: ignore[no-any-return]  # raises
 
