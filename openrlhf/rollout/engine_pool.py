@@ -42,11 +42,16 @@ class EnginePool:
         if not self._loads[k]:
             self._heard_at[k] = time.monotonic()
         self._loads[k] += request.sampling.num_samples
-        try:
-            return await asyncio.wait_for(self.samplers[k].sample(request), WAIT_S)
-        except asyncio.TimeoutError:
-            raise EngineError(f"engine {k} did not answer in {WAIT_S:g} s") from None
+        work = asyncio.ensure_future(self.samplers[k].sample(request))
+        try:  # wait_for would lose a cancellation that comes together with the result
+            await asyncio.wait([work], timeout=WAIT_S)
+            if not work.done():
+                raise EngineError(f"engine {k} did not answer in {WAIT_S:g} s")
+            return work.result()
         finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
             self._loads[k] -= request.sampling.num_samples
             self._heard_at[k] = time.monotonic()
 
