@@ -54,7 +54,7 @@ HOMES = {
     "openrlhf.rollout.agents.episodes": {"torch"},
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "uvicorn"},
     "openrlhf.trainer": {"torch"},
-    "openrlhf.serving": {"torch"},
+    "openrlhf.serving": {"torch", "transformers"},
     "openrlhf.serving.reward_server": {"fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch"},
     "openrlhf.rollout.kept_groups": {"torch", "safetensors"},

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(parsed: Parsed[BatchInferenceConfig]) -> None:
     see_own_gpus(parsed.config)
     with loading_libraries():
-        from openrlhf.trainer.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.serving.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     run_batch_inference(parsed.config)

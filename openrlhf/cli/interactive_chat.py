@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(parsed: Parsed[ChatConfig]) -> None:
     with loading_libraries():
-        from openrlhf.trainer.interactive_chat import run_interactive_chat  # noqa: PLC0415 - --help must not import torch
+        from openrlhf.serving.interactive_chat import run_interactive_chat  # noqa: PLC0415 - --help must not import torch
 
     print_notices(parsed.notices)
     run_interactive_chat(parsed.config)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.config.serving import ServeRewardConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import num_positions
 from openrlhf.models.loading import (
@@ -70,19 +70,12 @@ class ServedModel:
     def load(self) -> None:
         """Put the weights on this machine's device."""
         ds = self.config.ds
-        options = LoadOptions(
-            attn_implementation=ds.attn_implementation,
-            dtype=ds.param_dtype,
-            trust_remote_code=self.config.trust_remote_code,
-            load_in_4bit=ds.load_in_4bit,
-            experts_implementation=ds.experts_implementation,
-        )
         model = RewardModel.from_pretrained(
             self.path,
             normalize_reward=self.config.reward.normalize_enable,
             value_head_prefix=ds.value_head_prefix,
             allow_fresh_head=False,
-            **options,
+            **load_options(self.config),
         )
         model.requires_grad_(requires_grad=False).eval()
         self.module = model if ds.load_in_4bit else model.to(default_device_type())
@@ -144,6 +137,18 @@ class ServedModel:
                 "text, or start the server with --overlong_texts truncate_left",
                 field,
             )
+
+
+def load_options(config: BatchInferenceConfig | ChatConfig | ServeRewardConfig) -> LoadOptions:
+    """Return how the model of a command that trains nothing is loaded."""
+    ds = config.ds
+    return LoadOptions(
+        attn_implementation=ds.attn_implementation,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+    )
 
 
 def load_order(config: ServeRewardConfig) -> list[ServedModel]:

@@ -22,9 +22,8 @@ from openrlhf.config.supervised import (
 from openrlhf.datasets.command_data import row_format
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
+from openrlhf.serving.batch_tasks import PromptTask, ScoreTask
 from openrlhf.trainer import ppo_setup
-from openrlhf.trainer.batch_generation import PromptTask
-from openrlhf.trainer.batch_scoring import ScoreTask
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
@@ -94,7 +93,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
         samples, _, _ = ppo_setup._data(config, tokenizer, Gathered())
     elif config_class is BatchInferenceConfig:
         task = how(config)
-        samples = task.prompts if how is PromptTask else task.examples
+        samples = task.samples
     else:
         samples = how.sample_set(load_rows(str(data)), tokenizer, row_format(config))
     ids = samples._example(0)[0][0].ids

@@ -102,19 +102,6 @@ class GrowingEngine(FakeEngine):
         future.set_result([whole])
 
 
-class BatchEngine(FakeEngine):
-    """Answers when the whole call is done; notes how many came together."""
-
-    def __init__(self, say: Say, *, delay_s: float = 0.0) -> None:
-        super().__init__(say, delay_s=delay_s)
-        self.sizes: list[int] = []
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        self.sizes.append(len(requests))
-        time.sleep(self.delay_s)
-        return [[self.complete(request)] for request in requests]
-
-
 def says(tokenizer, text: str, *, end: bool = True) -> Say:
     """An engine's `say` that always writes the same text."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -115,20 +115,6 @@ def test_a_template_that_rewrites_history_gets_a_fresh_prompt(merging_tokenizer)
     assert following[: len(prompt) + 1] == [*prompt, *ids_of(tokenizer, "ab")]
 
 
-def test_a_message_that_the_client_changed_is_not_taken_for_the_policys(merging_tokenizer):
-    dialogue = Dialogue(TextCodec(merging_tokenizer))
-    sampled = ids_of(merging_tokenizer, "a", "b", "<|end|>")
-    _, answer = say(dialogue, [USER], sampled)
-    changed = {**answer, "content": "abc"}
-    following, _ = say(dialogue, [USER, changed, AGAIN], sampled)
-    assert (
-        following
-        == dialogue.codec.encoder.encode_prompts(
-            ["<|user|>q<|end|><|assistant|>abc<|end|><|user|>r<|end|><|assistant|>"]
-        )[0]
-    )
-
-
 def test_a_client_cannot_open_a_turn_with_spelled_special_tokens(merging_tokenizer):
     dialogue = Dialogue(TextCodec(merging_tokenizer))
     sampled = ids_of(merging_tokenizer, "a", "<|end|>")
@@ -141,15 +127,6 @@ def test_a_client_cannot_open_a_turn_with_spelled_special_tokens(merging_tokeniz
     )
     assert following[: len(prompt) + 2] == [*prompt, *sampled]
     assert system not in following
-
-
-def test_a_special_token_in_the_middle_of_an_answer_stays_the_token_it_is(merging_tokenizer):
-    dialogue = Dialogue(TextCodec(merging_tokenizer))
-    sampled = ids_of(merging_tokenizer, "a", "<|tool|>", "b", "<|end|>")
-    prompt, answer = say(dialogue, [USER], sampled)
-    assert answer["content"] == "a<|tool|>b"
-    following, _ = say(dialogue, [USER, answer, AGAIN], sampled)
-    assert following[: len(prompt) + 4] == [*prompt, *sampled]
 
 
 def test_a_tool_call_is_not_written_anew_when_it_comes_back(tiny_tokenizer):
@@ -175,27 +152,6 @@ def test_a_call_that_is_no_json_stays_text(tiny_tokenizer):
     sampled = [*tiny_tokenizer.encode(text), tiny_tokenizer.eos_token_id]
     _, answer = say(dialogue, [USER], sampled, reads_tool_calls=True)
     assert answer == {"role": "assistant", "content": text}
-
-
-def test_rewritten_history_gives_segments_that_share_the_reward(tmp_path, merging_tokenizer):
-    code = """
-        from openrlhf.utils.agent import AgentExecutorBase
-
-        class AgentExecutor(AgentExecutorBase):
-            async def execute(self, prompt, label, sampling_params, llm_engine):
-                first = await llm_engine.generate("ba", sampling_params)
-                text = "b" + first.outputs[0].text  # re-encoded: other ids
-                await llm_engine.generate(text, sampling_params)
-                return {"reward": 0.5}
-    """
-    sampled = ids_of(merging_tokenizer, "a", "b", "ab", "<|end|>")
-    engine = StreamingEngine(lambda request: sampled)
-    result = act_one(write_agent(tmp_path, code), engine, merging_tokenizer)
-    first, second = result.segments
-    assert first.token_ids == [*ids_of(merging_tokenizer, "b", "a"), *sampled]
-    assert second.token_ids == [*ids_of(merging_tokenizer, "b", "abab", "<|end|>"), *sampled]
-    assert second.action_mask == [False] * 3 + [True] * 4
-    assert result.reward == 0.5
 
 
 def test_a_prompt_is_what_the_data_set_made_of_it(tmp_path, merging_tokenizer):

@@ -83,15 +83,6 @@ def test_branches_are_segments_and_each_goes_on_from_its_own():
     assert [s.token_ids for s in segments] == [[7, 1, 6, 4], [7, 2, 5, 3]]
 
 
-def test_a_turn_that_was_cut_is_remembered():
-    episode = make_episode()
-    episode.record([7], completion([1], reason="length"), fills_context=False)
-    assert not episode.segments[0].is_truncated
-    episode.record([7, 1], completion([1], reason="length"))
-    episode.record([7, 1, 1], completion([2]))
-    assert episode.segments[0].is_truncated
-
-
 def test_an_impossible_turn_is_the_engines_fault():
     with pytest.raises(EngineError, match="token 100 at 0"):
         make_episode().record([7], completion([100]))

@@ -13,7 +13,6 @@ import pytest
 
 from openrlhf.errors import ConfigError, EngineError
 from tests.rollout.agent_fakes import (
-    BatchEngine,
     GrowingEngine,
     StreamingEngine,
     act,
@@ -283,16 +282,6 @@ def test_no_more_episodes_run_at_once_than_allowed(tmp_path, tiny_tokenizer):
     runner.close()
 
 
-def test_turns_of_many_episodes_go_to_a_blocking_engine_together(tmp_path, tiny_tokenizer):
-    file = write_agent(tmp_path, environment("return DONE"))
-    engine = BatchEngine(says(tiny_tokenizer, "ok"), delay_s=0.05)
-    runner = make_runner(file, engine, tiny_tokenizer)
-    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(64)])
-    assert len(results) == sum(engine.sizes) == 64
-    assert len(engine.sizes) <= 4
-    runner.close()
-
-
 def test_plain_methods_run_at_the_same_time(tmp_path, tiny_tokenizer):
     code = environment("time.sleep(0.3)\nreturn DONE", "def step(self, states)")
     runner = make_runner(
@@ -352,33 +341,3 @@ def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
     time.sleep(5 * DELAY_S)
     assert engine.num_sampled == sampled < len(WORDS * 9) / 2  # it has stopped
     assert engine.num_aborted == 1
-
-
-BLOCKING = """
-import asyncio, time
-from openrlhf.utils.agent import AgentExecutorBase
-
-class AgentExecutor(AgentExecutorBase):
-    async def execute(self, prompt, label, sampling_params, llm_engine):
-        if prompt == "stuck":
-            await asyncio.sleep(0.1)
-            time.sleep(1.5)
-        await llm_engine.generate(prompt, sampling_params)
-        return {"reward": 1.0}
-"""
-
-
-def test_turns_of_a_loop_that_is_left_behind_are_aborted(tmp_path, tiny_tokenizer):
-    words = WORDS * 3  # not all sampled when the loop is left
-    engine = GrowingEngine(says(tiny_tokenizer, words), delay_s=DELAY_S)
-    runner = make_runner(
-        write_agent(tmp_path, BLOCKING), engine, tiny_tokenizer, step_timeout_s=0.2
-    )
-    try:
-        found = act(runner, [request(tiny_tokenizer, text, text) for text in ("slow", "stuck")])
-    finally:
-        runner.close()
-    assert found["slow"].reward == 1.0 and found["stuck"].failure.kind == "blocked"
-    assert (len(engine.requests), engine.num_aborted) == (2, 1)  # the first was begun again
-    num_tokens = len(tiny_tokenizer.encode(words)) + 1
-    assert num_tokens < engine.num_sampled < 2 * num_tokens

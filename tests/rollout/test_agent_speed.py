@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 import time
-from concurrent.futures import Future
 
 import psutil
 
-from openrlhf.engines.base import Completion
-from openrlhf.rollout.agents.engine import TextCodec, TurnTaker
-from openrlhf.rollout.agents.episode import AgentLimits, Episode
-from openrlhf.rollout.agents.openai_server import ChatSession
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
@@ -82,41 +75,6 @@ def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tin
     print(f"{overhead_ms:.2f} ms a turn")
     assert overhead_ms < MAX_OVERHEAD_MS
     runner.close()
-
-
-def test_a_turn_over_the_openai_api_costs_less_than_two_milliseconds(tiny_tokenizer):
-    """From the body to the answer's bytes, without the client and the socket."""
-    ids = (*tiny_tokenizer.encode(WORDS), tiny_tokenizer.eos_token_id)
-    told = Completion(ids, (-0.5,) * len(ids), "stop", 0)
-
-    def ask(sample_id, asked) -> Future[Completion]:
-        turn: Future[Completion] = Future()
-        turn.set_result(told)
-        return turn
-
-    taker = TurnTaker(ask, AgentLimits(max_length=8192), vocab_size=len(tiny_tokenizer))
-    codec = TextCodec(tiny_tokenizer)
-
-    async def talk(name: str) -> int:
-        episode = Episode(request(tiny_tokenizer, name=name), vocab_size=len(tiny_tokenizer))
-        session = ChatSession(episode, taker, codec, {})
-        messages = [{"role": "user", "content": "How many?"}]
-        for _ in range(NUM_TURNS):
-            _, body = await session.chat(json.dumps({"messages": messages}).encode())
-            messages.append(json.loads(json.dumps(body))["choices"][0]["message"])
-            messages.append({"role": "user", "content": "Observation: 17 rows. Go on." * 4})
-        return len(episode.segments)
-
-    async def all_of_them() -> list[int]:
-        return await asyncio.gather(*(talk(f"e{i}") for i in range(64)))
-
-    asyncio.run(talk("warm"))
-    began_s = time.process_time()
-    num_segments = asyncio.run(all_of_them())
-    overhead_ms = 1000 * (time.process_time() - began_s) / (64 * NUM_TURNS)
-    assert num_segments == [1] * 64
-    print(f"{overhead_ms:.2f} ms a turn")
-    assert overhead_ms < MAX_OVERHEAD_MS
 
 
 def test_thousands_of_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):

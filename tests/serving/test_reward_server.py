@@ -67,15 +67,6 @@ def test_rewards_over_http_are_those_of_the_reward_model(served, reward_dir):
     assert [served.rewards(text)[0] for text in TEXTS] == pytest.approx(expected, abs=1e-5)
 
 
-def test_rewards_are_those_of_hugging_faces_own_forward(served, reward_dir):
-    auto = transformers.AutoModelForSequenceClassification
-    model = auto.from_pretrained(reward_dir, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(reward_dir)
-    ids = tokenizer(TEXTS[2], add_special_tokens=False, return_tensors="pt").input_ids
-    assert ids[0, -1] == tokenizer.eos_token_id  # spelled in the text, and one token
-    assert served.rewards(TEXTS[2]) == pytest.approx([model(ids).logits.item()], abs=1e-5)
-
-
 def test_a_reward_model_that_openrlhf_saved_is_served(served, reward_dir, tmp_path):
     path = as_openrlhf_saves(reward_dir, tmp_path / "saved", head="value_head")
     with serving(path) as other:
@@ -119,25 +110,6 @@ def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkey
     assert sizes == [1, 5]
 
 
-def test_a_large_request_does_not_hold_up_a_small_one(served, monkeypatch):
-    model, done = served.service.models[0], []
-    score = model.score
-
-    def slow_score(rows):
-        time.sleep(0.05)
-        return score(rows)
-
-    monkeypatch.setattr(model, "score", slow_score)
-    with ThreadPoolExecutor(2) as pool:
-        large = pool.submit(served.rewards, *["x" * 200] * 40)  # 20 forwards of 400 tokens
-        large.add_done_callback(lambda _: done.append("large"))
-        wait_until(lambda: served.service.batcher.num_waiting > 20)
-        small = pool.submit(served.rewards, "small")
-        small.add_done_callback(lambda _: done.append("small"))
-        assert len(large.result()) == 40
-    assert done == ["small", "large"]
-
-
 def test_a_forward_takes_a_row_of_each_request_in_turn():
     forwards = []
 
@@ -153,15 +125,6 @@ def test_a_forward_takes_a_row_of_each_request_in_turn():
 
     assert asyncio.run(ask()) == [[1.0, 2.0, 3.0], [4.0]]
     assert forwards == [[1, 4], [2, 3]]
-
-
-def test_batch_size_is_the_most_texts_of_a_forward(reward_dir, monkeypatch):
-    with serving(reward_dir, batch_size=3) as served:
-        model, sizes = served.service.models[0], []
-        score = model.score
-        monkeypatch.setattr(model, "score", lambda rows: sizes.append(len(rows)) or score(rows))
-        served.rewards(*"abcdefgh")
-    assert sizes == [3, 3, 2]
 
 
 def test_normalized_rewards_use_mean_and_std_of_the_config(reward_dir):

@@ -27,9 +27,9 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer import interactive_chat
+from openrlhf.serving import interactive_chat
+from openrlhf.serving.batch_tasks import PromptTask
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
-from openrlhf.trainer.batch_generation import PromptTask
 from openrlhf.trainer.dpo_trainer import DPOTrainer, loss_of
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
@@ -242,7 +242,7 @@ def test_a_chat_template_renders_the_prompts_of_batch_inference(root: Path, tmp_
     line += f"input --output_path {tmp_path}/out.jsonl --apply_chat_template"
     words = [*line.split(), "--tokenizer_chat_template", TEMPLATE]
     task = PromptTask(parse_config(BatchInferenceConfig, words).config)
-    assert [task.prompts[index].prompt_text for index in range(2)] == ["[q]", "[r]"]
+    assert [task.samples[index].prompt_text for index in range(2)] == ["[q]", "[r]"]
 
 
 def test_a_chat_template_reaches_the_tokenizer_of_a_chat(

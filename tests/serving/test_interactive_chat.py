@@ -17,7 +17,7 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.interactive_chat import Chat, TokenStream, Turn, printable
+from openrlhf.serving.interactive_chat import AnswerStream, Chat, Turn, printable
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
 
@@ -62,17 +62,11 @@ def test_without_a_chat_template_turns_follow_the_input_template(tiny_model_dir)
     assert chat.tokenizer.decode(ids) == "Q: one\nA: 1\nQ: two\nA: 2\nQ: three\nA: "
 
 
-def test_reset_forgets_and_exit_leaves_before_the_next_line(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "hi\n/reset\n/exit\nnever\n")
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit"])
+def test_reset_forgets_and_words_to_leave_end_the_talk_before_the_next_line(tiny_model_dir, word):
+    chat, text = chat_with(tiny_model_dir, f"hi\n/reset\n {word} \nnever\n")
     assert chat.conversation.turns == []
-    assert "The conversation starts anew." in text
-    assert text.endswith("> ")
-
-
-@pytest.mark.parametrize("word", ["exit", "quit", "/quit"])
-def test_plain_words_leave_too(tiny_model_dir, word):
-    chat, text = chat_with(tiny_model_dir, f" {word} \nnever\n")
-    assert chat.conversation.turns == [] and text.endswith("> ")
+    assert "The conversation starts anew." in text and text.endswith("> ")
 
 
 def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
@@ -86,12 +80,6 @@ def test_a_command_that_does_not_exist_is_no_turn_but_a_path_is(tiny_model_dir):
     assert "There is no command /leave. Type /reset to start anew, exit to leave" in text
     assert text.count("Type /reset to start anew") == 3  # at the start, and for both
     assert [turn.line for turn in chat.conversation.turns] == ["/etc/hosts"]
-
-
-def test_an_answer_that_fills_the_context_says_so(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "hi\n", "--max_len", "32")
-    [turn] = chat.conversation.turns
-    assert f"{printable(turn.answer)} [cut: --max_len 32 is reached]\n" in text
 
 
 def test_an_answer_cannot_steer_the_terminal():
@@ -115,7 +103,7 @@ def test_a_line_that_never_fits_is_refused_and_the_talk_goes_on(tiny_model_dir):
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeypatch):
     chat, _ = chat_with(tiny_model_dir, "")
-    stream_put, seen = TokenStream.put, []
+    stream_put, seen = AnswerStream.put, []
 
     def interrupt_third(self, value: torch.Tensor) -> None:
         seen.append(value)
@@ -123,7 +111,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeyp
         if len(seen) == 4:  # the prompt and three tokens
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(TokenStream, "put", interrupt_third)
+    monkeypatch.setattr(AnswerStream, "put", interrupt_third)
     chat.talk(io.StringIO("hi\n/reset\n"))
     text = chat.output.getvalue()
     assert " [stopped]\n> The conversation starts anew." in text  # the talk went on
@@ -153,25 +141,14 @@ def test_ctrl_c_at_the_prompt_ends_the_talk(tiny_model_dir):
     assert chat.output.getvalue().endswith("> \nGoodbye.\n")
 
 
-def test_a_second_ctrl_c_ends_the_talk(tiny_model_dir, monkeypatch):
-    chat, _ = chat_with(tiny_model_dir, "")
-
-    def interrupt(self, value: torch.Tensor) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TokenStream, "put", interrupt)
-    chat.talk(Interrupted("hi\n"))
-    assert chat.output.getvalue().endswith(" [stopped]\n> \nGoodbye.\n")
-
-
-def test_text_is_written_token_by_token_and_characters_whole(tiny_tokenizer):
+def test_text_is_written_word_by_word_and_characters_whole(tiny_tokenizer):
     written: list[str] = []
-    stream = TokenStream(tiny_tokenizer, written.append)
+    stream = AnswerStream(tiny_tokenizer, written.append)
     stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for token in tiny_tokenizer("aé!").input_ids:  # é is two tokens
+    for token in tiny_tokenizer("a \x1bé!").input_ids:  # é is two tokens
         stream.put(torch.tensor([token]))
     stream.end()
-    assert [text for text in written if text] == ["a", "é", "!"]
+    assert [text for text in written if text] == ["a ", "é!"]
 
 
 def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model_dir, tmp_path):
@@ -181,13 +158,6 @@ def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model
     ids, _ = chat.conversation.prompt_for("hi")
     expected = "<|system|>Be kind.<|end|><|user|>hi<|end|><|assistant|> <rm_score>: 5.00 "
     assert chat.tokenizer.decode(ids) == expected
-
-
-def test_a_wish_may_say_where_it_stands(tiny_model_dir):
-    flags = ["--enable_csft", "--csft_prompt", "[good] {input}"]
-    chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
-    ids, _ = chat.conversation.prompt_for("hi")
-    assert chat.tokenizer.decode(ids) == "[good] <|user|>hi<|end|><|assistant|>"
 
 
 def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(tiny_model_dir):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.datasets.chat import wrap_input
-from openrlhf.trainer.post_processors import (
+from openrlhf.serving.post_processors import (
     best_answers,
     preference_pairs,
     rewards_in_prompts,

@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from transformers import TextStreamer
 
 from openrlhf.config.serving import ChatConfig
 from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
 from openrlhf.errors import ConfigError
 from openrlhf.models.families import num_positions
 from openrlhf.models.kernels import check_here
-from openrlhf.models.loading import (
-    LoadOptions,
-    default_device_type,
-    load_causal_lm,
-    load_config,
-)
-from openrlhf.trainer.post_processors import wish_template
+from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
+from openrlhf.serving.post_processors import wish_template
+from openrlhf.serving.served_model import load_options
 from openrlhf.utils.tokenizer import (
     TextEncoder,
     Tokenizer,
@@ -42,7 +39,6 @@ LEAVING = {"exit", "quit", "/exit", "/quit"}
 PROMPT = "> "
 COMMAND = re.compile(r"/[a-z]+")
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the answer
-UNFINISHED = "\ufffd"  # what a part of a character decodes to
 
 
 class Turn(NamedTuple):
@@ -53,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class Conversation:
-    """Turns as a prompt of bounded length."""
+    """Turns, made into a prompt of bounded length."""
 
     def __init__(self, config: ChatConfig, tokenizer: Tokenizer, *, max_len: int) -> None:
         data = config.data
@@ -70,12 +66,8 @@ class Conversation:
         else:
             has_placeholder(self._template)
 
-    def reset(self) -> None:
-        """Forget all turns."""
-        self.turns = []
-
     def prompt_for(self, line: str) -> tuple[list[int], int]:
-        """Token ids to answer a line, and how many old turns were dropped for them to fit.
+        """Return the prompt of a line, and how many old turns were dropped for them to fit.
 
         Raises ConfigError for a line that does not fit alone.
         """
@@ -117,38 +109,17 @@ class Conversation:
         return "".join([*start, *past, fill_template(self._template, hide(line))])
 
 
-class TokenStream:
-    """A streamer of transformers: writes each token's text once its characters are whole."""
+class AnswerStream(TextStreamer):
+    """Writes an answer word by word, without control characters that would steer the terminal."""
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""
-        self._tokenizer = tokenizer
         self._write = write
-        self._ids: list[int] = []
-        self._is_prompt = True  # transformers hands the prompt over first
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self._ids)
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the next ids."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._ids += value.flatten().tolist()
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if not text.endswith(UNFINISHED):
-            self._show(text)
-
-    def end(self) -> None:
-        """Write what is left."""
-        self._show(self._tokenizer.decode(self._ids, skip_special_tokens=True))
-
-    def _show(self, text: str) -> None:
-        self._write(text[len(self.text) :])
-        self.text = text
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self._write(printable(text))
 
 
 class Chat:
@@ -184,7 +155,7 @@ class Chat:
     def _take_turns(self, lines: TextIO) -> None:
         while (line := self._read(lines)) and (words := line.strip()) not in LEAVING:
             if words == "/reset":
-                self.conversation.reset()
+                self.conversation.turns.clear()
                 self._say("The conversation starts anew.\n")
             elif words == "/help":
                 self._say(f"{HELP}\n")
@@ -196,7 +167,7 @@ class Chat:
             self._say("\n")
 
     def _read(self, lines: TextIO) -> str:
-        """The next line; "" at the end of input. A terminal's can be edited and called back."""
+        """Return the next line, "" at the end; one of a terminal can be edited and called back."""
         if not lines.isatty():
             self._say(PROMPT)
             return lines.readline()
@@ -214,25 +185,28 @@ class Chat:
         if num_dropped:
             turns = "turn no longer fits" if num_dropped == 1 else "turns no longer fit"
             self._say(f"[{num_dropped} old {turns} and left the conversation]\n")
-        stream = TokenStream(self.tokenizer, lambda text: self._say(printable(text)))
+        stream = AnswerStream(self.tokenizer, self._say)
         try:
-            self._generate(ids, stream)
-            if len(ids) + stream.num_tokens >= self.conversation.max_len:
+            found = self._generate(ids, stream)
+            answer = self.tokenizer.decode(found[len(ids) :], skip_special_tokens=True)
+            if len(found) >= self.conversation.max_len:
                 self._say(f" [cut: --max_len {self.conversation.max_len} is reached]")
         except KeyboardInterrupt:  # stops the answer; what was said stays in the conversation
+            answer = stream.text
             self._say(" [stopped]")
         self._say("\n")
-        self.conversation.turns.append(Turn(line, stream.text))
+        self.conversation.turns.append(Turn(line, answer))
 
     @torch.no_grad()
-    def _generate(self, ids: Sequence[int], stream: TokenStream) -> None:
+    def _generate(self, ids: Sequence[int], stream: AnswerStream) -> list[int]:
+        """Return the prompt and the tokens after it."""
         rollout = self.rollout
         chance: dict[str, Any] = {"do_sample": False}
         if not rollout.is_greedy:
             chance = {"do_sample": True, "temperature": rollout.temperature, "top_k": 0}
             chance["top_p"] = rollout.top_p
         prompt = torch.tensor([ids], device=self.model.device)
-        self.model.generate(
+        found = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             streamer=stream,
@@ -242,6 +216,8 @@ class Chat:
             pad_token_id=self.tokenizer.pad_token_id,
             **chance,
         )
+        tokens: list[int] = found[0].tolist()
+        return tokens
 
     def _say(self, text: str) -> None:
         self.output.write(text)
@@ -259,26 +235,18 @@ def run_interactive_chat(config: ChatConfig) -> None:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which would move the cursor or colour a terminal."""
+    """Return text without control characters, which would move the cursor or colour a terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def load_model(config: ChatConfig, path: str) -> Any:
-    """The model, on this machine's device."""
-    ds = config.ds
-    options = LoadOptions(
-        attn_implementation=ds.attn_implementation,
-        dtype=ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in_4bit=ds.load_in_4bit,
-        experts_implementation=ds.experts_implementation,
-    )
-    model = load_causal_lm(path, **options).eval()
-    return model if ds.load_in_4bit else model.to(default_device_type())
+    """Return the model on this machine's device."""
+    model = load_causal_lm(path, **load_options(config)).eval()
+    return model if config.ds.load_in_4bit else model.to(default_device_type())
 
 
 def read_start(path: str | None) -> str:
-    """The text that stands before a conversation; a file that cannot be read is a ConfigError."""
+    """Return the text that stands before a conversation; raises ConfigError."""
     if path is None:
         return ""
     try:

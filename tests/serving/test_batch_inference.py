@@ -22,8 +22,8 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.batch_generation import PromptTask, slice_of
-from openrlhf.trainer.batch_inference import run_batch_inference, summary
+from openrlhf.serving.batch_inference import run_batch_inference
+from openrlhf.serving.batch_tasks import PromptTask, slice_of
 from openrlhf.trainer.rank_gpus import own_gpus, see_own_gpus
 from tests.distributed.spawn import run_ranks
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
@@ -180,13 +180,6 @@ def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
     assert len({row["output"] for row in rows[:3]}) == 3
 
 
-def test_an_iteration_answers_its_slice(folder: Path) -> None:
-    flags = GREEDY + " --iter 3 --rollout_batch_size 4"  # slices 0-3, 4-7, 8-10, then 0-3 again
-    run_batch_inference(config_of(folder, "generate", flags, output_path="slice.jsonl"))
-    ids = [row["id"] for row in read_rows(folder / "prompts.jsonl")[:4]]
-    assert [row["input"][-1] for row in read_rows(folder / "slice.jsonl")] == list(map(str, ids))
-
-
 @pytest.mark.parametrize(
     ("iteration", "expected"),
     [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [0, 1]), (5, [4])],
@@ -212,17 +205,6 @@ def test_the_wish_for_a_reward_changes_the_prompt_but_not_the_rows_input(folder:
     assert asked["output"] == spelled["output"]
 
 
-def test_a_repetition_penalty_acts_as_in_transformers(folder: Path) -> None:
-    flags = GREEDY + " --repetition_penalty 1.5"
-    run_batch_inference(config_of(folder, "generate", flags, output_path="penalty.jsonl"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    for row in read_rows(folder / "penalty.jsonl"):
-        ids = tokenizer(row["input"], return_tensors="pt").input_ids
-        found = model.generate(ids, do_sample=False, max_new_tokens=12, repetition_penalty=1.5)
-        assert row["output"] == tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
-
-
 def test_rewards_reach_the_post_processor(folder: Path) -> None:
     rows = [{"input": "q", "output": text} for text in ("a", "bb", "ccc")]
     write_jsonl(folder / "q.jsonl", [*rows, {"input": "r", "output": "a"}])
@@ -242,13 +224,6 @@ def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
         paths = {"pretrain": pretrain, "dataset": "answers.jsonl"}
         run_batch_inference(config_of(folder, "rm", "", output_path=f"by-{pretrain}", **paths))
     assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
-
-
-def test_the_rewards_of_scored_rows_are_summed_up_in_a_line() -> None:
-    assert list(summary([{"output": "4"}])) == []
-    assert list(summary([{"reward": 1.0}, {"reward": 3.0}])) == [
-        "rewards of 2 answers: mean 2.000, standard deviation 1.000, from 1.000 to 3.000"
-    ]
 
 
 def test_a_bad_row_is_named_before_a_model_is_loaded(
@@ -399,7 +374,7 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
     words = ["--eval_task", "generate", "--pretrain", str(folder / "model"), "--input_key"]
     words += ["question", "--dataset", str(folder / "q.jsonl"), "--apply_chat_template"]
     words += ["--output_path", str(folder / "wished.jsonl"), *wish]
-    asked = PromptTask(parse_config(BatchInferenceConfig, words).config).prompts[0]
+    asked = PromptTask(parse_config(BatchInferenceConfig, words).config).samples[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     learnt = SFTDataset(Dataset.from_list([row]), tokenizer, SFTFormat(output_key="output"))[0]
     assert learnt.token_ids[~learnt.loss_mask].tolist() == list(asked.prompt_token_ids)
@@ -407,9 +382,11 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
 
 def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
     facts = {"answer": 2, "output": "of the data", "tags": ["a", "b"], "id": 3}
-    write_jsonl(folder / "facts.jsonl", [{"input": "1+1=", **facts}])
+    unknown = {"day": datetime.date(2025, 1, 2), "image": b"\x89PNG"}  # to JSON
+    Dataset.from_list([{"input": "1+1=", **facts, **unknown}]).to_parquet(folder / "facts.parquet")
+    facts["day"] = "2025-01-02"
     flags = "--best_of_n 2 --max_new_tokens 8 --prompt_max_len 64"
-    paths = {"dataset": "facts.jsonl", "output_path": "facts-out.jsonl"}
+    paths = {"dataset": "facts.parquet", "output_path": "facts-out.jsonl"}
     run_batch_inference(config_of(folder, "generate", flags, **paths))
     rows = read_rows(folder / "facts-out.jsonl")
     own = {"input": "1+1=", "is_rendered": True}
@@ -420,15 +397,6 @@ def test_all_columns_of_the_data_stay_in_the_rows(folder: Path) -> None:
     run_batch_inference(config_of(folder, "rm", "--post_processor rs", **paths))
     [best] = read_rows(folder / "facts-rm.jsonl")  # two answers with one id are read
     assert best == {**next(row for row in rows if row["output"] == best["output"]), **best}
-
-
-def test_dates_are_written_as_text_and_bytes_are_left_out(folder: Path) -> None:
-    row = {"input": "1+1=", "day": datetime.date(2025, 1, 2), "image": b"\x89PNG"}
-    Dataset.from_list([row]).to_parquet(folder / "dates.parquet")
-    paths = {"dataset": "dates.parquet", "output_path": "dates-out.jsonl"}
-    run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
-    [found] = read_rows(folder / "dates-out.jsonl")
-    assert found["day"].startswith("2025-01-02") and "image" not in found
 
 
 def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: Path) -> None:
@@ -477,14 +445,6 @@ def test_dialogues_in_an_object_and_calls_of_tools_are_answered_and_scored(folde
         run_batch_inference(config_of(folder, "rm", "", pretrain="reward", **paths))
         [row] = read_rows(folder / f"{name}-rm.jsonl")
         assert (row["input"], row["output"]) == ([question], said)
-
-
-def test_the_standard_answer_column_is_scored(folder: Path) -> None:
-    write_jsonl(folder / "standard.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    paths = {"pretrain": "reward", "dataset": "standard.jsonl", "output_path": "standard-rm.jsonl"}
-    run_batch_inference(config_of(folder, "rm", "", **paths))
-    [row] = read_rows(folder / "standard-rm.jsonl")
-    assert (row["input"], row["output"]) == ("ab", "cd")
 
 
 def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:
