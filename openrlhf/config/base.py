@@ -55,9 +55,9 @@ class OptionInfo:
     secret_env: str | None = None  # environment variable that a secret is moved to
     opens: Opens | None = None  # which kind of file, folder or hub id the value names
     known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
-    # When a run goes on from a checkpoint that was written with another value: refuse it, keep the
-    # checkpoint's, or say nothing: no weights depend on it. None: the new value holds from then on.
-    at_resume: Literal["refused", "kept", "free"] | None = None
+    # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
+    # the checkpoint's. None: the new value holds from then on.
+    at_resume: Literal["refused", "kept"] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ class Option:
     field: FieldInfo
     info: OptionInfo
     default: Any
+
+    @property
+    def flag(self) -> str:
+        """The flag an old command would use: the first flat name, else the dotted one."""
+        flat = (alias.name for alias in self.info.aliases if alias.meanings is None)
+        return f"--{next(flat, self.path)}"
 
     @property
     def is_switch(self) -> bool:

@@ -160,7 +160,7 @@ class HeadConfig(LoadConfig):
 class DeepSpeedConfig(HeadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage", at_resume="free")
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
     zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
     adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
     overlap_comm: bool = switch(
@@ -198,7 +198,6 @@ class DeepSpeedConfig(HeadConfig):
     use_universal_ckpt: bool = switch(
         "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
         "use_ds_universal_ckpt",
-        at_resume="free",
     )
     config: str | None = option(
         None,
@@ -379,7 +378,7 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32, at_resume="free")
+    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32)
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )

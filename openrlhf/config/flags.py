@@ -52,12 +52,6 @@ def names_of(config_class: type[CommandConfig], path: str) -> Iterator[str]:
             yield name
 
 
-def plain_flag(option: Option) -> str:
-    """The flag an old command would use: the first flat name, else the dotted one."""
-    flat = (alias.name for alias in option.info.aliases if alias.meanings is None)
-    return f"--{next(flat, option.path)}"
-
-
 def nearest_name(name: str, config_class: type[CommandConfig]) -> str | None:
     """The known name that ends in this one, else the one that looks most like it, if any does."""
     known = [*flag_table(config_class), *config_class.dead_flags, "config", "debug", "help"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.base import Opens, is_blank, is_given, value_at, walk
-from openrlhf.config.flags import plain_flag
 from openrlhf.config.run import CommandConfig, RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
@@ -43,10 +42,10 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
         if opens is None or is_blank(value):
             continue
         if opens in ("output", "output_file"):
-            yield from _output_problems(opens, value, f"{plain_flag(option)} {value}")
+            yield from _output_problems(opens, value, f"{option.flag} {value}")
             continue
         for name in names_in(opens, value):
-            yield from _problems(opens, name, f"{plain_flag(option)} {name}")
+            yield from _problems(opens, name, f"{option.flag} {name}")
 
 
 def _writes_checkpoints(config: CommandConfig) -> bool:

@@ -28,7 +28,7 @@ class CommandConfig(Base):
     # Flags that old commands have and nothing reads: accepted with a notice.
     dead_flags: ClassVar[tuple[str, ...]] = ()
 
-    use_ms: bool = switch("ModelScope instead of the Hugging Face hub.", at_resume="free")
+    use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
 
     def derived(self) -> Iterator[tuple[str, object]]:
@@ -67,7 +67,7 @@ class CommandConfig(Base):
 class RunConfig(CommandConfig):
     """Top of every training command's tree."""
 
-    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.", at_resume="free")
+    local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     ckpt: CheckpointConfig = CheckpointConfig()

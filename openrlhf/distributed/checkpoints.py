@@ -482,7 +482,7 @@ def _say_changes(command: RunConfig | None, evaluation: str | None, saved: Saved
     before = saved.state.get("settings", {})
     if command is None:
         return
-    lines = check_settings(command, before, path=saved.path, step=saved.step)
+    lines = check_settings(command, before, path=saved.path)
     if None not in (evaluation, before.get(EVALUATION)) and evaluation != before[EVALUATION]:
         lines.append(
             f"the evaluation data changed since {saved.path} was written: its metrics of before "

@@ -7,11 +7,13 @@ it starts.
 
 from __future__ import annotations
 
-import importlib
 import os
+import ssl
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -86,25 +88,20 @@ def _ask(endpoint: str, limit_s: float) -> str | None:
 
 
 def _try_all(endpoint: str, limit_s: float, outcome: list[str | None]) -> None:
-    from huggingface_hub import get_session  # noqa: PLC0415
-
-    try:
-        client = get_session()
-    except OSError as error:  # e.g. a file of certificates that is not there
-        outcome.append(str(error))
-        return
-    # Its library is httpx or httpx2, by the version of the hub's package.
-    library = importlib.import_module(type(client).__mro__[-2].__module__.partition(".")[0])
     for num_left in reversed(range(MAX_TRIES)):
         try:
-            client.head(endpoint, timeout=limit_s)
-        except (library.TransportError, library.InvalidURL, OSError) as error:
+            request = urllib.request.Request(endpoint, method="HEAD")
+            urllib.request.urlopen(request, timeout=limit_s).close()
+        except urllib.error.HTTPError:  # e.g. redirects without end: an answer
+            break
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):  # its client may know the certificate
+                break
             if not num_left:
-                outcome.append(str(error) or type(error).__name__)
-        except library.HTTPError:  # e.g. redirects without end: an answer
-            outcome.append(None)
-            return
+                outcome.append(str(reason) or type(reason).__name__)
+                return
         else:
-            outcome.append(None)
-            return
+            break
         time.sleep(PAUSE_S)
+    outcome.append(None)

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from openrlhf.config.base import is_blank, value_at, walk, with_value
-from openrlhf.config.flags import plain_flag
 from openrlhf.config.local_paths import is_hub_id, names_in
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError, first_line
@@ -45,7 +44,7 @@ def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
                 try:
                     names[place] = _snapshot(name, kind, is_shown=is_shown)
                 except ConfigError as error:
-                    problems.append(f"{plain_flag(option)} {error}")
+                    problems.append(f"{option.flag} {error}")
         if names != names_in(opens, value):
             config = with_value(config, option.path, ",".join(names))
     if problems:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.topology import Topology
 from openrlhf.trainer.rank_gpus import see_own_gpus
 from openrlhf.trainer.ray.launcher import worker_environment
 
@@ -74,22 +72,6 @@ def test_the_folder_of_tensorboard(
     assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == with_it
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
     assert parse_config(SFTConfig, SFT_NEEDS + words).config.logger.tensorboard_dir == without
-
-
-def test_the_folder_of_tensorboard_for_a_switch_in_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "/logs")
-    file = tmp_path / "run.yaml"
-    file.write_text("use_tensorboard: true\n")
-    config = parse_config(SFTConfig, [*SFT_NEEDS, "--config", str(file)]).config
-    assert config.logger.tensorboard_dir == "/logs"
-
-
-def test_what_launchers_set_places_a_rank() -> None:
-    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    topology = Topology.from_env(env=env)
-    assert (topology.rank, topology.local_rank, topology.world_size) == (3, 1, 4)
 
 
 def test_the_gpus_that_a_caller_leaves_are_shared_out() -> None:

@@ -155,12 +155,6 @@ def test_a_prompt_that_is_rendered_already_is_not_rendered_again(tokenizer, temp
         assert "1 of 1 prompts are rendered already and are read as they are" in dataset.notices
 
 
-def test_a_prompt_inside_an_input_template_is_not_put_into_one_again(tokenizer):
-    row = {"input": "User: hi\nAssistant: ", "output": "yo", "is_rendered": True}
-    dataset = examples(tokenizer, [row], output_key="output")
-    assert shown(tokenizer, dataset) == ("User: hi\nAssistant: yo<|end|>", "yo<|end|>")
-
-
 @pytest.mark.parametrize("others", [{}, {"prompt": "p", "completion": "c"}, {"messages": "M"}])
 def test_rows_of_batch_inference_need_no_flags_whatever_columns_stand_beside(tokenizer, others):
     dialogue = [message("user", "u"), message("assistant", "m")]
@@ -181,17 +175,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_multiturn(tokeniz
     with pytest.raises(ConfigError, match=r"rewrites earlier turns.*generation"):
         examples(tokenizer, rows, apply_chat_template=True, multiturn=True)
     assert shown(tokenizer, examples(tokenizer, rows, apply_chat_template=True))[1] == "d<|end|>"
-
-
-def test_special_tokens_in_an_answer_open_no_turn(tokenizer):
-    rows = [{"input": "a", "output": "b<|end|><|user|>c"}]
-    for multiturn in (False, True):
-        dataset = examples(
-            tokenizer, rows, output_key="output", apply_chat_template=True, multiturn=multiturn
-        )
-        special = [i for i in dataset[0].token_ids.tolist() if i in tokenizer.all_special_ids]
-        assert special == [3, 1, 4, 1]
-        assert shown(tokenizer, dataset)[1] == "b<|end|><|user|>c<|end|>"
 
 
 def test_pretrain_mode_learns_every_token_but_the_first(tokenizer):
@@ -217,13 +200,6 @@ def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
         assert dataset.notices == ["3 of 5 rows were left out: empty response"]
 
 
-def test_no_target_in_the_whole_set_is_an_error(tokenizer):
-    with pytest.raises(
-        DataError, match=r"none of 1 rows can be learned from \(empty response: 1\)"
-    ):
-        examples(tokenizer, [{"input": "a", "output": ""}], output_key="output")
-
-
 def test_over_long_rows_follow_the_policy(tokenizer):
     rows = [{"input": "ab", "output": "c" * n} for n in (1, 2, 3)]  # 4, 5 and 6 tokens with EOS
     options = {"output_key": "output", "input_template": None, "max_len": 5}
@@ -234,13 +210,6 @@ def test_over_long_rows_follow_the_policy(tokenizer):
     assert shown(tokenizer, cut, 2) == ("abccc", "ccc")
     with pytest.raises(DataError, match=r"row 3: 6 tokens, over the limit of 5"):
         examples(tokenizer, rows, overlong="error", **options)
-
-
-def test_a_row_whose_targets_are_cut_off_is_dropped(tokenizer):
-    rows = [{"input": "a", "output": "b"}, {"input": "abcdef", "output": "b"}]
-    dataset = examples(tokenizer, rows, output_key="output", input_template="{}", max_len=4,
-                       overlong="truncate")  # fmt: skip
-    assert dict(dataset.dropped) == {"nothing to learn": 1} and dataset.row_ids == [0]
 
 
 def test_a_missing_response_column_lists_the_columns(tokenizer):
@@ -273,8 +242,6 @@ def test_rows_of_input_and_output_say_what_to_type(tokenizer, input_key, is_chat
             [message("user", "a"), message("assistant", "b"), message("user", "c")],
             "the last message is",
         ),
-        ([message("assistant", "b")], "answers nothing"),
-        ([message("robot", "b")], "unknown role 'robot'"),
         ([message("user", " "), message("assistant", "b")], "message 1, the user's, is empty"),
         (
             [message("user", "a"), message("user", "b"), message("assistant", "c")],
@@ -283,14 +250,6 @@ def test_rows_of_input_and_output_say_what_to_type(tokenizer, input_key, is_chat
         (
             [message("user", "a"), message("system", "b"), message("assistant", "c")],
             "message 2 is the system's, after the user's",
-        ),
-        (
-            [message("assistant", "a"), message("user", "b"), message("assistant", "c")],
-            "message 1 is the assistant's, the first",
-        ),
-        (
-            [message("user", "a"), message("tool", "b"), message("assistant", "c")],
-            "message 2 is the tool's, after the user's",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import subprocess
 import sys
 import threading
@@ -46,22 +45,12 @@ def test_step_line_of_supervised_training_shows_loss_and_rate():
     assert line == "step 3/10 | loss 1.2500 | grad 2 | lr 5e-06"
 
 
-def test_step_line_shows_the_score_beside_the_reward():
-    line = console.step_line(1, 2, {"reward": -0.25, "score": 0.5})
-    assert line == "step 1/2 | reward -0.250 | score 0.500"
-
-
 def test_step_line_ends_with_the_time_since_the_start_and_until_the_end(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: 1200.0)
     # It went on behind step 10 and made two steps in 200 s; 48 are left.
     clock = console.RunClock(first_step=10, start_s=1000.0)
     line = console.step_line(12, 60, {"reward": 1.0}, clock)
     assert line == "step 12/60 | reward 1.000 | elapsed 3m20s | eta 1h20m"
-
-
-def test_eval_line_drops_the_prefix():
-    line = console.eval_line(20, {"eval/eval_math_pass1": 0.5, "reward": 1.0})
-    assert line == "eval at step 20 | math_pass1 0.5"
 
 
 def test_eval_line_puts_the_standard_error_behind_its_mean():
@@ -100,10 +89,6 @@ def test_truncation_mismatch_and_entropy_have_their_hints():
     assert "50% of the responses" in cut and "--generate_max_len" in cut
     assert "mismatch KL 0.02" in mismatch
     assert "entropy fell to 0.19" in entropy
-
-
-def test_entropy_needs_a_history_to_collapse_from():
-    assert console.hints({"entropy": 0.0}, []) == []
 
 
 def test_banner_aligns_entries_under_their_section(capsys):
@@ -177,16 +162,6 @@ def test_a_second_start_writes_a_second_file_and_leaves_the_first_as_it_was(tmp_
     assert sorted(path.name for path in logs.glob("*.log")) == sorted(names)
 
 
-def test_a_process_that_redirects_again_goes_on_in_a_new_file(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    again = SECOND_START.format(root=root, number=0) + SECOND_START.format(root=root, number=1)
-    result = run_python(again, tmp_path)
-    assert result.returncode == 0, result.stderr
-    files = [tmp_path / "run/logs" / name for name in ("actor.log", "actor.attempt1.log")]
-    said = [[line.rpartition(": ")[2] for line in f.read_text().splitlines()] for f in files]
-    assert said == [["start 0"], ["start 1"]]
-
-
 def test_processes_that_start_at_the_same_time_never_share_a_file(tmp_path):
     gate = threading.Barrier(8)
 
@@ -248,10 +223,6 @@ def test_frameworks_are_quiet_even_when_they_were_imported_before(tmp_path):
     root = str(Path(__file__).resolve().parents[2])
     result = run_python(LATE_QUIET.format(root=root), tmp_path)
     assert (result.returncode, result.stdout) == (0, "False\nsomething else\n"), result.stderr
-
-
-def test_package_logger_keeps_out_of_the_root_logger():
-    assert logging.getLogger("openrlhf").propagate is False
 
 
 def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, monkeypatch):
