@@ -74,15 +74,6 @@ def test_rollouts_come_prompt_by_prompt_with_all_that_training_needs(tmp_path, t
     assert batch.failed == {}
 
 
-def test_all_hosts_work_and_every_episode_runs_once(tmp_path, tiny_tokenizer):
-    batch, engines = generate(
-        tmp_path, tiny_tokenizer, [f"p{i}" for i in range(12)], num_samples=2, num_hosts=3
-    )
-    assert len(batch.rollouts) == len({r.sample_id for r in batch.rollouts}) == 24
-    assert sum(len(engine.requests) for engine in engines) == 48
-    assert all(engine.requests for engine in engines)
-
-
 def test_a_failed_episode_ends_the_run_by_default(tmp_path, tiny_tokenizer):
     with pytest.raises(AgentError, match=re.escape("row 2: exception: ")) as info:
         generate(tmp_path, tiny_tokenizer, ["ok", "bad"], num_samples=2)
@@ -100,12 +91,6 @@ def test_groups_with_failures_are_dropped_and_counted_where_that_is_wished(
     assert "ValueError: bad" in batch.failed[1]
     values = batch.metrics.values()
     assert (values["agent/num_failed_exception"], values["num_dropped_groups"]) == (2, 1)
-
-
-def test_a_call_may_be_a_part_of_a_step_in_which_everything_fails(tmp_path, tiny_tokenizer):
-    policy = FailurePolicy(4, drops=True, max_dropped=0.4)
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=2, policy=policy)
-    assert batch.rollouts == [] and list(batch.failed) == [0]
 
 
 def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tokenizer):

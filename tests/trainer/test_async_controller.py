@@ -98,14 +98,6 @@ def test_weights_wait_for_what_runs_unless_groups_go_on():
         assert core.may_admit()
 
 
-def test_a_sync_starts_nothing_new():
-    core = AsyncController(LIMITS)
-    core.begin_sync()
-    assert not core.may_admit()
-    core.end_sync()
-    assert core.may_admit()
-
-
 def test_the_last_step_takes_what_is_left_and_no_step_before_it_is_short():
     core, rows = AsyncController(PARTIAL), list(range(3))
     admit_all(core, rows)

@@ -195,26 +195,6 @@ def test_a_reward_that_cannot_be_had_ends_the_stream():
     assert engine.aborted == ["t/0"]
 
 
-def test_a_group_without_reward_is_handed_out_as_failed_and_its_neighbour_is_kept():
-    engine, source = HeldEngine(), HeldSource(is_held=True, answers=failing_for(2))
-    stream = open_stream([engine], source, policy=DROP)
-    submit(stream, range(4))
-    engine.answer("t/0")
-    until(lambda: len(source.batches) == 1)
-    engine.answer("t/1")
-    engine.answer("t/2")
-    until(lambda: len(source.batches) == 2)  # rows 1 and 2 together: row 2 fails both
-    source.is_held = False
-    while source.held:
-        source.release()
-    groups = {group.key[1]: group for group in fetch(stream, 3)}
-    assert groups[2].failure == "cannot score 2" and groups[2].rollouts == []
-    assert [r.reward for r in groups[1].rollouts] == [1.0, 1.0]
-    assert source.batches[2:] == [["t/1/0", "t/1/1"], ["t/2/0", "t/2/1"]]
-    assert stream.take_metrics()["num_dropped_groups"] == 1
-    stream.close()
-
-
 def test_how_many_groups_may_be_dropped_is_not_for_the_stream_to_say():
     engine = HeldEngine()
     stream = open_stream([engine], HeldSource(answers=failing_for(*range(4))), policy=DROP)
@@ -223,31 +203,6 @@ def test_how_many_groups_may_be_dropped_is_not_for_the_stream_to_say():
         engine.answer(f"t/{row}")
     assert all(group.failure is not None for group in fetch(stream, 4))
     stream.close()
-
-
-def test_failures_are_tried_again_as_often_as_asked():
-    num_calls = 0
-
-    def third_time_lucky(batch: RewardBatch) -> RewardResult:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls < 3:
-            raise RewardError("not yet")
-        return RewardResult([1.0] * len(batch))
-
-    for num_retries in (2, 1):
-        engine, num_calls = HeldEngine(), 0
-        policy = FailurePolicy(4, num_retries=num_retries, retry_wait_s=0.01)
-        stream = open_stream([engine], HeldSource(answers=third_time_lucky), policy=policy)
-        submit(stream, [0])
-        engine.answer("t/0")
-        if num_retries == 2:
-            assert fetch(stream, 1)[0].failure is None
-            assert stream.take_metrics()["num_reward_retries"] == 2
-        else:
-            with pytest.raises(RewardError, match="not yet"):
-                fetch(stream, 1)
-        stream.close()
 
 
 def test_scores_for_some_groups_only_are_refused():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result
 from openrlhf.rollout.scoring import (
@@ -27,7 +25,6 @@ from openrlhf.rollout.scoring import (
 from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from tests.trainer.paced import PacedEngine, Prompt, step_seconds
 from tests.trainer.stream_fakes import handed_to
 
 FAIL = FailurePolicy(4)
@@ -145,11 +142,6 @@ def test_groups_are_not_cut(num_samples: int, batch_size: int, sizes: list[int])
     assert [len(ids) for ids in source.asked] == sizes
 
 
-def test_by_default_a_reward_that_cannot_be_had_ends_the_run() -> None:
-    with pytest.raises(RewardError, match="cannot score 1"):
-        run(Source(failing_for(1)), [group(0), group(1)], FAIL)
-
-
 def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None:
     source = Source(failing_for(1))
     scored = run(source, [group(i) for i in range(4)], DROP)
@@ -157,10 +149,6 @@ def test_a_group_without_reward_is_dropped_and_its_neighbours_are_kept() -> None
     assert scored.failed == {101: "cannot score 1"}
     # The batch of groups 0 and 1 failed; then each was asked for alone.
     assert source.asked[2:] == [["0/0", "0/1"], ["1/0", "1/1"]]
-
-
-def test_a_call_may_be_a_part_of_a_step_in_which_everything_fails() -> None:
-    assert run(Source(failing_for(0)), [group(0)], DROP).failed == {100: "cannot score 0"}
 
 
 def test_more_dropped_of_a_step_than_allowed_ends_the_run() -> None:
@@ -234,13 +222,6 @@ def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
     assert metrics["reward/safe"] == pytest.approx(-3.5 / 3)
 
 
-def test_one_model_is_not_logged_twice_and_weighs_one() -> None:
-    scorer = ModelScorer({"m": forward([3.0, 4.0])})  # type: ignore[dict-item]
-    scored = score_with(scorer, [group(0)], FAIL)
-    assert [r.reward for r in scored.rollouts] == [3.0, 4.0]
-    assert all(not r.reward_parts for r in scored.rollouts)
-
-
 def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
     scorer = ModelScorer({"m": forward([3.0, float("nan"), 1.0, 1.0])})  # type: ignore[dict-item]
     [(row, error)] = score_with(scorer, [group(0), group(1)], DROP).failed.items()
@@ -250,35 +231,3 @@ def test_a_model_that_answers_nan_fails_that_group_alone() -> None:
 def test_parts_have_the_names_of_their_models() -> None:
     assert model_names(["a/helpful", "b/safe/"]) == ["helpful", "safe"]
     assert model_names(["a/rm", "b/rm", "c"]) == ["rm_1", "rm_2", "c"]
-
-
-# Rewards are had while other samples are generated.
-
-
-class SlowSource(Source):
-    """Scores 50 ms a sample, one batch after the other."""
-
-    def __init__(self) -> None:
-        super().__init__(by_label)
-        self.thread = ThreadPoolExecutor(max_workers=1)
-
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
-        def answer() -> RewardResult:
-            time.sleep(0.05 * len(batch))
-            return checked_result([1.0] * len(batch), batch=batch, source="s")
-
-        return self.thread.submit(answer)
-
-
-def seconds_of_generation(source: Source) -> float:
-    """32 samples of 16 prompts from two engines that take 2.5 s."""
-    engines = [PacedEngine(2.5 / 8), PacedEngine(2.5 / 8)]
-    prompts = [Prompt(row) for row in range(16)]
-    return step_seconds(engines, source, prompts, SamplingSettings(num_samples=2), batch_size=2)
-
-
-def test_a_reward_of_fifty_milliseconds_a_sample_hides_behind_generation() -> None:
-    without = seconds_of_generation(Source(lambda batch: [1.0] * len(batch)))
-    with_reward = seconds_of_generation(SlowSource())
-    # 1.6 s in all, of which the last two groups are waited for; the rest is for a busy machine.
-    assert with_reward - without < 0.6

@@ -18,7 +18,6 @@ from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import GroupFilter, StepSampler
 from openrlhf.utils.metrics import Metrics
-from tests.trainer.rounds import BatchStream
 from tests.trainer.test_experience import rollout
 
 
@@ -44,6 +43,54 @@ def test_a_group_is_kept_by_mean_and_spread(scores, is_kept):
     assert GroupFilter(0.0, 1.0).keeps(group(scores)) is is_kept
 
 
+class FakeStream:
+    """Finishes groups in rounds, or one by one in an order drawn by the test; notes how many run at
+    once.
+    """
+
+    def __init__(self, generate, choose=None):
+        self.generate = generate
+        self.choose = choose
+        self.in_rounds = choose is None
+        self.running = []
+        self.most_running = 0
+
+    def submit(self, prompts, *, tag):
+        self.running += [(key, prompt, tag) for key, prompt in prompts]
+        self.most_running = max(self.most_running, len(self.running))
+
+    def finished(self, wait_s):
+        if self.in_rounds:
+            done, self.running = self.running, []
+        else:
+            done = [self.running.pop(self.choose(len(self.running)))]
+        found = []
+        for tag in dict.fromkeys(tag for _, _, tag in done):
+            of_tag = [(key, prompt) for key, prompt, other in done if other == tag]
+            samples = self.generate([prompt for _, prompt in of_tag], tag)
+            found += [
+                FinishedGroup(
+                    key,
+                    [r for r in samples.rollouts if r.row_id == prompt.row_id],
+                    samples.failed.get(prompt.row_id),
+                )
+                for key, prompt in of_tag
+            ]
+        return found
+
+    @property
+    def num_running(self):
+        return len(self.running)
+
+    def take_metrics(self):
+        return Metrics()
+
+    timings = take_metrics
+
+    def close(self):
+        assert not self.choose or not self.running, "groups were left over"
+
+
 def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(), episodes=1):
     """A sampler, batches and streams for it, what it asked for; `scores_of(row)` are the scores of
     the row's samples.
@@ -67,7 +114,7 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
     sampler = StepSampler(
         prompts, cursor, batch_size=batch_size, policy=policy, group_filter=group_filter
     )
-    return sampler, generate, lambda: BatchStream(lambda batch, *, tag: generate(batch, tag)), asked
+    return sampler, generate, lambda: FakeStream(generate), asked
 
 
 def rows(samples):
@@ -184,39 +231,6 @@ def test_a_group_that_never_reached_the_update_is_found():
         sampler.settle({samples.rollouts[0].group_id})
 
 
-class OneByOneStream:
-    """Finishes groups one by one, in an order drawn by the test; notes how many run at once."""
-
-    in_rounds = False
-
-    def __init__(self, generate, choose):
-        self.generate = generate
-        self.choose = choose
-        self.running = []
-        self.most_running = 0
-
-    def submit(self, prompts, *, tag):
-        self.running += [(key, prompt, tag) for key, prompt in prompts]
-        self.most_running = max(self.most_running, len(self.running))
-
-    def finished(self, wait_s):
-        key, prompt, tag = self.running.pop(self.choose(len(self.running)))
-        samples = self.generate([prompt], tag)
-        return [FinishedGroup(key, samples.rollouts, samples.failed.get(prompt.row_id))]
-
-    @property
-    def num_running(self):
-        return len(self.running)
-
-    def take_metrics(self):
-        return Metrics()
-
-    timings = take_metrics
-
-    def close(self):
-        assert not self.running, "groups were left over"
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     signals=st.lists(st.sampled_from(["good", "flat", "failed"]), min_size=1, max_size=12),
@@ -233,7 +247,7 @@ def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch
             failed_rows={row for row, signal in enumerate(signals) if signal == "failed"},
             episodes=2,
         )
-        stream = OneByOneStream(generate, choose)
+        stream = FakeStream(generate, choose)
         samples = sampler.collect(lambda: stream, "step1")
         assert stream.most_running <= batch_size  # never more than the step lacks
         sampler.settle({r.group_id for r in samples.rollouts})
