@@ -62,7 +62,7 @@ class Completion:
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """The version of the weights each token was sampled under, A versions."""
+        """Return the version of the weights each token was sampled under, A versions."""
         if not self.version_starts:
             return (self.weight_version,) * len(self.token_ids)
         ends = [start for start, _ in self.version_starts[1:]] + [len(self.token_ids)]
@@ -97,7 +97,7 @@ class RolloutEngine(Protocol):
 
     @property
     def who(self) -> str:
-        """The engine in the words of an error."""
+        """Return the engine in the words of an error."""
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         """Return the completions of a request; raises EngineError.
@@ -107,7 +107,7 @@ class RolloutEngine(Protocol):
 
     @property
     def weight_route(self) -> WeightRoute:
-        """How weights reach the engine."""
+        """Return how weights reach the engine."""
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group, once before the first broadcast."""

@@ -67,7 +67,7 @@ class StepLoop:
         self.stepper = made.result()
 
     def submit(self, requests: Iterable[Any]) -> list[Future[Any]]:
-        """One future a request, in order; they may be served before the call returns."""
+        """Return one future a request, in order; they may be served before the call returns."""
         pairs: list[tuple[Future[Any], Any]] = [(Future(), request) for request in requests]
 
         def add() -> None:
@@ -91,7 +91,7 @@ class StepLoop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are due: requests wait, and the loop is not paused (from any thread)."""
+        """Return True while requests wait and the loop is not paused; from any thread."""
         return bool(self._waiting) and not self._is_paused
 
     @property

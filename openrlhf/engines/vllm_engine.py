@@ -100,7 +100,7 @@ class VLLMEngine:
         return [future.result() for future in self.submit(requests)]
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        """The same without waiting: a future for each request."""
+        """Return a future for each request, without waiting."""
         if self._update_failed:
             raise EngineError(
                 "the engine holds half of a failed weight update; send the weights again"
@@ -127,7 +127,7 @@ class VLLMEngine:
 
     @property
     def weight_route(self) -> WeightRoute:
-        """How weights reach this engine."""
+        """Return how weights reach this engine."""
         return self.config.weight_route
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
@@ -135,8 +135,9 @@ class VLLMEngine:
         self._loop.call(lambda: self._stepper.init_weight_transfer(init_info))
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
-        """See RolloutEngine. Requests in flight keep their tokens, and their keys and values are
-        computed again under the new weights, so that later log-probs are those of the new policy.
+        """Pause, and get ready for buckets. Requests in flight keep their tokens, and their keys
+        and values are computed again under the new weights, so that later log-probs are those of
+        the new policy.
 
         That is vLLM's `pause_generation(mode="keep")` with its caches cleared, and what AReaL does
         (arXiv 2505.24298); PipelineRL (2509.19128) keeps the old cache and saves the forward.
@@ -218,7 +219,7 @@ class VLLMEngine:
 
 
 def set_environment(config: VLLMEngineConfig) -> None:
-    """Environment variables that vLLM reads when it is imported; those already set are kept."""
+    """Set what vLLM reads when it is imported, but for variables that are set already."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     vllm_cpu.set_num_threads(config.num_threads)
@@ -271,7 +272,7 @@ class VLLMStepper:
         self.engine.add_request(key, prompt, params)
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        """One forward pass."""
+        """Do one forward pass; return the requests it finished."""
         with torch.compiler.set_stance(self.stance):
             outputs = self.engine.step()
         return [(out.request_id, self._completions(out)) for out in outputs if out.finished]
@@ -281,7 +282,7 @@ class VLLMStepper:
         return [completion(c) for c in output.outputs] * num_copies
 
     def has_work(self) -> bool:
-        """Whether requests are in flight."""
+        """Return True while requests are in flight."""
         return self.engine.has_unfinished_requests()
 
     def abort(self, keys: Iterable[str]) -> None:
@@ -333,7 +334,7 @@ class VLLMStepper:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether any device memory is away."""
+        """Return True while any device memory is away."""
         return self.engine.is_sleeping()
 
     def shutdown(self) -> None:
@@ -399,7 +400,7 @@ def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -
 
 
 def completion(output: Any) -> Completion:
-    """vLLM's answer in our words; raises EngineError when a log-prob is missing."""
+    """Return what vLLM answered as a Completion; raises EngineError when a log-prob is missing."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
     if len(token_ids) != len(logprobs):
         raise EngineError(f"vLLM answered {len(token_ids)} tokens but {len(logprobs)} log-probs")

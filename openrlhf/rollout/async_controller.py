@@ -27,8 +27,8 @@ class AsyncLimits:
 
     @property
     def max_outstanding(self) -> int:
-        """Most groups that were started and not yet trained on: those that the running step and the
-        `max_staleness` steps after it take.
+        """Return the most groups that may be started and not yet trained on: those that the
+        running step and the `max_staleness` steps after it take.
         """
         return (self.max_staleness + 1) * self.batch_size
 
@@ -77,16 +77,16 @@ class AsyncController:
 
     @property
     def num_outstanding(self) -> int:
-        """Groups that were started, and not yet trained on, filtered or failed."""
+        """Return the number of groups that were started and have no outcome yet."""
         return len(self.running) + len(self.ready) + len(self.taken)
 
     @property
     def is_over(self) -> bool:
-        """Whether every prompt has its outcome."""
+        """Return True once every prompt has its outcome."""
         return self.is_exhausted and not (self.again or self.num_outstanding)
 
     def may_admit(self) -> bool:
-        """Whether one more group can be started and will be trained on in time."""
+        """Return True if one more group can be started and will be trained on in time."""
         return (
             (not self.is_syncing or self.limits.keeps_running)
             and len(self.running) < self.limits.max_running
@@ -115,7 +115,7 @@ class AsyncController:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step has its groups; waiting for more only makes sense if not."""
+        """Return True once the next step has its groups; till then wait for more."""
         if self.taken or not self.ready or len(self.ready) < self._size_of_step():
             return False
         chosen = Counter(self.ready[key] for key in self._chosen())
@@ -125,7 +125,7 @@ class AsyncController:
         )
 
     def take(self) -> list[Key]:
-        """The groups of the next step: those that are due first, else those finished first.
+        """Return the groups of the next step: those that are due first, else those finished first.
 
         Groups still running are waited for (`is_ready`) only when later steps have no place for
         them. Fewer than a batch at the end of the prompts alone.
@@ -137,23 +137,23 @@ class AsyncController:
         return list(self.taken)
 
     def begin_sync(self) -> None:
-        """The weights are about to change: nothing is started any more, unless groups go on."""
+        """Start nothing more, unless groups go on: the weights are about to change."""
         self.is_syncing = True
 
     @property
     def may_sync(self) -> bool:
-        """Whether weights may be sent: no group would be sampled under two versions, or that is
-        wanted.
+        """Return True if weights may be sent: no group would be sampled under two versions, or
+        that is wanted.
         """
         return self.is_syncing and (self.limits.keeps_running or not self.running)
 
     def end_sync(self) -> None:
-        """The engines hold the new weights."""
+        """Note that the engines hold the new weights."""
         assert self.may_sync, f"weights changed under {len(self.running)} running groups"
         self.is_syncing = False
 
     def update(self) -> None:
-        """The groups that were taken are trained on: the next step begins, under new weights if
+        """Note that the groups taken are trained on: the next step begins, under new weights if
         there was a sync.
         """
         assert self.taken, "no step is under way"
@@ -178,7 +178,7 @@ class AsyncController:
             assert num_due <= room, f"{num_due - room} groups will miss step {deadline}"
 
     def _size_of_step(self) -> int:
-        """Groups of the next step; fewer than a batch when no more will come."""
+        """Return the size of the next step: less than a batch when no more groups will come."""
         will_get_more = bool(self.running or self.again or not self.is_exhausted)
         return self.limits.batch_size if will_get_more else len(self.ready)
 

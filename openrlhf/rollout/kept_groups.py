@@ -48,7 +48,7 @@ class SampleOrigin:
     reward: Mapping[str, Any]  # what decides the reward of a sample, as JSON
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as it is read back from JSON."""
+        """Return everything as it is read back from JSON."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
@@ -90,8 +90,8 @@ class KeptGroups:
 
 
 def read_groups(folder: Path, prompts: PromptDataset, origin: SampleOrigin) -> KeptGroups:
-    """What `KeptGroups.write` wrote; nothing where samples are made or rewarded in another way
-    now.
+    """Return what `KeptGroups.write` wrote; nothing where samples are made or rewarded in
+    another way now.
     """
     path = folder / NOTES
     notes = json.loads(path.read_text()) if path.exists() else None

@@ -43,7 +43,7 @@ class Ledger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and lists, for JSON."""
+        """Return everything as plain numbers and lists, for JSON."""
         pending = [list(key) for key in sorted(self.pending)]
         return {
             "num_drawn": self.num_drawn,

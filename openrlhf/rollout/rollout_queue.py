@@ -102,12 +102,12 @@ class RolloutQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether every prompt has its outcome."""
+        """Return True once every prompt has its outcome."""
         with self._changed:
             return self._core.is_over
 
     def next_step(self) -> list[Rollout]:
-        """Samples of the next step, with group ids from 0; none when no prompt is left.
+        """Return the samples of the next step, with group ids from 0; none when no prompt is left.
 
         Raises what ended the producer, EngineError when nothing comes in time, RewardError.
         """
@@ -148,8 +148,8 @@ class RolloutQueue:
             self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the prompts are drawn and what became of them, as JSON; what `finished_groups`
-        gave before is pending in it.
+        """Return how far the prompts are drawn and what became of them, as JSON; what
+        `finished_groups` gave before is pending in it.
         """
         with self._changed:
             return self.sampler.state_dict()
@@ -159,7 +159,7 @@ class RolloutQueue:
         self.sampler.load_state_dict(state)
 
     def finished_groups(self) -> KeptGroups:
-        """Samples that wait for their step; between two steps."""
+        """Return the samples that wait for their step; between two steps."""
         with self._changed:
             groups = [
                 KeptGroup(key, self._core.age(key), self._groups[key]) for key in self._core.ready
@@ -171,13 +171,13 @@ class RolloutQueue:
         self._kept = read_groups(folder, self.sampler.prompts, self.origin).groups
 
     def take_metrics(self) -> Metrics:
-        """Metrics of generation, rewards and waiting since the last call."""
+        """Return the metrics of generation, rewards and waiting since the last call."""
         with self._changed:
             metrics, self._metrics = self._metrics, Metrics()
             return metrics
 
     def take_failed(self) -> dict[int, str]:
-        """Row of every prompt that failed since the last call, and why."""
+        """Return why prompts failed since the last call, by row."""
         with self._changed:
             failed, self._failed = self._failed, {}
             return failed
@@ -218,14 +218,14 @@ class RolloutQueue:
         return self._unless_ended(is_so) or self._num_finished > num_finished
 
     def _unless_ended(self, is_so: Callable[[], bool]) -> bool:
-        """Whether something is so; raises what ended the producer."""
+        """Return True if something is so; raises what ended the producer."""
         if self._producer.done():
             self._producer.result()
             raise EngineError("generation ended before the run")
         return is_so()
 
     def _progress(self) -> str:
-        """Where the samples are that somebody waits for."""
+        """Return where the samples are that somebody waits for."""
         core = self._core
         line = (
             f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
@@ -238,7 +238,7 @@ class RolloutQueue:
             self._changed.notify_all()
 
     def _produce(self) -> None:
-        """The producer's thread."""
+        """Start groups and take in what is finished, in the producer's thread."""
         stream = self._stream = self._open_stream(self.origin.sampling)
         try:
             while not self._is_closed:
@@ -267,7 +267,7 @@ class RolloutQueue:
             stream.submit([(key, self.sampler.prompts[row])], tag=f"episode{episode}")
 
     def _next_key(self) -> Key | None:
-        """The next prompt, those of before a restart first; None when there is none."""
+        """Return the next prompt, those of before a restart first; None when there is none."""
         if self._core.again:
             return next(iter(self._core.again))
         cursor = self.sampler.cursor

@@ -32,15 +32,15 @@ class Scorer(Protocol):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether groups may be scored while others still generate."""
+        """Return True if groups may be scored while others still generate."""
 
     @property
     def batch_size(self) -> int | None:
-        """Most samples of one submission, which fail together; None: any number."""
+        """Return the most samples of one submission, which fail together; None: any number."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a submission would be begun with at once, however small it is."""
+        """Return True if a submission of any size would be begun with at once."""
 
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
         """Start scoring groups; the result has one outcome a group."""
@@ -58,7 +58,7 @@ class FailurePolicy:
 
     @classmethod
     def of(cls, config: PPOConfig) -> FailurePolicy:
-        """The policy of a run: "fail", "drop_group", "retry" or "retry(5)"."""
+        """Return the policy of a run: "fail", "drop_group", "retry" or "retry(5)"."""
         name, num_retries = config.reward.failure, 0
         if name.startswith("retry"):
             num_retries = int(name[6:-1] or NUM_RETRIES)
@@ -94,7 +94,7 @@ class GroupScorer:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """A group is sampled inside; a batch may wait for it."""
+        """Sample a group inside; a batch may wait for it."""
         self._num_expected += 1
         try:
             yield
@@ -236,7 +236,7 @@ class SourceScorer:
 
 
 def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
-    """Rollouts as a source sees them."""
+    """Return rollouts as a source sees them."""
     return RewardBatch(
         queries=[r.prompt_text + r.response_text for r in rollouts],
         prompts=[r.prompt_text for r in rollouts],

@@ -124,7 +124,7 @@ class StepSampler:
         assert not self.ledger.pending, f"prompts {self.ledger.pending} were never trained on"
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the prompts are drawn and what became of them, as JSON; between two steps."""
+        """Return how far prompts are drawn and what became of them, as JSON; between two steps."""
         return {"cursor": self.cursor.state_dict(), "ledger": self.ledger.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class StepSampler:
         self.ledger.load_state_dict(state["ledger"])
 
     def _draw(self, num_prompts: int) -> list[GroupKey]:
-        """The next prompts of an episode, at most; their places in `_keys` are their group ids."""
+        """Return at most so many prompts of an episode; places in `_keys` are their group ids."""
         episode = self.cursor.episode
         keys = [(episode, row) for row in self.cursor.draw(num_prompts)]
         self.ledger.draw(keys)

@@ -371,7 +371,7 @@ def _tracker(config: PPOConfig, run_dir: Path, resume_step: int | None) -> Track
 
 
 def max_mismatch_kl(dtype: torch.dtype) -> float:
-    """How far engine and trainer may differ over weights of a type: half precision rounds."""
+    """Return the largest mismatch KL allowed for a type of weights: half precision rounds."""
     return MISMATCH_KL_FP32 if dtype == torch.float32 else MISMATCH_KL_HALF
 
 

@@ -174,7 +174,7 @@ class PPOTrainer:
 
     @property
     def is_over(self) -> bool:
-        """Whether every prompt was trained on, filtered or failed."""
+        """Return True once every prompt was trained on, filtered or failed."""
         return self.sampler.cursor.is_exhausted
 
     def settle(self) -> None:
@@ -220,7 +220,7 @@ class PPOTrainer:
         raise stopping.Interrupted(outcome)
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
-        """Scored rollouts of the step's prompts, as many groups with a signal as a step has."""
+        """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
         rollouts, sampling = self.parts.rollouts, self.parts.sampling
         with self.parts.phases.rollout():
             samples = self.sampler.collect(
@@ -237,7 +237,7 @@ class PPOTrainer:
             notice(f"dropped {len(failed)} prompt(s) without rewards; row {row + 1}: {reason}")
 
     def train_step(self, rollouts: Sequence[Rollout], global_step: int) -> Metrics:
-        """One RL step after generation."""
+        """Do an RL step after generation; return its metrics."""
         metrics = Metrics()
         self.check_versions(rollouts)
         with self.parts.phases.training():
@@ -277,7 +277,7 @@ class PPOTrainer:
         return metrics
 
     def trains_actor(self, global_step: int) -> bool:
-        """Whether this step updates the policy: not while the critic warms up alone."""
+        """Return True if this step updates the policy: not while the critic warms up alone."""
         has_critic = self.parts.critic is not None
         return not has_critic or global_step > self.config.critic.freezing_steps
 
@@ -336,7 +336,7 @@ class PPOTrainer:
         return values
 
     def is_eval_step(self, global_step: int) -> bool:
-        """Whether evaluation follows this step."""
+        """Return True if evaluation follows this step."""
         every = self.config.eval.steps
         return self.is_over or (every > 0 and global_step % every == 0)
 
@@ -384,7 +384,7 @@ class PPOTrainer:
         self.state.remember(values)
 
     def log(self, global_step: int) -> None:
-        """One line, the metrics file, the sinks; nothing where all steps are logged."""
+        """Write one line, the metrics file, the sinks; nothing where all steps are logged."""
         state = self.state
         if state.num_unlogged:
             values = self.values_of(state.unlogged, num_steps=state.num_unlogged)

@@ -46,25 +46,23 @@ class PPOTrainerAsync(PPOTrainer):
         self.num_steps = -(-cursor.num_episodes * len(parts.prompts) // self.limits.batch_size)
 
     def fit(self) -> None:
-        """See PPOTrainer."""
         with self.queue:
             super().fit()
             self.say_failed(self.queue.take_failed())
 
     @property
     def is_over(self) -> bool:
-        """See PPOTrainer."""
         return self.queue.is_over
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
-        """Samples of the step, which may be finished already."""
+        """Return samples of the step, which may be finished already."""
         rollouts = self.queue.next_step()
         self.say_failed(self.queue.take_failed())
         metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
         return rollouts
 
     def undo_draw(self, before: dict[str, Any]) -> None:
-        """See PPOTrainer; what has no outcome yet is generated again, or kept."""
+        """Do nothing: what has no outcome yet is generated again, or kept."""
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights once no running sample would be of two versions, or under
@@ -74,7 +72,7 @@ class PPOTrainerAsync(PPOTrainer):
             super().broadcast_to_vllm()
 
     def settle(self) -> None:
-        """See PPOTrainer; generation goes on under the new weights."""
+        """Note the groups that were trained on; generation goes on under the new weights."""
         self.queue.settle(self.trained_groups)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
@@ -91,14 +89,14 @@ class PPOTrainerAsync(PPOTrainer):
                 )
 
     def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
-        """See PPOTrainer; with what generation and the queue noted meanwhile."""
+        """Report a step with what generation and the queue noted meanwhile."""
         metrics.merge(self.queue.take_metrics())
         metrics.add("num_generated_tokens", 0, reduction="sum")  # a step may generate none
         super().report(global_step, metrics, rollouts)
 
 
 def reward_origin(config: PPOConfig) -> dict[str, Any]:
-    """What decides the reward of a sample, as JSON: settings, and the text of user code."""
+    """Return what decides the reward of a sample, as JSON: settings, and the text of user code."""
     names = {"remote_url", "model_name_or_path", "weights", "normalize_enable"}
     reward = config.reward.model_dump(mode="json", include=names)
     agent = config.train.agent_func_path
@@ -108,7 +106,7 @@ def reward_origin(config: PPOConfig) -> dict[str, Any]:
 
 
 def async_limits(config: PPOConfig) -> AsyncLimits:
-    """How far generation may run ahead in this run."""
+    """Return how far generation may run ahead in this run."""
     size = config.rollout.batch_size
     return AsyncLimits(
         batch_size=size,
@@ -119,7 +117,7 @@ def async_limits(config: PPOConfig) -> AsyncLimits:
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], weight_version: int) -> Metrics:
-    """How many updates the samples of a step are behind the policy: mean, most, and how many of
+    """Count the updates that samples of a step are behind the policy: mean, most, and how many of
     each; the share of samples whose tokens are of several versions.
     """
     metrics = Metrics()

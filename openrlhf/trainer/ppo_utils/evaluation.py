@@ -47,7 +47,7 @@ def has_fallen(best: Evaluation, last: Evaluation) -> bool:
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[str, float]:
-    """Metrics of scored evaluation samples.
+    """Return metrics of scored evaluation samples.
 
     Per data source: pass@n = mean over prompts of the best score, pass@1 = mean over prompts of the
     mean score, each with the standard error of that mean where there are several prompts; response
@@ -74,5 +74,5 @@ def evaluation_metrics(rollouts: Sequence[Rollout], num_samples: int) -> dict[st
 
 
 def pass_rate_names(datasources: Iterable[str], num_samples: int) -> list[str]:
-    """What the pass rates of data sources are logged as: pass@n and pass@1 of each."""
+    """Return the names of the pass rates of data sources: pass@n and pass@1 of each."""
     return [f"eval/eval_{name}_pass{n}" for name in datasources for n in (num_samples, 1)]

@@ -54,7 +54,7 @@ class ModelScorer:
 
     @property
     def has_room(self) -> bool:
-        """See Scorer."""
+        """Return True while no forward is under way."""
         return self._latest is None or self._latest.done()
 
     def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
@@ -83,7 +83,7 @@ class ModelScorer:
         return outcomes
 
     def _forward(self, experience: Experience) -> dict[str, Tensor]:
-        """What each model answers, (B,) each."""
+        """Return what each model answers, (B,) each."""
         if self.is_sequential:
             return {name: forward(experience) for name, forward in self.models.items()}
         pending = {name: forward.start(experience) for name, forward in self.models.items()}
@@ -106,8 +106,8 @@ class ModelScorer:
 
 
 def model_names(paths: Sequence[str]) -> list[str]:
-    """How the parts of several reward models are logged: the last word of each path, with a number
-    where two have the same.
+    """Return the names of the parts of several reward models: the last word of each path, with a
+    number where two have the same.
     """
     words = [PurePosixPath(path).name for path in paths]
     return [
