@@ -18,6 +18,8 @@ from typing_extensions import Self
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat names
+
 # What a value leads to outside of the config; a plural or `data` or `code` may be a comma list.
 # `output` and `output_file` are written.
 Opens = Literal[
@@ -39,6 +41,7 @@ class Alias:
     """Another name of a field; `meanings` translates what is typed after it (`--bf16` -> "bf16").
 
     A name with a leading dot is a sibling of the field: `.no_nesterov` of `muon.nesterov`.
+    `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
     """
 
     name: str
@@ -72,8 +75,17 @@ class Option:
     @property
     def flag(self) -> str:
         """The flag an old command would use: the first flat name, else the dotted one."""
-        flat = (alias.name for alias in self.info.aliases if alias.meanings is None)
+        flat = (name for name, meanings in self.other_names if meanings is None)
         return f"--{next(flat, self.path)}"
+
+    @property
+    def other_names(self) -> Iterator[tuple[str, Mapping[str, object] | None]]:
+        """Yield every name beside the path, and what the words after it mean."""
+        head, parent = self.path.partition(".")[0], self.path.rpartition(".")[0]
+        model = f"{head}_" if head in MODELS else ""
+        for alias in self.info.aliases:
+            name = f"{parent}{alias.name}" if alias.name.startswith(".") else alias.name
+            yield name.replace("{model}", model).lstrip("."), alias.meanings
 
     @property
     def is_switch(self) -> bool:

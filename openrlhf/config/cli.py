@@ -17,9 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Option, value_at, walk, with_value
-from openrlhf.config.flags import leaf_types, names_of
+from openrlhf.config.flags import Given, leaf_types, names_of, read_all
 from openrlhf.config.run import CommandConfig
-from openrlhf.config.sources import Given, read_all
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)

@@ -35,7 +35,7 @@ def timed_folder(stem: str) -> str:
 class AdamConfig(Base):
     """`adam.*`: AdamW."""
 
-    lr: float = option(5e-6, "Peak learning rate.", "learning_rate", ge=0, at_resume="kept")
+    lr: float = option(5e-6, "Peak learning rate.", "{model}learning_rate", ge=0, at_resume="kept")
     betas: tuple[float, float] = option((0.9, 0.95), "Adam betas.", "adam_betas", at_resume="kept")
     weight_decay: float = option(
         0.0, "Weight decay (not on biases and norms).", "l2", ge=0, at_resume="refused"

@@ -24,10 +24,10 @@ from openrlhf.config.ppo_parts import (
     ActorConfig,
     AlgoConfig,
     CriticConfig,
+    FrozenConfig,
     PPODataConfig,
     PPOEvalConfig,
     PPOTrainConfig,
-    RefConfig,
     RewardConfig,
     RolloutConfig,
     VLLMConfig,
@@ -42,7 +42,7 @@ class PPOConfig(RunConfig):
 
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
-    ref: RefConfig = RefConfig()
+    ref: FrozenConfig = FrozenConfig()
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     vllm: VLLMConfig = VLLMConfig()

@@ -45,34 +45,30 @@ KNOWN_AS = {
     "drgrpo": "dr_grpo",
 }
 POLICY_LOSS_NAMES = ("ppo", "gspo", "cispo", "sapo")
-GPUS_HELP = "GPUs on each node (CPU ranks where there is no GPU); unset: "
-FROZEN_GPUS_HELP = (
-    GPUS_HELP + "as the model it is colocated with, else all visible ones that others leave."
-)
 
 
-class ActorAdamConfig(AdamConfig):
-    """`actor.adam.*`."""
+class PlacementConfig(Base):
+    """Where a model runs."""
 
-    lr: float = option(1e-6, "Peak learning rate.", "actor_learning_rate", ge=0, at_resume="kept")
-
-
-class CriticAdamConfig(AdamConfig):
-    """`critic.adam.*`."""
-
-    lr: float = option(9e-6, "Peak learning rate.", "critic_learning_rate", ge=0, at_resume="kept")
-
-
-class ActorConfig(OptimizerConfig, TrainedModelConfig):
-    """`actor.*`: the policy and its loss."""
-
-    num_nodes: int = option(1, "Nodes of the actor.", "actor_num_nodes", ge=1)
+    num_nodes: int = option(1, "Nodes of the model.", "{model}num_nodes", ge=1)
     num_gpus_per_node: int | None = option(
         None,
-        GPUS_HELP + "as a colocated model that has it set, else all visible ones, one CPU rank.",
-        "actor_num_gpus_per_node",
+        "GPUs on each node (CPU ranks where there is no GPU); unset: as a model it is colocated "
+        "with, else all visible ones that others leave, one CPU rank.",
+        "{model}num_gpus_per_node",
         ge=1,
     )
+
+
+class FrozenConfig(PlacementConfig):
+    """A model that is not trained."""
+
+    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
+
+
+class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
+    """`actor.*`: the policy and its loss."""
+
     model_name_or_path: str | None = option(
         None,
         "Policy to start from: hub id or path.",
@@ -81,7 +77,7 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig):
         opens="model",
         at_resume="refused",
     )
-    adam: ActorAdamConfig = ActorAdamConfig()
+    adam: AdamConfig = AdamConfig(lr=1e-6)
     policy_loss_type: str = option(
         "ppo",
         "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
@@ -132,16 +128,9 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig):
     freeze_visual_encoder: bool = switch("Train language parameters only.", "freeze_visual_encoder")
 
 
-class CriticConfig(OptimizerConfig, TrainedModelConfig):
+class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
     """`critic.*`: the value model, used with the estimator gae only."""
 
-    num_nodes: int = option(1, "Nodes of the critic.", "critic_num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(
-        None,
-        GPUS_HELP + "as the model it is colocated with, else all visible ones.",
-        "critic_num_gpus_per_node",
-        ge=1,
-    )
     model_name_or_path: str | None = option(
         None,
         "Value model to start from; unset: the first reward model, else the policy.",
@@ -149,7 +138,7 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig):
         opens="model",
         at_resume="refused",
     )
-    adam: CriticAdamConfig = CriticAdamConfig()
+    adam: AdamConfig = AdamConfig(lr=9e-6)
     value_clip: float = option(0.5, "Clip range of value changes.", "value_clip", gt=0)
     freezing_steps: int = option(
         -1, "The first N steps train the critic alone.", "freezing_actor_steps"
@@ -157,19 +146,9 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig):
     save_value_network: bool = switch("Export the critic at the end.", "save_value_network")
 
 
-class RefConfig(Base):
-    """`ref.*`: the frozen policy that KL is measured from."""
-
-    num_nodes: int = option(1, "Nodes of the reference model.", "ref_num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "ref_num_gpus_per_node", ge=1)
-    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
-
-
-class RewardConfig(RewardModelsConfig):
+class RewardConfig(RewardModelsConfig, FrozenConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
-    num_nodes: int = option(1, "Nodes of the reward model.", "reward_num_nodes", ge=1)
-    num_gpus_per_node: int | None = option(None, FROZEN_GPUS_HELP, "reward_num_gpus_per_node", ge=1)
     model_name_or_path: str | None = option(
         None, "Reward models, with commas between.", "reward_pretrain", opens="models"
     )
@@ -212,7 +191,6 @@ class RewardConfig(RewardModelsConfig):
         "reward_num_workers",
         ge=1,
     )
-    offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
     )

@@ -16,7 +16,6 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.trainer.rank_gpus import see_own_gpus
-from openrlhf.trainer.ray.launcher import worker_environment
 
 NEEDS = ["--pretrain", "m", "--prompt_data", "d", "--remote_rm_url", "http://a"]
 SFT_NEEDS = ["--pretrain", "m", "--dataset", "d", "--save_path", "run"]
@@ -92,8 +91,3 @@ def test_the_hub_is_the_callers() -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | OF_CALLER)
     found = ["/caches/hf", "http://mirror.example", "True", "hf_token_of_mine"]
     assert result.stdout.split() == found, result.stderr
-
-
-@pytest.mark.usefixtures("caller")
-def test_a_worker_is_given_what_the_caller_has() -> None:
-    assert worker_environment(1).items() >= OF_CALLER.items()

@@ -8,9 +8,8 @@ import pytest
 
 from openrlhf.config.base import is_given
 from openrlhf.config.cli import build, parse_config
-from openrlhf.config.flags import flag_table
+from openrlhf.config.flags import flag_table, read_all
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.sources import read_all
 from openrlhf.config.supervised import (
     SMOOTHED_LOSSES,
     DPOConfig,

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from openrlhf.config.base import Option, value_at, walk
 from openrlhf.config.cli import build, literal_choices, parse_config
-from openrlhf.config.flags import flag_table, leaf_types
+from openrlhf.config.flags import flag_table, leaf_types, read_all
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import (
@@ -28,7 +28,6 @@ from openrlhf.config.serving import (
     LoraCombinerConfig,
     ServeRewardConfig,
 )
-from openrlhf.config.sources import read_all
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,

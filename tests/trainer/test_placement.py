@@ -24,7 +24,7 @@ from openrlhf.trainer.ray.placement import (
     demand_table,
     pool_sizes,
 )
-from tests.config.test_commands import CHEAT_SHEET, GRPO, PPO, README_PPO
+from tests.config.test_commands import CHEAT_SHEET, GRPO, README_PPO
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
@@ -90,7 +90,7 @@ def test_the_cheat_sheet_on_a_laptop_is_four_cpu_ranks_of_actor_and_reference() 
     assert found.num_engines == 2
 
 
-@pytest.mark.parametrize("command", [PPO, README_PPO, GRPO])
+@pytest.mark.parametrize("command", [README_PPO, GRPO])
 def test_the_hybrid_commands_of_the_documents_fill_a_node(command: str) -> None:
     for cluster in (NODE, LAPTOP):
         found = counts_of(cluster, command, "--prompt_data your/prompts")
