@@ -16,22 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from openrlhf.errors import EngineError
+from openrlhf.utils.threads import telling
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class _handed_to:
-    """A block whose error, if any, goes to `receiver` instead of the thread."""
-
-    receiver: Callable[[BaseException], None]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self.receiver(error)
-        return True
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class StepLoop:
         future: Future[Answer] = Future()
 
         def run() -> None:
-            with _handed_to(future.set_exception):
+            with telling(future.set_exception):
                 future.set_result(command())
 
         self._put(_Item(run, [future]))
@@ -157,17 +144,17 @@ class StepLoop:
         def refuse(error: BaseException) -> None:
             future.set_exception(EngineError(f"{self.name} refused a request: {error}"))
 
-        with _handed_to(refuse):
+        with telling(refuse):
             self.stepper.add(key, request)
             self._waiting[key] = future
 
     def _run(self, make_stepper: Callable[[], Any], made: Future[Any]) -> None:
-        with _handed_to(made.set_exception):
+        with telling(made.set_exception):
             self.stepper = make_stepper()
             made.set_result(self.stepper)
         if made.exception() is not None:
             return
-        with _handed_to(self._die):
+        with telling(self._die):
             while not self._is_closing:
                 self._take_inbox()
                 if not self._is_paused and self.stepper.has_work():

@@ -56,9 +56,7 @@ class PPOParts:
 
     actor: WorkerGroup
     critic: WorkerGroup | None
-    engines: Sequence[
-        RolloutEngine
-    ]  # that need weights sent; empty when the policy generates itself
+    engines: Sequence[RolloutEngine]  # that need weights sent; none: the policy generates itself
     rollouts: Rollouts
     experience_maker: RemoteExperienceMaker
     phases: DevicePhases

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _telling:
+class telling:
     """A block whose error, if any, goes to `on_error` and no further."""
 
     on_error: OnError
@@ -39,7 +39,7 @@ def start_thread(name: str, run: Call, on_error: OnError) -> threading.Thread:
     """Run something in a thread of its own; `on_error` is told there what it raised."""
 
     def target() -> None:
-        with _telling(on_error):
+        with telling(on_error):
             run()
 
     thread = threading.Thread(target=target, name=name, daemon=True)

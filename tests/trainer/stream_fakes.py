@@ -18,6 +18,7 @@ from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import FinishedGroup, GroupStream, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.rollout.single_turn import SingleTurn
+from openrlhf.utils.threads import telling
 
 DEADLINE_S = 20.0
 
@@ -65,20 +66,6 @@ class PromptTokenizer:
         return [" ".join(str(int(i)) for i in row) for row in rows]
 
 
-@dataclass(frozen=True)
-class handed_to:
-    """A block whose error, if any, becomes that of a future."""
-
-    future: Future[RewardResult]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self.future.set_exception(error)
-        return True
-
-
 @dataclass
 class HeldSource:
     """Scores 1 for everything, at once or when the test says so; notes the batches."""
@@ -100,7 +87,7 @@ class HeldSource:
     def release(self) -> None:
         """Answer the oldest batch."""
         batch, future = self.held.pop(0)
-        with handed_to(future):
+        with telling(future.set_exception):
             future.set_result(self._answer(batch))
 
     def _answer(self, batch: RewardBatch) -> RewardResult:

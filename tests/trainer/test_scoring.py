@@ -25,7 +25,7 @@ from openrlhf.rollout.scoring import (
 from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from tests.trainer.stream_fakes import handed_to
+from openrlhf.utils.threads import telling
 
 FAIL = FailurePolicy(4)
 DROP = FailurePolicy(4, drops=True)
@@ -43,7 +43,7 @@ class Source:
     def submit(self, batch: RewardBatch) -> Future[RewardResult]:
         self.asked.append(list(batch.sample_ids))
         future: Future[RewardResult] = Future()
-        with handed_to(future):
+        with telling(future.set_exception):
             future.set_result(checked_result(self.answers(batch), batch=batch, source="s"))
         return future
 
