@@ -38,6 +38,10 @@ class Probe(ModelWorker):
 class Engine:
     """An engine without a model, in a process of its own."""
 
+    def call(self, method: str) -> object:
+        """As LLMRayActor does."""
+        return getattr(self, method)()
+
     def ready(self) -> str:
         """As LLMRayActor answers."""
         return "10.0.0.7"

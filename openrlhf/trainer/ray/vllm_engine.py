@@ -53,9 +53,9 @@ class LLMRayActor(VLLMEngine):
             bucket = self._buckets.fetched(bucket)
         super().receive_bucket(bucket)
 
-    async def call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
+    async def call(self, method: str, *args: object, **options: object) -> Any:
         """Run a method of this class in a thread, while the event loop takes requests."""
-        return await asyncio.to_thread(method, self, *args, **options)
+        return await asyncio.to_thread(getattr(self, method), *args, **options)
 
 
 @dataclass(eq=False)
@@ -74,7 +74,8 @@ class RayEngine:
         return f"{self.name} on node {self.node}" if self.node else self.name
 
     def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
-        return get(self.handle.call.remote(method, *args, **options), self.who, self.timeout_s)
+        reference = self.handle.call.remote(method.__name__, *args, **options)
+        return get(reference, self.who, self.timeout_s)
 
     def ready(self) -> None:
         """Wait until the engine is up."""
