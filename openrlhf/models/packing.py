@@ -166,6 +166,54 @@ class _Reorder(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _EarlierKeys(torch.autograd.Function):
+    """Attention of the last Q of S tokens by the CPU's flash kernel, which has no such mask: once
+    to the keys before the queries, once causally to their own, merged by their log-sum-exps.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BhQD: Tensor, k_BhSD: Tensor, v_BhSD: Tensor, scale: float | None
+    ) -> Tensor:
+        ctx.num_earlier = k_BhSD.size(2) - q_BhQD.size(2)
+        ctx.scale = scale
+        (before_BhQD, lse_before), (own_BhQD, lse_own) = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BhQD, k, v, is_causal=is_causal, scale=scale
+            )
+            for k, v, is_causal in _before_and_own(k_BhSD, v_BhSD, ctx.num_earlier)
+        )
+        lse_BhQ = torch.logaddexp(lse_before, lse_own)
+        output_BhQD = before_BhQD * (lse_before - lse_BhQ).exp()[..., None].to(q_BhQD.dtype)
+        output_BhQD += own_BhQD * (lse_own - lse_BhQ).exp()[..., None].to(q_BhQD.dtype)
+        ctx.save_for_backward(q_BhQD, k_BhSD, v_BhSD, output_BhQD, lse_BhQ)
+        return output_BhQD
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, output, lse = ctx.saved_tensors
+        before, own = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, keys, values, output, lse, 0.0, is_causal, scale=ctx.scale
+            )
+            for keys, values, is_causal in _before_and_own(k, v, ctx.num_earlier)
+        )
+        grad_k, grad_v = (
+            torch.cat(parts, dim=2) for parts in zip(before[1:], own[1:], strict=True)
+        )
+        return before[0] + own[0], grad_k, grad_v, None
+
+
+def _before_and_own(
+    k: Tensor, v: Tensor, num_earlier: int
+) -> tuple[tuple[Tensor, Tensor, bool], tuple[Tensor, Tensor, bool]]:
+    """Return keys and values before the queries, all seen, and those of the queries, causal."""
+    return (
+        (k[:, :, :num_earlier], v[:, :, :num_earlier], False),
+        (k[:, :, num_earlier:], v[:, :, num_earlier:], True),
+    )
+
+
 @dataclass(frozen=True)
 class ScoreOptions:
     """What a model asks of its attention scores."""
@@ -198,6 +246,10 @@ def causal_attention(
             scale=options.scale,
             enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
+    is_plain = options == ScoreOptions(scale=options.scale) and q_BhQD.size(-1) == v_BkSD.size(-1)
+    if is_plain and q_BhQD.device.type == "cpu":
+        keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
+        return _EarlierKeys.apply(q_BhQD, keys, values, options.scale)
     block_size = max(QUERY_BLOCK, window)
     if window >= length:
         block_size = max(1, min(QUERY_BLOCK, MAX_MASK_ELEMENTS // length))
