@@ -107,6 +107,7 @@ class PreferencePair:
     rejected_ids: Tensor  # (U,) int64
     rejected_mask: Tensor  # (U,) bool
     margin: float  # 0 without a margin column
+    ref_sums: Sequence[float] | None = None  # log-probs of both under a reference, once asked
 
 
 class PreferenceDataset(TokenizedDataset[PreferenceFormat]):

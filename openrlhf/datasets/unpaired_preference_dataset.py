@@ -6,6 +6,7 @@ because the KL estimate of KTO puts a prompt before another row's response.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +45,9 @@ class UnpairedExample:
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool, True on the response and its end
     is_desirable: bool
+    ref_sums: Sequence[float] | None = (
+        None  # log-prob of the response under a reference, once asked
+    )
 
     @property
     def prompt_length(self) -> int:

@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from openrlhf.distributed.manifest import flush, flush_one
 from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
-from openrlhf.utils.progress import bars_for_tqdm, tracked
+from openrlhf.utils.progress import progress, tracked
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -70,7 +69,8 @@ def export_hf(
 
     def write() -> None:
         try:
-            write_folder(hf_model, state, tokenizer, Path(path), command=command)
+            with progress("writing the model's files"):
+                write_folder(hf_model, state, tokenizer, Path(path), command=command)
         except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
             num_bytes = sum(tensor.nbytes for tensor in state.values())
             raise _unwritable(Path(path), error, num_bytes) from None
@@ -127,7 +127,7 @@ def write_folder(
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
         mend_generation_config(generation_config)
-    with our_bars(), scorable_padding(hf_model, tokenizer) as own_tokenizer:
+    with scorable_padding(hf_model, tokenizer) as own_tokenizer:
         hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
         if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
             # Name of the value head and scale of its scores have no place in an adapter's files.
@@ -139,23 +139,6 @@ def write_folder(
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(card, file)  # the library makes files that only their owner can read
     _move_in(temporary, path)
-
-
-@contextmanager
-def our_bars() -> Iterator[None]:
-    """Have transformers draw a bar of ours over the files it writes in the block, and none of its
-    own.
-    """
-    was_enabled = transformers.logging.is_progress_bar_enabled()
-    hook = bars_for_tqdm({"Writing model shards": "writing the model's files"})
-    transformers.logging.disable_progress_bar()
-    previous_hook = transformers.logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        transformers.logging.set_tqdm_hook(previous_hook)
-        if was_enabled:
-            transformers.logging.enable_progress_bar()
 
 
 def mend_generation_config(config: GenerationConfig) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from openrlhf.distributed import collectives, engine_state, offload
+from openrlhf.distributed import collectives, engine_state
+from openrlhf.distributed.backend import import_deepspeed
 from openrlhf.distributed.optimizer import LearningRate
 from openrlhf.distributed.tensor_parallel import total_norm
 from openrlhf.errors import NumericsError
@@ -118,12 +121,25 @@ class TrainEngine:
         return grad_norm
 
     def offload_states(self) -> None:
-        """Move optimizer states, gradients and master weights to CPU memory."""
-        offload.offload_states(self.engine)
+        """Move optimizer states, gradient buffers and fp32 master weights to CPU memory, where the
+        ZeRO stage can; 16-bit weights stay.
+        """
+        if self._can_move_states():
+            kinds = import_deepspeed().runtime.zero.offload_config.OffloadStateTypeEnum
+            include = [
+                kinds.optim_states,
+                kinds.contiguous_grad_buffer,
+                kinds.hp_params,
+                kinds.lp_grads,
+            ]
+            with _optimizer_accepted(self.engine):
+                self.engine.offload_states(include=include, non_blocking=False)
+        torch.cuda.empty_cache()
 
     def reload_states(self) -> None:
         """Bring them back before the next update."""
-        offload.reload_states(self.engine)
+        if self._can_move_states():
+            self.engine.reload_states(non_blocking=False)
 
     def save_states(self, folder: Path) -> None:
         """Write weights, optimizer and schedule into `folder`; all ranks call, all or none raise
@@ -140,6 +156,10 @@ class TrainEngine:
         facts = engine_state.load(self.engine, folder, is_universal=self.use_universal_ckpt)
         self.schedule.load_state_dict(facts["schedule"])
         self.num_skipped_steps = facts["num_skipped_steps"]
+
+    def _can_move_states(self) -> bool:
+        is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload
+        return not is_on_cpu and hasattr(self.engine.optimizer, "offload_states")
 
     def _take_loss(self) -> float | None:
         if not self.schedule.needs_loss:
@@ -163,6 +183,24 @@ class TrainEngine:
         else:
             self.engine.zero_grad()
         return grad_norm
+
+
+@contextmanager
+def _optimizer_accepted(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Let ZeRO-3 move the states of torch's AdamW.
+
+    It asserts that the optimizer is DeepSpeed's FusedAdam, which has to be compiled. What it moves
+    are `exp_avg` and `exp_avg_sq`, which torch's AdamW has too. To be removed when DeepSpeed's
+    `offload_states` no longer compares the class (0.19.8 does).
+    """
+    from deepspeed.ops.adam import fused_adam  # noqa: PLC0415 - after DS_ACCELERATOR is set
+
+    required = fused_adam.FusedAdam
+    fused_adam.FusedAdam = type(engine.optimizer.optimizer)
+    try:
+        yield
+    finally:
+        fused_adam.FusedAdam = required
 
 
 class EvalEngine:

@@ -12,14 +12,13 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
@@ -53,7 +52,7 @@ from openrlhf.utils.hub import looking_up
 from openrlhf.utils.logging import notice, say_notices
 from openrlhf.utils.packable import is_padded, why_padded
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.progress import bars_for_tqdm, tracked
+from openrlhf.utils.progress import progress, tracked
 
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
@@ -80,7 +79,6 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model path {path!r} does not exist. "
             "Give a folder with a config.json, or a hub id such as org/name."
         )
-    refuse_pickled_code(folder)
     if (base := base_of_adapter(path)) is not None:
         return _config_of_adapter(path, base, trust_remote_code=trust_remote_code)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -102,21 +100,6 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
             "Give a folder with a config.json, or the id of a model that can be reached."
         ) from error
-
-
-def refuse_pickled_code(folder: Path) -> None:
-    """Raise ConfigError if the weights of a folder are pickles that name more than tensors.
-
-    Nothing is run. Pickles of torch before 1.6 are judged when they are loaded, by torch itself.
-    """
-    if any(folder.glob("*.safetensors")):
-        return  # they are what is read
-    for file in sorted(folder.glob("*_model*.bin")):
-        with suppress(
-            ValueError, RuntimeError, OSError
-        ):  # of an older torch, or torn: found in loading
-            if names := get_unsafe_globals_in_checkpoint(file):
-                raise ConfigError(would_run_code(str(file), ", ".join(sorted(names))))
 
 
 def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -233,12 +216,10 @@ def reading_weights(path: str) -> Iterator[None]:
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
 
-    hook = bars_for_tqdm({"Loading weights": f"loading {Path(path).name}"})
-    previous_hook = transformers.logging.set_tqdm_hook(hook)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with looking_up("model", path):
+        with looking_up("model", path), progress(f"loading {Path(path).name}"):
             yield
     except pickle.UnpicklingError as error:
         file = f"The file of weights in {path}"
@@ -255,7 +236,6 @@ def reading_weights(path: str) -> Iterator[None]:
         reason = first_line(error).rstrip(".")
         raise ConfigError(f"The model cannot be loaded with these settings: {reason}") from error
     finally:
-        transformers.logging.set_tqdm_hook(previous_hook)
         transformers.logging.set_verbosity(verbosity)
 
 

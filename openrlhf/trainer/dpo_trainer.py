@@ -7,7 +7,8 @@ over pairs; `nll_loss` is a mean over the tokens of better answers, with a weigh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 from typing_extensions import Self, Unpack
@@ -25,21 +26,22 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import LoopParts, SupervisedRun
-from openrlhf.trainer.preference_batch import (
+from openrlhf.trainer.preference import (
     PreferenceBatch,
-    Referenced,
+    Reference,
     ReferencedSamples,
+    ReferencedTrainer,
     by_side,
     empty_pair,
+    make_reference,
     pack_pairs,
 )
-from openrlhf.trainer.reference import Reference, ReferencedTrainer, make_reference
 from openrlhf.trainer.same_tokens import check_same_tokens
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tokenizer import Tokenizer
 
 
-class DPOTrainer(ReferencedTrainer[Any]):
+class DPOTrainer(ReferencedTrainer[PreferencePair]):
     """A preference loss; `reference` is None for losses of the policy alone."""
 
     name = "dpo"
@@ -90,19 +92,18 @@ class DPOTrainer(ReferencedTrainer[Any]):
             **run.loop,
         )
 
-    def counts(self, samples: Sequence[Any]) -> dict[str, float]:
+    def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
         """Return the numbers of pairs and of tokens of better answers."""
-        pairs = [s.sample if isinstance(s, Referenced) else s for s in samples]
-        num_tokens = sum(int(pair.chosen_mask.sum()) for pair in pairs)
-        return {"num_pairs": float(len(pairs)), "num_chosen_tokens": float(num_tokens)}
+        num_tokens = sum(int(pair.chosen_mask.sum()) for pair in samples)
+        return {"num_pairs": float(len(samples)), "num_chosen_tokens": float(num_tokens)}
 
-    def collate(self, samples: Sequence[Any]) -> PreferenceBatch:
+    def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
         """One row of both sides of all pairs."""
         return pack_pairs(samples)
 
-    def empty_sample(self) -> PreferencePair | Referenced[PreferencePair]:
+    def empty_sample(self) -> PreferencePair:
         """Two answers of one token."""
-        return Referenced(empty_pair(), (0.0, 0.0)) if self.is_precomputed else empty_pair()
+        return replace(empty_pair(), ref_sums=(0.0, 0.0) if self.is_precomputed else None)
 
     def keep_sums(self) -> None:
         self.samples = ReferencedSamples(self.samples, self.sums_of_all(self.samples))

@@ -8,7 +8,7 @@ micro-batches change it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,19 +30,21 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.families import num_positions
 from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun, hf_part
-from openrlhf.trainer.preference_batch import (
+from openrlhf.trainer.preference import (
     PreferenceBatch,
-    Referenced,
+    Reference,
     ReferencedSamples,
+    ReferencedTrainer,
     empty_answer,
+    evaluating,
+    make_reference,
     mismatched_pairs,
     pack_answers,
 )
-from openrlhf.trainer.reference import Reference, ReferencedTrainer, evaluating, make_reference
 from openrlhf.utils.metrics import Metrics
 
 
-class KTOTrainer(ReferencedTrainer[Any]):
+class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     """The loss on single answers."""
 
     name = "kto"
@@ -84,17 +86,17 @@ class KTOTrainer(ReferencedTrainer[Any]):
             **run.loop,
         )
 
-    def counts(self, samples: Sequence[Any]) -> dict[str, float]:
+    def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
         """Return the number of answers."""
         return {"num_samples": float(len(samples))}
 
-    def collate(self, samples: Sequence[Any]) -> PreferenceBatch:
+    def collate(self, samples: Sequence[UnpairedExample]) -> PreferenceBatch:
         """One row of all answers."""
         return pack_answers(samples)
 
-    def empty_sample(self) -> UnpairedExample | Referenced[UnpairedExample]:
+    def empty_sample(self) -> UnpairedExample:
         """A prompt and a response of one token each."""
-        return Referenced(empty_answer(), (0.0,)) if self.is_precomputed else empty_answer()
+        return replace(empty_answer(), ref_sums=(0.0,) if self.is_precomputed else None)
 
     def keep_sums(self) -> None:
         self.samples = self._referenced(self.samples, self.batches_left())
@@ -115,23 +117,20 @@ class KTOTrainer(ReferencedTrainer[Any]):
                 pair_sums[tuple(rows)] = self.sums_of(pairs, range(len(pairs)), lengths)
         return ReferencedSamples(samples, self.sums_of_all(samples), pair_sums)
 
-    def prepare(self, rows: Sequence[int], samples: SampleSet[Any]) -> dict[str, float]:
+    def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
         """The reference point of the batch."""
-        if not isinstance(samples, ReferencedSamples):
-            pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
-            return {"reference_point": self.reference_point(pairs)}
-        answers = mismatched_pairs(rows, samples.samples, max_len=self.max_len)
-        sums = samples.pair_sums.get(tuple(rows), ())
-        referenced = [Referenced(*found) for found in zip(answers, sums, strict=True)]
-        return {"reference_point": self.reference_point(referenced)}
+        pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
+        if isinstance(samples, ReferencedSamples):
+            sums = samples.pair_sums.get(tuple(rows), ())
+            pairs = [replace(p, ref_sums=own) for p, own in zip(pairs, sums, strict=True)]
+        return {"reference_point": self.reference_point(pairs)}
 
     @torch.no_grad()
-    def reference_point(self, pairs: Sequence[Any]) -> float:
+    def reference_point(self, pairs: Sequence[UnpairedExample]) -> float:
         """Return the KL estimate of policy and reference on mismatched pairs, over all ranks."""
         if not pairs:
             return 0.0
-        answers = [pair.sample if isinstance(pair, Referenced) else pair for pair in pairs]
-        lengths = [len(answer.token_ids) for answer in answers]
+        lengths = [len(pair.token_ids) for pair in pairs]
         kl_sum = 0.0
         with evaluating(self.engine):
             for part, batch in self.own_batches(pairs, range(len(pairs)), lengths):

@@ -33,7 +33,7 @@ from openrlhf.trainer.base_trainer import (
     SupervisedRun,
     load_options,
 )
-from openrlhf.trainer.preference_batch import PreferenceBatch, by_side, empty_pair, pack_pairs
+from openrlhf.trainer.preference import PreferenceBatch, by_side, empty_pair, pack_pairs
 from openrlhf.utils.metrics import Metrics
 
 NUM_CHECKED_PAIRS = 4  # scored again from the exported files

@@ -118,17 +118,3 @@ def tracked(items: Iterable[ItemT], description: str) -> Iterator[ItemT]:
         for item in items:
             yield item
             advance()
-
-
-def bars_for_tqdm(names: dict[str, str]) -> Callable[[Callable[..., Any], tuple, dict], Any]:
-    """Return a hook for transformers' `set_tqdm_hook`: a loop with one of these names gets a bar
-    with the text that belongs to the name; other loops get what they asked for.
-    """
-
-    def hook(factory: Callable[..., Any], args: tuple, options: dict[str, Any]) -> Any:
-        description = names.get(options.get("desc", ""))
-        if description is None or not args:
-            return factory(*args, **options)
-        return tracked(args[0], description)
-
-    return hook

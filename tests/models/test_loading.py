@@ -100,7 +100,7 @@ def test_pickled_weights_that_would_run_code_end_a_command_with_2(pickled_dir, t
         train_sft.main(["--pretrain", str(folder), "--dataset", str(rows), "--save_path", "run"])
     assert stop.value.code == 2 and not (tmp_path / "ran").exists()
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert line.startswith(f"error: {folder}/pytorch_model.bin would run code")
+    assert line.startswith(f"error: The file of weights in {folder} would run code")
 
 
 @pytest.mark.parametrize("size", [300, 20_000])

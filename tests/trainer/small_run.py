@@ -15,7 +15,7 @@ from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
-from openrlhf.trainer.checkpointing import Checkpointer
+from openrlhf.trainer.supervised_run import Checkpointer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import JsonlTracker, NullTracker
 

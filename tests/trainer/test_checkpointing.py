@@ -23,7 +23,7 @@ from openrlhf.distributed.manifest import seal, verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.trainer.base_trainer import Position
-from openrlhf.trainer.checkpointing import Checkpointer
+from openrlhf.trainer.supervised_run import Checkpointer
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_checkpoint import Payload
 from tests.trainer.small_run import (

@@ -19,7 +19,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.reference import Reference
+from openrlhf.trainer.preference import Reference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model

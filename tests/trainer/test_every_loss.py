@@ -31,7 +31,7 @@ from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kd_trainer import KDTrainer, StudentAnswers
-from openrlhf.trainer.reference import Reference
+from openrlhf.trainer.preference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks

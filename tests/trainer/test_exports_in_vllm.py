@@ -23,7 +23,7 @@ from openrlhf.cli.train_sft import main as train_sft
 from openrlhf.models.actor import Actor
 from openrlhf.trainer import rm_trainer
 from openrlhf.trainer.base_trainer import BaseTrainer
-from openrlhf.trainer.preference_batch import PreferenceBatch
+from openrlhf.trainer.preference import PreferenceBatch
 from openrlhf.trainer.rm_trainer import check_export
 from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch

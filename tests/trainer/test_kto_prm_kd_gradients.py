@@ -27,8 +27,8 @@ from openrlhf.models.process_reward import StepJudge
 from openrlhf.trainer.base_trainer import LoopParts, LoopSettings
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.preference import Reference
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.reference import Reference
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model

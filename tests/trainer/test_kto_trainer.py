@@ -19,8 +19,7 @@ from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import LoopSettings, Position
 from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.preference_batch import ReferencedSamples, mismatched_pairs
-from openrlhf.trainer.reference import Reference
+from openrlhf.trainer.preference import Reference, ReferencedSamples, mismatched_pairs
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tracking import NullTracker
 from tests.distributed.spawn import meet_elsewhere, run_ranks

@@ -23,7 +23,7 @@ from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardLearner
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.reference import Reference
+from openrlhf.trainer.preference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.tracking import NullTracker

@@ -27,8 +27,8 @@ from openrlhf.trainer.base_trainer import LoopParts, LoopSettings
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
+from openrlhf.trainer.preference import Reference
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.reference import Reference
 from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.trainer.supervised_run import prepare_inputs, prepare_run

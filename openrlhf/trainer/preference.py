@@ -1,20 +1,23 @@
-"""The frozen policy that a preference loss measures against: a second model, or the own base.
+"""What preference trainers share: packed pairs and labelled answers, and the frozen reference.
 
-An adapter trained on a base needs no second copy of it: switched off, the policy is its reference.
-It can be asked about all samples once, before the first step; a second model is then let go of.
+The reference is a second model or the policy's own base: an adapter that is switched off. It can be
+asked about all samples once, before the first step; a second model is then let go of.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.datasets.reward_dataset import PreferencePair
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.actor import Actor
@@ -28,9 +31,103 @@ from openrlhf.trainer.base_trainer import (
     load_actor,
     load_options,
 )
-from openrlhf.trainer.preference_batch import PreferenceBatch
 from openrlhf.utils.logging import notice
-from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.packing import Batch, PackedBatch
+
+
+class ReferencedSamples(Generic[SampleT]):
+    """Samples that carry the log-prob sums of their responses under a frozen model."""
+
+    def __init__(
+        self,
+        samples: SampleSet[SampleT],
+        sums: Sequence[Sequence[float]],
+        pair_sums: Mapping[tuple[int, ...], Sequence[Sequence[float]]] | None = None,
+    ) -> None:
+        assert len(sums) == len(samples), "sums for each sample"
+        self.samples = samples
+        self.lengths = samples.lengths
+        self.pair_sums = pair_sums or {}  # by the rows of a batch: of its mismatched pairs
+        self._sums = sums
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> SampleT:
+        return replace(self.samples[index], ref_sums=self._sums[index])  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class PreferenceBatch(Batch):
+    """B samples in one packed row of S sequences."""
+
+    packed: PackedBatch
+    labels: Tensor  # (B,) fp32 margin of each pair, or bool: the answer is desirable
+    ref_sums: Tensor | None = None  # (S,) fp32, where they were computed before training
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def pack_pairs(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
+    """Pack pairs: sequence 2i of the row is the chosen side of pair i, 2i + 1 the rejected one."""
+    token_ids = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    masks = [mask for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32)
+    return PreferenceBatch(
+        PackedBatch.from_sequences(token_ids, masks), margins, _reference_sums(pairs)
+    )
+
+
+def pack_answers(answers: Sequence[UnpairedExample]) -> PreferenceBatch:
+    """Pack prompts with their responses, the responses as targets."""
+    packed = PackedBatch.from_sequences(
+        [answer.token_ids for answer in answers], [answer.loss_mask for answer in answers]
+    )
+    is_desirable = torch.tensor([answer.is_desirable for answer in answers])
+    return PreferenceBatch(packed, is_desirable, _reference_sums(answers))
+
+
+def _reference_sums(samples: Sequence[PreferencePair | UnpairedExample]) -> Tensor | None:
+    """Return the sums that samples carry, (S,) fp32; None unless the reference was asked."""
+    sums = [sample.ref_sums for sample in samples if sample.ref_sums is not None]
+    assert len(sums) in (0, len(samples)), "all have reference log-probs, or none"
+    return torch.tensor(sums).flatten() if sums else None
+
+
+def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(2B,) values of all sequences -> (B,) of the chosen and (B,) of the rejected sides."""
+    return values[0::2], values[1::2]
+
+
+def empty_pair() -> PreferencePair:
+    """Return two answers of one token; stands in where a rank has no pairs."""
+    ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
+    return PreferencePair(ids, mask, ids, mask, 0.0)
+
+
+def empty_answer() -> UnpairedExample:
+    """Return a prompt and a response of one token each; stands in where a rank has no answers."""
+    ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
+    return UnpairedExample(ids, mask, is_desirable=True)
+
+
+def mismatched_pairs(
+    rows: Sequence[int], samples: SampleSet[UnpairedExample], *, max_len: int
+) -> list[UnpairedExample]:
+    """Return each prompt of a batch with the response of the next row, the last with that of the
+    first, cut as the rows of the data are; none for a row alone.
+    """
+    if len(rows) < 2:
+        return []
+    answers = [samples[row] for row in rows]
+    pairs = []
+    for prompt, other in zip(answers, [*answers[1:], answers[0]], strict=True):
+        own_mask = prompt.loss_mask[: prompt.prompt_length]  # no target in it
+        token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[:max_len]
+        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:max_len]
+        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
+    return pairs
 
 
 class Reference:
