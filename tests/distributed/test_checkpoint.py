@@ -63,14 +63,6 @@ def test_a_sealed_folder_has_its_name_and_verifies(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_folder_of_the_same_name_is_replaced(tmp_path: Path) -> None:
-    seal(fill(tmp_path / "tmp-a"), tmp_path / "a", {})
-    seal(fill(tmp_path / "tmp-a", "new"), tmp_path / "a", {})
-    verify(tmp_path / "a")
-    assert (tmp_path / "a" / "model" / "shard.pt").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: (path / "model" / "shard.pt").write_text("wei"),
     "flipped": lambda path: (path / "model" / "shard.pt").write_text("weighty"),
@@ -101,21 +93,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     saved = store.latest()
     assert saved is not None and (saved.step, saved.state) == (1, {"cursor": 1})
     assert "global_step2 is damaged" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    save(store, 1)
-    shutil.copytree(tmp_path / "global_step1", tmp_path / "global_step9")
-    assert latest_step(store) == 1
-
-
-def test_latest_is_the_highest_number_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    for step in (9, 10):
-        save(store, step)
-    assert latest_step(store) == 10
-    assert latest_step(make_store(tmp_path / "nowhere")) is None
 
 
 def die(*_: object, **__: object) -> None:
@@ -182,15 +159,6 @@ def test_states_and_exports_rotate_together(tmp_path: Path) -> None:
         store.rotate()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["global_step2", "global_step2_hf", "global_step3", "global_step3_hf"]
-
-
-def test_exports_count_towards_the_size_budget(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    for step in (1, 2):
-        save(store, step, has_export=True)
-    one = manifest.num_bytes(tmp_path / "global_step2")
-    make_store(tmp_path, max_gib=(2 * one + 100) / GIB).rotate()
-    assert store.steps() == [2]
 
 
 def test_an_export_alone_is_kept_but_is_nothing_to_go_on_from(tmp_path: Path) -> None:

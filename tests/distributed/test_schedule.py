@@ -50,14 +50,6 @@ def test_after_the_last_update_the_rate_is_the_end_value(name: str, num_updates:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_min_lr", "warmup_stable_decay"])
-def test_past_the_end_the_rate_stays_and_never_rises_after_warm_up(name: str) -> None:
-    used = run(make(name, 40), 60)
-    assert used[4:] == sorted(used[4:], reverse=True)
-    assert used[41:] == [used[40]] * 20
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
 def test_every_name_of_transformers_works_and_resumes(name: str) -> None:
     straight = run(make(name, 20), 20)

@@ -32,12 +32,6 @@ def test_no_other_module_reads_the_rank_or_the_size_of_the_world():
     assert readers == {"openrlhf.distributed.topology"}
 
 
-def test_the_launchers_local_rank_argument_wins_over_the_environment():
-    env = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}
-    assert Topology.from_env(local_rank=1, env=env).local_rank == 1
-    assert Topology.from_env(local_rank=-1, env=env).local_rank == 2
-
-
 def test_eight_ranks_are_two_by_two_by_two():
     places = []
     for rank in range(8):
@@ -54,8 +48,3 @@ def test_eight_ranks_are_two_by_two_by_two():
 def test_a_world_that_cannot_be_divided_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"6 ranks .*multiple of 4"):
         Topology(world_size=6, cp_size=2, tp_size=2)
-
-
-def test_shares_are_dealt_and_nothing_is_lost():
-    shares = [Topology(world_size=4, rank=rank, cp_size=2).shard(range(5)) for rank in range(4)]
-    assert shares == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]

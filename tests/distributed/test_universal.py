@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import engine_state
 from openrlhf.distributed.backend import shut_down
-from openrlhf.distributed.manifest import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
@@ -225,14 +224,3 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_losses(tmp_path
         for name, tolerance in ((loss, 1e-6), ("lr", 1e-12), ("grad_norm", 1e-5)):
             found, expected = ([r[name] for r in run] for run in (resumed, straight))
             assert found == pytest.approx(expected, rel=0, abs=tolerance), (chain, name)
-
-
-def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:
-    folder = tmp_path / "world1" / "zero3"
-    run_ranks(write_all, 1, tmp_path)
-    (folder.parent / "tmp-zero3_universal" / "states").mkdir(parents=True)
-    done = engine_state.convert(folder)
-    files = set(verify(done)["files"])
-    assert "states/zero/3.weight/exp_avg.pt" in files
-    (done / "states/zero/3.weight/exp_avg.pt").write_bytes(b"")
-    assert engine_state.convert(folder) == done and set(verify(done)["files"]) == files

@@ -58,10 +58,6 @@ def test_two_hundred_raggeds_packed_equal_unpacked(qwen2_dir):
     assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), random_lengths(200, 64))
 
 
-def test_equal_lengths_packed_equal_unpacked(qwen2_dir):
-    assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), [16] * 8)
-
-
 def test_a_row_of_one_sequence_equals_the_plain_model(qwen2_dir):
     assert_equals_dense(load_actor(qwen2_dir), eager_model(qwen2_dir), [33])
 
@@ -148,16 +144,6 @@ def test_a_batch_without_targets_still_reaches_every_parameter(qwen2_dir):
     grads = gradients(actor.model)
     assert grads.keys() == dict(actor.model.named_parameters()).keys()
     assert all(not grad.any() for grad in grads.values())
-
-
-def test_the_actor_adds_nothing_to_names_and_state_dicts(qwen2_dir):
-    actor = load_actor(qwen2_dir)
-    assert {f"model.{name}" for name in actor.model.state_dict()} == set(actor.state_dict())
-    assert {name for name, _ in actor.named_parameters()} == {
-        f"model.{name}" for name, _ in actor.model.named_parameters()
-    }
-    assert actor.head.weight is actor.model.lm_head.weight
-    actor.load_state_dict(actor.state_dict(), strict=True)
 
 
 def test_a_model_that_drops_the_boundaries_is_an_error(qwen2_dir, monkeypatch):

@@ -103,11 +103,6 @@ def missing(**settings: object) -> list[str]:
     return []
 
 
-def test_settings_of_every_machine_lack_nothing():
-    for name in ("auto", "sdpa", "eager", "flash_attention_2"):
-        assert missing(attn_implementation=name, param_dtype="bf16", grad_accum_dtype="bf16") == []
-
-
 def test_everything_a_machine_lacks_is_said_at_once(bare):
     assert missing(
         use_liger_kernel=True,

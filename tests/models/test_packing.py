@@ -54,24 +54,6 @@ def test_sequences_of_near_equal_length_share_a_batch():
     assert layout.row_to_slot_T.tolist() == slots
 
 
-def test_at_most_three_percent_of_the_slots_are_padding_on_log_normal_lengths():
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = num_slots = 0
-    for _ in range(50):  # rows of 64 sequences of 16 to 512 tokens
-        lengths = (torch.randn(64, generator=generator) * 0.75 + 4.4).exp().clamp(16, 512).long()
-        layout = padded_layout(lengths.tolist(), "cpu")
-        num_tokens += int(lengths.sum())
-        num_slots += sum(count * length for count, length in layout.batches)
-    assert num_slots / num_tokens - 1 < 0.03
-
-
-def test_equal_lengths_need_no_copy():
-    layout = padded_layout([5, 5, 5], "cpu")
-    assert layout.batches == ((3, 5),)
-    assert layout.slot_to_row_M is None
-    assert layout.row_to_slot_T is None
-
-
 @pytest.mark.parametrize("query_block", [4, 1024])
 @pytest.mark.parametrize(
     "options",

@@ -107,24 +107,11 @@ def test_reentrant_checkpointing_is_refused(mixtral_dir):
         load_actor(mixtral_dir).gradient_checkpointing_enable(use_reentrant=True)
 
 
-def test_a_dense_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        load_actor(tiny_model(tmp_path, "qwen2"))
-    assert str(caught.value) == (
-        "--aux_loss_coef is set, and Qwen2ForCausalLM has no experts. Leave it out."
-    )
-
-
 def test_a_dense_model_is_refused_by_its_config_too(tmp_path, mixtral_dir):
     dense = str(tiny_model(tmp_path, "qwen2"))
     with pytest.raises(ConfigError, match=r"has no experts\. Leave it out"):
         check_has_experts(load_config(dense), dense)
     check_has_experts(load_config(str(mixtral_dir)), "mixtral")
-
-
-def test_without_the_option_there_is_no_router_loss(mixtral_dir):
-    actor = Actor(load_causal_lm(mixtral_dir, dtype=torch.float32))
-    assert actor(full_batch(random_sequences([4]))).aux_loss is None
 
 
 def test_a_reward_model_in_training_has_the_same_scores_and_the_router_loss(mixtral_dir):

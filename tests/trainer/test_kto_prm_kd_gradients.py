@@ -283,7 +283,3 @@ def test_an_evaluation_has_the_metrics_of_the_formula(
         metrics = results[name, 3, "eval"]
         actual = {k: metrics[f"eval/{k}"] for k in expected[name][1]}
         assert actual == pytest.approx(expected[name][1], rel=1e-5, abs=1e-6)
-
-
-def test_the_reference_point_of_the_test_is_no_zero(expected: dict) -> None:
-    assert expected["kto"][1]["kl"] > 0.1

@@ -215,11 +215,6 @@ def test_the_cap_on_rows_is_one_for_training_and_for_evaluation(folder: Path) ->
     assert (len(inputs.samples), len(inputs.eval_samples)) == (3, 3)  # of 21 and 5
 
 
-def test_the_horizon_counts_the_smaller_last_batch_of_every_epoch() -> None:
-    settings = LoopSettings(batch_size=16, micro_batch_size=4, max_epochs=3)
-    assert [settings.num_updates(n) for n in (1, 16, 17, 33)] == [3, 3, 6, 9]
-
-
 def test_a_token_budget_bounds_micro_batches() -> None:
     settings = LoopSettings(batch_size=8, micro_batch_size=1, max_tokens=10)
     assert settings.cut([6, 4, 5, 5]) == [[0, 1], [2, 3]]
