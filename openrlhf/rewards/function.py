@@ -16,7 +16,13 @@ from types import ModuleType, SimpleNamespace
 
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import Check, RewardBatch, RewardResult, checked_result
-from openrlhf.utils.user_code import blaming, load_module, public_names
+from openrlhf.utils.user_code import (
+    accepted,
+    blaming,
+    load_module,
+    public_names,
+    takes_any,
+)
 
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
 OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them
@@ -77,7 +83,7 @@ class UserFunction:
         """Return the weighted sum of the functions, each left out where it returns None."""
         notes = Notes()
         arguments = _completion_arguments(batch, notes)
-        answers = [self._call(f, **_accepted(f, arguments)) for f in self.functions]
+        answers = [self._call(f, **accepted(f, arguments)) for f in self.functions]
         if len(answers) == 1 and isinstance(answers[0], Mapping):
             return answers[0]
         check = Check(batch, self.path)
@@ -167,23 +173,11 @@ def _completion_arguments(batch: RewardBatch, notes: Notes) -> dict[str, object]
     }
 
 
-def _accepted(function: RewardFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that a function names, all for one with **columns."""
-    parameters = inspect.signature(function).parameters
-    takes_any = _takes_any(function)
-    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
-
-
-def _takes_any(function: RewardFunction) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
 def _wants_completions(function: RewardFunction) -> bool:
     """Return True for the Hugging Face shape: `f(**columns)` has it too."""
     names = inspect.signature(function).parameters
     return bool({"completions", "completion_ids"} & set(names)) or (
-        _takes_any(function) and not _takes_queries(function)
+        takes_any(function) and not _takes_queries(function)
     )
 
 

@@ -331,51 +331,41 @@ def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
 
 def read_token(config: ServeRewardConfig) -> str | None:
     """Return the token clients must send; None where only this machine connects and none is set."""
-    source = f"--token_file {config.token_file}" if config.token_file else TOKEN_VARIABLE
-    token = token_in(config.token_file) if config.token_file else os.environ.get(TOKEN_VARIABLE)
-    if not token and config.token_file is None:
-        if config.is_loopback:
-            return None
+    source, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
+    if config.token_file is not None:
+        source = f"--token_file {config.token_file}"
+        try:
+            token = Path(config.token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}. Give a text file.") from error
+    elif not token and config.is_loopback:
+        return None
+    elif not token:
         raise ConfigError(
             f"--host {config.host} lets other machines connect, and no token is set. Put one into "
             f"--token_file FILE or {TOKEN_VARIABLE}, or type --host 127.0.0.1."
         )
-    if not token or len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         raise ConfigError(
             f"{source} must hold one line of at least {MIN_TOKEN_CHARS} plain characters: "
-            f"{len(token or '')} found. Make a token with `openssl rand -hex 32`."
+            f"{len(token)} found. Make a token with `openssl rand -hex 32`."
         )
     return token
 
 
-def token_in(path: str) -> str:
-    """Return the text of a token file without the white space around it."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--token_file {path} cannot be read: {error}. Give a text file with the token."
-        ) from error
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that takes connections; raises ConfigError when the address cannot be had."""
-    listener = None
+    is_v6 = ":" in host
+    family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, number, _, address = min(found, key=lambda item: item[0] != socket.AF_INET)
-        listener = socket.socket(family, kind, number)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
+        )
     except OSError as error:
-        if listener is not None:
-            listener.close()
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on: {error.strerror or error}. "
             "Type --port 0 for a free port, or an address of this machine."
         ) from error
-    return listener
 
 
 def address_of(listener: socket.socket) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -92,6 +93,18 @@ def import_function(where: str) -> Callable[..., object]:
     if not callable(found):
         raise ConfigError(f"{where} is a {type(found).__name__}, not a function.")
     return found
+
+
+def takes_any(function: Callable[..., object]) -> bool:
+    """Return True for a function with **columns or the like."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def accepted(function: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments that a function names; all of them when it takes any."""
+    parameters, takes_all = inspect.signature(function).parameters, takes_any(function)
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
-from openrlhf.utils.user_code import blaming, load_module, public_names
+from openrlhf.utils.user_code import accepted, blaming, load_module, public_names
 
 EXECUTOR_NAME = "AgentExecutor"
 INSTANCE_NAME = "AgentInstance"
@@ -77,14 +77,6 @@ class AgentFile:
         if own is MultiTurnAgentExecutor.__init__:
             return self.executor_class(self.instance_class)
         return self.executor_class(**accepted(self.executor_class, context))
-
-
-def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments a callable names; all of them when it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def refuse_unknown(path: str, function: Callable[..., Any], known: Iterable[str]) -> None:

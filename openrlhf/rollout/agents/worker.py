@@ -24,7 +24,7 @@ from typing import Any
 
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError
-from openrlhf.rollout.agents.agent_file import EXECUTE_NAMES, AgentFile, accepted
+from openrlhf.rollout.agents.agent_file import EXECUTE_NAMES, AgentFile
 from openrlhf.rollout.agents.engine import (
     CURRENT,
     AgentEngine,
@@ -43,7 +43,7 @@ from openrlhf.rollout.agents.episode import (
 )
 from openrlhf.utils.agent import AgentError, OpenAISession
 from openrlhf.utils.tokenizer import Tokenizer
-from openrlhf.utils.user_code import file_of, in_words
+from openrlhf.utils.user_code import accepted, file_of, in_words
 
 # Messages are pickled tuples of a name and its values.
 # From the parent: episode REQUEST | cancel SAMPLE_ID | turn NUMBER (COMPLETION or error).

@@ -103,13 +103,6 @@ def test_failed_episodes_are_tried_again_where_that_is_wished(tmp_path, tiny_tok
         generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
 
 
-def test_every_failed_try_is_counted_once(tmp_path, tiny_tokenizer):
-    policy = FailurePolicy(4, drops=True, num_retries=2)
-    batch, _ = generate(tmp_path, tiny_tokenizer, ["bad"], num_samples=1, policy=policy)
-    values = batch.metrics.values()
-    assert (values["agent/num_failed_exception"], values["num_reward_retries"]) == (3, 2)
-
-
 def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_tokenizer):
     def say(request):
         raise EngineError("the engine is down")

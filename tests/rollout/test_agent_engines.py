@@ -19,11 +19,8 @@ from openrlhf.trainer.ray.vllm_engine import RayEngine
 from tests.engines.helpers import load
 from tests.rollout.agent_fakes import (
     StreamingEngine,
-    act,
     act_one,
-    make_runner,
     prompts,
-    request,
     says,
     settings,
     setup_of,
@@ -57,36 +54,7 @@ AGENT = """
 """
 
 
-NUM_AT_ONCE = 2000
 # No episode takes its second turn before all of them have taken their first.
-ALL_AT_ONCE = f"""
-    import asyncio
-    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
-
-    THERE, ALL = [], asyncio.Event()
-
-    class AgentInstance(AgentInstanceBase):
-        def __init__(self):
-            self.num_steps = 0
-
-        async def step(self, states):
-            self.num_steps += 1
-            THERE.append(1)
-            if len(THERE) == {NUM_AT_ONCE}:
-                ALL.set()
-            await ALL.wait()
-            return {{"rewards": 0.5, "environment_feedback": "?", "done": self.num_steps == 2}}
-
-    class AgentExecutor(MultiTurnAgentExecutor):
-        def __init__(self):
-            super().__init__(AgentInstance)
-
-        async def execute(self, prompt, label, sampling_params, **more):
-            sampling_params.max_tokens = 4
-            return await super().execute(prompt, label, sampling_params, **more)
-"""
-
-
 def generate(folder, samplers, tokenizer, *, texts=("one", "two", "three"), **sampling):
     setup = setup_of(write_agent(folder, AGENT), tokenizer, max_length=64, num_tasks=32)
     agents = agent_rollouts(setup, samplers, FailurePolicy(4))
@@ -171,22 +139,6 @@ except openai.APITimeoutError:
     while vllm_engine._stepper.has_work() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not vllm_engine._stepper.has_work()
-
-
-@pytest.mark.slow
-def test_two_thousand_episodes_are_under_way_at_once_on_one_engine(
-    tmp_path, vllm_engine, tiny_tokenizer
-):
-    file = write_agent(tmp_path, ALL_AT_ONCE)
-    limits = {"num_tasks": NUM_AT_ONCE, "step_timeout_s": 60.0}
-    runner = make_runner(file, vllm_engine, tiny_tokenizer, **limits)
-    began_s = time.monotonic()
-    names = [f"e{k}" for k in range(NUM_AT_ONCE)]
-    results = act(runner, [request(tiny_tokenizer, name=name) for name in names])
-    print(f"{time.monotonic() - began_s:.1f} s")
-    assert {result.failure for result in results.values()} == {None}
-    assert sum(result.num_turns for result in results.values()) == 2 * NUM_AT_ONCE
-    runner.close()
 
 
 class FakeActor(StreamingEngine):
