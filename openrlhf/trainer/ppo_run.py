@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
@@ -62,9 +61,7 @@ from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
-    KLRules,
     RemoteExperienceMaker,
-    RewardRules,
 )
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
@@ -325,22 +322,8 @@ def _scorer(
 def _experience_maker(
     config: PPOConfig, groups: Groups, schedule: Schedule
 ) -> RemoteExperienceMaker:
-    advantage, reward, kl = config.algo.advantage, config.reward, config.algo.kl
     return RemoteExperienceMaker(
-        estimator(
-            advantage.estimator,
-            gamma=advantage.gamma,
-            lambd=advantage.lambd,
-            no_std_norm=advantage.no_std_norm,
-        ),
-        RewardRules(
-            clip_range=reward.clip_range,
-            max_new_tokens=config.rollout.max_new_tokens,
-            overlong_buffer_len=reward.overlong_buffer_len,
-            overlong_penalty_factor=reward.overlong_penalty_factor,
-            stop_properly_penalty_coef=reward.stop_properly_penalty_coef,
-        ),
-        KLRules(kl.estimator, kl.use_loss),
+        config,
         Forwards(
             old_logprobs=ForwardPass(groups["actor"], PolicyModelActor.compute_logprobs)
             if needs_old_logprobs(config, schedule)

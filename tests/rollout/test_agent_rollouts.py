@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from openrlhf.algorithms.advantages import estimator
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.models.actor import Actor
@@ -18,7 +19,11 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.experience_maker import RewardRules, experience_metrics
+from openrlhf.trainer.ppo_utils.experience_maker import (
+    Forwards,
+    RemoteExperienceMaker,
+    experience_metrics,
+)
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
@@ -192,8 +197,9 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
 
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
-    rules = RewardRules(max_new_tokens=8, overlong_buffer_len=4, overlong_penalty_factor=1.0)
-    penalised = rules.apply(experience.rewards, experience)
+    sections = {"rollout": {"max_new_tokens": 8}, "reward": {"overlong_buffer_len": 4}}
+    maker = RemoteExperienceMaker(PPOConfig.model_validate(sections), Forwards())
+    penalised = maker._shaped_rewards(experience)
     assert (experience.rewards - penalised).tolist() == [0.5] * 6  # 6 tokens: 2 of 4 over
 
 

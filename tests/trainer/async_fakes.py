@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import torch
 
-from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
@@ -20,9 +19,7 @@ from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
-    KLRules,
     RemoteExperienceMaker,
-    RewardRules,
 )
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -245,7 +242,7 @@ def make_trainer(
         engines=["engine"],  # type: ignore[list-item]
         rollouts=FakeSource(world),  # type: ignore[arg-type]
         experience_maker=RemoteExperienceMaker(
-            estimator("rloo"), RewardRules(), KLRules(), Forwards()
+            PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), Forwards()
         ),
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
         prompts=prompts,  # type: ignore[arg-type]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf.algorithms.advantages import estimator
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience_maker import (
     Forwards,
-    KLRules,
     RemoteExperienceMaker,
-    RewardRules,
 )
 from tests.trainer.test_experience import rollout
 
@@ -40,9 +38,9 @@ class TokensAsLogprobs:
 
 
 def maker(forward, **options):
-    group_norm = estimator("group_norm", gamma=1.0, lambd=1.0, no_std_norm=False)
-    forwards = Forwards(old_logprobs=forward, **options)
-    return RemoteExperienceMaker(group_norm, RewardRules(), KLRules(), forwards)
+    algo = {"advantage": {"estimator": "group_norm"}}
+    config = PPOConfig.model_validate({"algo": algo})
+    return RemoteExperienceMaker(config, Forwards(old_logprobs=forward, **options))
 
 
 def test_groups_without_an_advantage_take_no_forward():
@@ -69,8 +67,3 @@ def test_a_step_that_teaches_nothing_takes_no_forward_at_all():
     forward = TokensAsLogprobs()
     experience, _ = maker(forward, only_busy=True).make_experience_batch(ROLLOUTS[2:4], 0.0)
     assert forward.num_samples == [] and experience.old_logprobs is None
-
-
-def test_values_and_kl_need_every_sample():
-    with pytest.raises(AssertionError, match="needed for every sample"):
-        Forwards(values=TokensAsLogprobs(), only_busy=True)

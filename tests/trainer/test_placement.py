@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from threading import Barrier
 
 import pytest
-from transformers import LlamaConfig
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
-from openrlhf.trainer.ray import cluster as ray_cluster_module
 from openrlhf.trainer.ray import placement
-from openrlhf.trainer.ray.cluster import RayCluster, RoleCounts, role_counts
+from openrlhf.trainer.ray.cluster import RoleCounts, role_counts
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import (
     ClusterView,
@@ -116,13 +113,6 @@ def test_a_partner_without_a_shape_takes_the_others(flags: str, expected: dict[s
         assert expected.items() <= counts_of(cluster, base, flags).ranks.items()
 
 
-def test_a_saved_config_with_an_unset_shape_follows_too(tmp_path: Path) -> None:
-    saved = tmp_path / "config.yaml"
-    saved.write_text("ref:\n  num_gpus_per_node: null\n")
-    found = counts_of(NODE, f"{CHEAT_SHEET} --config {saved}")
-    assert found.ranks["ref"] == 4
-
-
 def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
     command = "--pretrain m --prompt_data d --advantage_estimator rloo --actor_num_gpus_per_node 4"
     several = counts_of(
@@ -132,26 +122,6 @@ def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
     roomy = ClusterView(num_gpus=16, num_cpus=64, max_gpus_per_node=8)
     one = counts_of(roomy, command, "--reward_pretrain a --init_kl_coef 0 --vllm_num_engines 2")
     assert one.ranks == {"actor": 4, "reward": 8}
-
-
-def test_more_ranks_than_cores_are_allowed_and_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_cluster_module, "place", lambda *args, **options: {})
-    LlamaConfig().save_pretrained(tmp_path)
-    config = PPOConfig.model_validate({"actor": {"model_name_or_path": str(tmp_path)}})
-    for ranks, num_engines, said in (
-        ({"actor": 2, "ref": 2}, 2, ""),  # roles take turns
-        (
-            {"actor": 5, "ref": 4},
-            3,
-            "5 ranks share 2 core(s): the results are the same, but it is not faster\n",
-        ),
-    ):
-        RayCluster(config, RoleCounts(ranks, num_engines, (), LAPTOP), run_dir="unused")
-        assert capsys.readouterr().out == said
-    gpus = ClusterView(num_gpus=8, num_cpus=2, max_gpus_per_node=8)
-    assert not RoleCounts({"actor": 8}, 8, (), gpus).has_crowded_cores
 
 
 def test_too_large_a_demand_is_a_table_at_once() -> None:
@@ -220,12 +190,3 @@ def test_engines_sleep_and_wake_at_the_same_time() -> None:
     phases.start()
     with phases.sync(), phases.rollout():
         pass
-
-
-def test_without_sleep_nothing_is_called() -> None:
-    engine = FakeSleeper()
-    phases = DevicePhases([engine], engines_sleep=False, training_sleeps=False)
-    phases.start()
-    with phases.rollout(), phases.training(), phases.sync():
-        pass
-    assert engine.calls == []

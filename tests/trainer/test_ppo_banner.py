@@ -60,37 +60,6 @@ def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
     assert run["devices"] == "8 GPU(s)"
 
 
-def test_the_hybrid_engine_shares_the_place_of_all() -> None:
-    models, run = banner("--reward_pretrain /m/a,/m/b --colocate_all_models", LAPTOP)
-    others = "ref, reward1, reward2, critic, vllm"
-    assert models["actor"] == f"/m/policy: 3.3M parameters, 1 rank(s), colocated with {others}"
-    assert models["generation"] == ("1 x vLLM, colocated with actor, ref, reward1, reward2, critic")
-    assert run["devices"] == "CPU ranks on 2 core(s)"
-
-
-def test_without_ray_there_are_no_places() -> None:
-    models, run = banner(
-        "--remote_rm_url r.py --advantage_estimator rloo --vllm_num_engines 0", None
-    )
-    assert models["actor"] == "/m/policy: 3.3M parameters, 1 rank(s)"
-    assert models["generation"] == "the actor itself"
-    assert run["devices"] == "this process"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--remote_rm_url f/r.py", "reward_func of f/r.py"),
-        ("--remote_rm_url http://a:1/x,http://b:2/x", "servers http://a:1/x, http://b:2/x"),
-        ("--agent_func_path f/agent.py", "agents of f/agent.py"),
-        ("--reward_pretrain /m/a", "the model(s) reward"),
-    ],
-)
-def test_the_source_of_rewards_is_named(flags: str, words: str) -> None:
-    _, run = banner(f"{flags} --advantage_estimator rloo --vllm_num_engines 0", None)
-    assert run["reward"] == words
-
-
 @pytest.mark.parametrize(
     ("num_prompts", "batch", "steps"),
     [

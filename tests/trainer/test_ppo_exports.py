@@ -40,25 +40,3 @@ def test_an_export_has_the_chat_template_of_the_run(
     path = exported(worker_class, tiny_model_dir, tmp_path, tokenizer_chat_template=TEMPLATE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     assert tokenizer.chat_template == TEMPLATE
-
-
-@WORKERS
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_an_export_has_the_kind_of_tokenizer_that_the_run_has(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    worker_class: type[Any],
-    is_slow: bool,
-) -> None:
-    """transformers 5 has one kind only, so that nothing but the question can be looked at."""
-    asked: list[bool] = []
-    load = transformers.AutoTokenizer.from_pretrained
-
-    def noted(name: str, *, use_fast: bool, trust_remote_code: bool) -> object:
-        asked.append(use_fast)
-        return load(name, use_fast=use_fast, trust_remote_code=trust_remote_code)
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", noted)
-    exported(worker_class, tiny_model_dir, tmp_path, disable_fast_tokenizer=is_slow)
-    assert asked == [not is_slow]

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import head_size
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import (
-    TextReader,
     load_policy_tokenizer,
-    other_tokenizer,
 )
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.scorers import RewardModelActor
@@ -191,13 +186,6 @@ def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
         check_models(config, has_engines=False)
 
 
-def test_a_reward_model_that_can_be_used_is_not_refused(
-    tiny_model_dir: Path, reward_dir: Path
-) -> None:
-    config = config_of(tiny_model_dir, reward_dir, "--normalize_reward")
-    assert check_models(config, has_engines=False) == 262
-
-
 def test_a_router_loss_needs_experts(
     tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
 ) -> None:
@@ -206,36 +194,6 @@ def test_a_router_loss_needs_experts(
         check_models(config_of(tiny_model_dir, reward_dir, flags), has_engines=False)
     experts = make_model(tmp_path / "moe", "mixtral")
     assert check_models(config_of(experts, reward_dir, flags), has_engines=False) == 262
-
-
-def test_samples_keep_their_places(tiny_model_dir: Path, foreign_dir: Path) -> None:
-    config = config_of(tiny_model_dir, foreign_dir)
-    policy = load_policy_tokenizer(config)
-    own = other_tokenizer(config, str(foreign_dir), policy)
-    assert own is not None
-    first, second = rollouts_of(tiny_model_dir)
-    swapped = [replace(second, group_id=5), first]
-    read = TextReader(policy, own, max_len=None).read(Experience.from_rollouts(swapped))
-    assert read.group_ids.tolist() == [5, 0]
-    assert read.seq_lengths.tolist() == [3, 9]
-
-
-def test_positions_that_a_family_names_in_its_own_way_are_found(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "m")
-    config = transformers.GPT2Config(n_positions=99, vocab_size=262, n_embd=8, n_head=1, n_layer=1)
-    config.save_pretrained(model)
-    long = config_of(model, model, "--advantage_estimator group_norm --generate_max_len 99")
-    with pytest.raises(ConfigError, match="99 positions of the model"):
-        check_models(
-            long.model_copy(
-                update={
-                    "reward": long.reward.model_copy(
-                        update={"model_name_or_path": None, "remote_url": "r.py"}
-                    )
-                }
-            ),
-            has_engines=False,
-        )
 
 
 def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_with_what_it_has(
@@ -247,22 +205,6 @@ def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_with_what_it_has(
     said = "has attention heads of size 24, and vLLM has CPU kernels for 32, 64, .* 512"
     with pytest.raises(ConfigError, match=f"{model} {said}. Type --vllm_num_engines 0, or take"):
         check_models(config, has_engines=True)
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        (transformers.Qwen2Config(hidden_size=48, num_attention_heads=2), 24),
-        (transformers.Qwen3Config(hidden_size=64, num_attention_heads=2, head_dim=128), 128),
-        (transformers.GPT2Config(n_embd=96, n_head=4), 24),
-        (transformers.DeepseekV3Config(), None),
-        (transformers.MambaConfig(), None),
-    ],
-)
-def test_the_size_of_a_head_is_read_from_the_config(
-    facts: transformers.PretrainedConfig, expected: int | None
-) -> None:
-    assert head_size(facts) == expected
 
 
 def test_a_policy_whose_positions_change_with_length_generates_no_longer_texts(

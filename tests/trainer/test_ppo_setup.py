@@ -16,10 +16,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
-from openrlhf.trainer.ray import cluster, local_group, vllm_engine
-from openrlhf.trainer.ray.cluster import RoleCounts, engine_config, policy_dtype
-from openrlhf.trainer.ray.local_group import LocalCluster
-from openrlhf.trainer.ray.placement import ClusterView
+from openrlhf.trainer.ray import vllm_engine
+from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from tests.tiny import make_model, write_jsonl
 
@@ -58,13 +56,6 @@ def test_kernels_that_this_machine_lacks(
     words += "--attn_implementation flash_attention_3"
     with pytest.raises(ConfigError, match=r"flash_attention_3.*torch sees no CUDA device"):
         run_ppo_local(parse_config(PPOConfig, words.split()).config)
-
-
-def test_a_policy_loss_that_the_file_does_not_have(tiny_model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "losses.py").write_text("def mine():\n    pass\n")
-    where = tmp_path / "losses.py"
-    said = problem(tiny_model_dir, tmp_path, f"--policy_loss_type {where}:missing")
-    assert said == f"{where} has no missing; found: mine. Define missing in it."
 
 
 LOSS_CODE = """
@@ -171,37 +162,6 @@ def test_train_ppo_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="started as 2 processes, and trains in one"):
         run_ppo_local(config)
-
-
-def test_an_engine_of_several_parts_does_without_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    LlamaConfig().save_pretrained(tmp_path)
-    words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
-    words += "--vllm_tensor_parallel_size 2 --bf16"
-    config = parse_config(PPOConfig, words.split()).config
-    made = []
-    monkeypatch.setattr(local_group, "VLLMEngine", made.append)
-    LocalCluster(config, "run").start_engines()
-    assert made[0].tensor_parallel_size == 2
-    assert made[0].dtype == "bfloat16"
-    assert made[0].distributed_executor_backend == "mp"
-
-
-@pytest.mark.parametrize(("num_gpus", "executor"), [(0, "mp"), (8, "ray")])
-def test_on_ray_vllm_starts_its_workers_itself_where_it_cannot_place_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, executor: str
-) -> None:
-    LlamaConfig().save_pretrained(tmp_path)
-    words = f"--pretrain {tmp_path} --prompt_data d --remote_rm_url r.py --vllm_num_engines 1 "
-    words += "--vllm_tensor_parallel_size 2"
-    config = parse_config(PPOConfig, words.split()).config
-    monkeypatch.setattr(cluster, "place", lambda *_, **options: {"vllm": []})
-    monkeypatch.setattr(cluster, "create_vllm_engines", lambda settings, *_, **options: [settings])
-    view = ClusterView(num_gpus=num_gpus, num_cpus=16, max_gpus_per_node=num_gpus)
-    counts = RoleCounts({"actor": 2}, 1, (), view)
-    [settings] = cluster.RayCluster(config, counts, run_dir="run").start_engines()
-    assert settings.distributed_executor_backend == executor
 
 
 def test_every_engine_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

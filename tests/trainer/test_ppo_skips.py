@@ -11,33 +11,13 @@ import pytest
 import torch
 
 from openrlhf.trainer.ppo_run import _experience_maker, _start_groups
-from openrlhf.trainer.ppo_setup import make_schedule, needs_old_logprobs, only_busy_samples_count
+from openrlhf.trainer.ppo_setup import make_schedule, only_busy_samples_count
 from openrlhf.trainer.ray.cluster import engine_config
 from tests.trainer.test_experience import rollout
 from tests.trainer.test_ppo_wiring import FakeGroup, config_of
 
 WITH_KL = "--init_kl_coef 0.1"
 WITHOUT_KL = "--init_kl_coef 0"
-
-
-@pytest.mark.parametrize(
-    ("flags", "num_prompts", "expected"),
-    [
-        (WITHOUT_KL, 4, False),  # four samples, one update
-        (f"{WITHOUT_KL} --n_samples_per_prompt 2", 4, True),  # eight samples, two updates
-        (f"{WITHOUT_KL} --n_samples_per_prompt 2", 2, False),  # no step has more than four
-        (f"{WITHOUT_KL} --max_epochs 2", 4, True),
-        (WITH_KL, 4, True),  # KL in the reward
-        (f"{WITH_KL} --use_kl_loss", 4, False),
-        (f"{WITH_KL} --use_kl_loss --max_epochs 2", 4, True),
-    ],
-)
-@pytest.mark.parametrize("estimator", ["gae", "reinforce"])
-def test_what_old_log_probs_are_needed_for(
-    estimator: str, flags: str, num_prompts: int, expected: bool
-) -> None:
-    config = config_of(f"--advantage_estimator {estimator} {flags}")
-    assert needs_old_logprobs(config, make_schedule(config, num_prompts)) is expected
 
 
 @pytest.mark.parametrize(

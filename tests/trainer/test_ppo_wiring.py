@@ -17,15 +17,13 @@ from torch import Tensor
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
-from openrlhf.distributed.topology import Topology
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.ppo_run import _experience_maker
 from openrlhf.trainer.ppo_setup import _data, make_schedule
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan, UpdateStep
-from openrlhf.trainer.ray import ppo_actor
-from openrlhf.trainer.ray.model_actor import ModelWorker, RankIdentity
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
@@ -282,30 +280,6 @@ BY_TOKENS = "--use_dynamic_batch --train_max_tokens_per_gpu 6"
 
 
 @pytest.mark.parametrize(
-    ("flags", "of_rollouts", "of_training"),
-    [
-        (BY_COUNT, MicroBatchPlan(3), MicroBatchPlan(2)),
-        (f"{BY_COUNT} {BY_TOKENS}", MicroBatchPlan(3, 6), MicroBatchPlan(2, 6)),
-        (
-            f"{BY_COUNT} {BY_TOKENS} --rollout_max_tokens_per_gpu 9",
-            MicroBatchPlan(3, 9),
-            MicroBatchPlan(2, 6),
-        ),
-        (
-            f"{BY_COUNT} --train_max_tokens_per_gpu 6 --rollout_max_tokens_per_gpu 9",
-            MicroBatchPlan(3),
-            MicroBatchPlan(2),
-        ),
-    ],
-)
-def test_how_micro_batches_are_cut(
-    flags: str, of_rollouts: MicroBatchPlan, of_training: MicroBatchPlan
-) -> None:
-    worker = ModelWorker(config_of(flags), IDENTITY)
-    assert (worker.rollout_plan, worker.train_plan) == (of_rollouts, of_training)
-
-
-@pytest.mark.parametrize(
     ("flags", "of_forwards", "of_updates"),
     [
         ("--micro_rollout_batch_size 4 --micro_train_batch_size 1", [4, 2], [1] * 6),
@@ -350,28 +324,3 @@ def test_prompts_are_drawn_with_their_probabilities(tmp_path: Path) -> None:
     blended, of_evaluation = origins("--prompt_data_probs 0.9,0.1")
     assert blended["a"] == 40 and 0 < blended["b"] < 12
     assert of_evaluation == {"b": 40}
-
-
-@pytest.mark.parametrize(
-    ("rank", "tp_size", "stream"), [(0, 1, 0), (3, 1, 3), (2, 2, 1), (3, 2, 1)]
-)
-def test_ranks_that_generate_draw_from_a_stream_of_their_share(
-    rank: int, tp_size: int, stream: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Engine:
-        """Answers which stream it was given."""
-
-        weight_version = 0
-
-        def __init__(self, model: object, *, weight_version: int, stream: int) -> None:
-            self.stream = stream
-
-        def generate(self, requests: object) -> int:
-            return self.stream
-
-    monkeypatch.setattr(ppo_actor, "OwnGenerate", Engine)
-    monkeypatch.setattr(PolicyModelActor, "_model_to_generate_with", lambda self: None)
-    worker: Any = PolicyModelActor(config_of(""), IDENTITY)
-    topology = Topology(world_size=4, rank=rank, tp_size=tp_size)
-    worker.strategy = SimpleNamespace(topology=topology)
-    assert worker.generate([]) == stream

@@ -52,11 +52,6 @@ def test_each_step_gets_as_many_texts_as_samples_and_each_pass_every_text() -> N
     assert sorted(first + second) == [0, 1, 2, 3, 4]
 
 
-def test_a_step_may_have_more_samples_than_there_are_texts() -> None:
-    [rows] = rows_of(TextMixer(Texts(), seed=1).mix([[step(12)]]))
-    assert len(rows) == 12 and all(2 <= rows.count(text) <= 3 for text in range(5))
-
-
 def test_the_tokens_of_a_step_are_counted_over_all_ranks() -> None:
     shares = TextMixer(Texts(), seed=1).mix([[step(5)], [step(5)], [step(5)]])
     # Texts of 2 to 6 tokens, the first of each is given: 1 + 2 + 3 + 4 + 5.

@@ -50,24 +50,6 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
     assert sorted(seen) == sorted(list(range(count)) * epochs)
 
 
-def test_the_order_depends_on_the_seed_only() -> None:
-    orders = [
-        plan_updates(numbered(8), 1, train_batch_size=8, max_epochs=1, seed=seed)[0][
-            0
-        ].experience.group_ids.tolist()
-        for seed in (3, 3, 4)
-    ]
-    assert orders[0] == orders[1]
-    batches = [
-        [
-            set(s.experience.group_ids.tolist())
-            for s in plan_updates(numbered(8), 1, train_batch_size=4, max_epochs=1, seed=seed)[0]
-        ]
-        for seed in (3, 4)
-    ]
-    assert batches[0] != batches[1]
-
-
 def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
     experience = Experience.from_rollouts(THREE).with_columns(
         advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])

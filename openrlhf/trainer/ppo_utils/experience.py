@@ -124,6 +124,23 @@ class Experience:
         parts = self.advantages.split(self.num_actions.tolist())
         return [index for index, part in enumerate(parts) if bool((part != 0).any())]
 
+    def stand_in(self) -> Experience:
+        """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
+        columns: dict[str, Tensor | None] = {
+            "seq_lengths": torch.tensor([2]),
+            "num_actions": torch.tensor([1]),
+            "group_ids": torch.zeros(1, dtype=torch.int64),
+            "rewards": torch.zeros(1),
+            "is_truncated": torch.zeros(1, dtype=torch.bool),
+            "token_ids": torch.zeros(2, dtype=torch.int64),
+            "action_mask": torch.tensor([False, True]),
+            "rollout_logprobs": torch.zeros(1),
+            "weight_versions": torch.zeros(1, dtype=torch.int32),
+        }
+        for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+            columns[name] = None if getattr(self, name) is None else torch.zeros(1)
+        return Experience(**columns)  # type: ignore[arg-type]
+
     def packed(self) -> PackedBatch:
         """The samples as one packed row whose targets are the sampled tokens."""
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)

@@ -13,50 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.advantages import AdvantageEstimator
+from openrlhf.algorithms.advantages import estimator
 from openrlhf.algorithms.kl import kl_per_token
 from openrlhf.algorithms.reward_shaping import penalise_overlong, penalise_truncated
 from openrlhf.algorithms.tokens import segment_sum
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-
-
-@dataclass(frozen=True)
-class RewardRules:
-    """What happens to a raw reward before advantages; see the documentation of the flags."""
-
-    clip_range: tuple[float, float] = (-10.0, 10.0)
-    max_new_tokens: int = 1024
-    overlong_buffer_len: float | None = None
-    overlong_penalty_factor: float = 1.0
-    stop_properly_penalty_coef: float | None = None
-
-    def apply(self, rewards_B: Tensor, experience: Experience) -> Tensor:
-        """Length penalties on the raw rewards (B,)."""
-        if self.overlong_buffer_len is not None:
-            rewards_B = penalise_overlong(
-                rewards_B,
-                experience.response_lengths,
-                max_new_tokens=self.max_new_tokens,
-                buffer_len=self.overlong_buffer_len,
-                penalty_factor=self.overlong_penalty_factor,
-            )
-        if self.stop_properly_penalty_coef is not None:
-            rewards_B = penalise_truncated(
-                rewards_B, experience.is_truncated, coef=self.stop_properly_penalty_coef
-            )
-        return rewards_B
-
-
-@dataclass(frozen=True)
-class KLRules:
-    """Where the KL to the reference enters, and how it is estimated."""
-
-    estimator: str = "k1"
-    use_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,12 +63,16 @@ class Forwards:
 class RemoteExperienceMaker:
     """Runs the forwards on their groups and the maths here."""
 
-    def __init__(
-        self, estimator: AdvantageEstimator, rules: RewardRules, kl: KLRules, forwards: Forwards
-    ) -> None:
-        self.estimator = estimator
-        self.rules = rules
-        self.kl = kl
+    def __init__(self, config: PPOConfig, forwards: Forwards) -> None:
+        self.reward, self.kl = config.reward, config.algo.kl
+        self.max_new_tokens = config.rollout.max_new_tokens
+        advantage = config.algo.advantage
+        self.estimator = estimator(
+            advantage.estimator,
+            gamma=advantage.gamma,
+            lambd=advantage.lambd,
+            no_std_norm=advantage.no_std_norm,
+        )
         self.forwards = forwards
 
     def make_experience_batch(
@@ -133,18 +103,35 @@ class RemoteExperienceMaker:
         self, experience: Experience, kl_N: Tensor | None, kl_coef: float
     ) -> Experience:
         advantages_N, returns_N = self.estimator.compute(
-            self.rules.apply(experience.rewards, experience),
+            self._shaped_rewards(experience),
             experience.group_ids,
             torch.zeros_like(experience.rollout_logprobs) if kl_N is None else kl_N,
             experience.values,
             experience.num_actions,
             kl_coef=kl_coef,
-            clip_range=self.rules.clip_range,
+            clip_range=self.reward.clip_range,
             episode_ids_B=experience.episode_ids,
         )
         if not torch.isfinite(advantages_N).all():
             raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
         return experience.with_columns(advantages=advantages_N, returns=returns_N)
+
+    def _shaped_rewards(self, experience: Experience) -> Tensor:
+        """Return the rewards (B,) with the length penalties."""
+        rewards_B, reward = experience.rewards, self.reward
+        if reward.overlong_buffer_len is not None:
+            rewards_B = penalise_overlong(
+                rewards_B,
+                experience.response_lengths,
+                max_new_tokens=self.max_new_tokens,
+                buffer_len=reward.overlong_buffer_len,
+                penalty_factor=reward.overlong_penalty_factor,
+            )
+        if reward.stop_properly_penalty_coef is not None:
+            rewards_B = penalise_truncated(
+                rewards_B, experience.is_truncated, coef=reward.stop_properly_penalty_coef
+            )
+        return rewards_B
 
     def _reward_kl(self, experience: Experience) -> Tensor | None:
         """KL estimates (N,) for the token reward; None when KL is off or part of the loss."""

@@ -9,32 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.utils.packing import PackedBatch
 
 if TYPE_CHECKING:
-    from openrlhf.datasets.sft_dataset import SFTExample
     from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 
 ENDLESS = 2**62  # passes over the text
-
-
-class Texts(Protocol):
-    """Tokenised rows of text, of which every token but the first is learned."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all tokens."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> SFTExample: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ def pack_texts(token_ids: Sequence[Tensor]) -> PackedBatch:
 class TextMixer:
     """Goes through the text over and over, in an order that seed and pass decide."""
 
-    def __init__(self, texts: Texts, *, seed: int) -> None:
+    def __init__(self, texts: SFTDataset, *, seed: int) -> None:
         self.texts = texts
         self.cursor = PromptCursor(EpochSampler(len(texts), seed), num_episodes=ENDLESS)
 

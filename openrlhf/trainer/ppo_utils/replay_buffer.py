@@ -40,7 +40,9 @@ class MicroBatchPlan:
     max_tokens: int | None = None
 
     def cut(self, seq_lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of the samples of each micro-batch."""
+        """Return the indices of the samples of each micro-batch; none of no samples."""
+        if not seq_lengths:
+            return []
         if self.max_tokens is None:
             return fixed_batches(len(seq_lengths), self.micro_batch_size)
         return token_budget_batches(seq_lengths, self.max_tokens)

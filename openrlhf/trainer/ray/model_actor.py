@@ -22,9 +22,8 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
-from openrlhf.trainer.ppo_utils.update_loop import empty_experience, micro_batches_of
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.packing import PackedBatch
@@ -191,26 +190,17 @@ class ModelWorker:
 
         Ranks with fewer micro-batches run empty ones: under ZeRO-3 a forward is a collective.
         """
-        plan = micro_batches_of(experience, self.rollout_plan)
-        count = self.strategy.all_reduce_max({"n": float(len(plan))})["n"]
-        order = [index for part in plan for index in part]
+        parts = self.rollout_plan.cut(experience.seq_lengths.tolist())
+        count = int(self.strategy.all_reduce_max({"n": float(len(parts))})["n"])
         outputs: list[Tensor] = []
-        with self.working(what, int(count)) as advance:
-            for k in range(int(count)):
-                is_real = k < len(plan)
-                batch = experience.select(plan[k]) if is_real else empty_experience(experience)
-                output = forward(batch.packed().to(self.engine.device)).cpu()
-                if is_real:
-                    sizes = [1] * len(batch) if len(output) == len(batch) else None
-                    outputs.extend(output.split(sizes or batch.num_actions.tolist()))
+        with self.working(what, count) as advance:
+            for k in range(count):
+                batch = experience.select(parts[k]) if k < len(parts) else experience.stand_in()
+                outputs.append(forward(batch.packed().to(self.engine.device)).cpu())
                 advance()
-        if not outputs:
+        if not parts:
             return torch.zeros(0)
-        return torch.cat([outputs[position] for position in _inverse(order)])
-
-
-def _inverse(order: list[int]) -> list[int]:
-    inverse = [0] * len(order)
-    for position, index in enumerate(order):
-        inverse[index] = position
-    return inverse
+        outputs = outputs[: len(parts)]
+        is_per_sample = all(len(out) == len(part) for out, part in zip(outputs, parts, strict=True))
+        sizes = torch.ones_like(experience.num_actions) if is_per_sample else experience.num_actions
+        return scatter_back(outputs, parts, sizes)

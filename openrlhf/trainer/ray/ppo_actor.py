@@ -21,10 +21,9 @@ from openrlhf.algorithms.off_policy import (
 from openrlhf.algorithms.policy_loss import (
     ClipRange,
     PolicyLossTerms,
-    aggregate,
 )
 from openrlhf.distributed.collectives import together
-from openrlhf.distributed.export import NamedTensors, check_room, export_hf
+from openrlhf.distributed.export import NamedTensors, check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
@@ -35,8 +34,6 @@ from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
-from openrlhf.trainer.ppo_utils.update_loop import UpdateHooks, run_updates
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.model_actor import frees_cache
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
@@ -49,6 +46,7 @@ AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
 class PolicyModelActor(TrainedWorker):
     """One rank of the policy."""
 
+    title, prefix = "policy", "actor"
     weight_version = 0
     generator: OwnGenerate | None = None
     transport: WeightTransport | None = None
@@ -56,17 +54,14 @@ class PolicyModelActor(TrainedWorker):
 
     @frees_cache
     def init_model(self, num_updates: int) -> int:
-        """Load and shard the policy for `num_updates` optimizer steps; its parameter count."""
+        """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
         assert config.model_name_or_path is not None
         model = load_causal_lm(config.model_name_or_path, **self.load_options)
         disable_dropout(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
-        if config.gradient_checkpointing_enable:
-            self.actor.gradient_checkpointing_enable(config.gradient_checkpointing_reentrant)
-        num_parameters = sum(p.numel() for p in self.actor.parameters())
-        self.engine = self.strategy.prepare_train(self.actor, config, num_updates=num_updates)
+        num_parameters = self.prepare(self.actor, config, num_updates)
         num_copies = 2 if self.config.train.enable_ema else 1
         check_room(self.actor.model, Path(self.config.ckpt.output_dir), num_copies=num_copies)
         self.policy_loss = find_policy_loss(config.policy_loss_type)
@@ -95,24 +90,17 @@ class PolicyModelActor(TrainedWorker):
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
-    @frees_cache
-    def fit(self, steps: Sequence[UpdateStep], kl_coef: float) -> Metrics:
-        """All optimizer steps of one rollout batch on this rank's shares."""
+    def fit(self, steps: Sequence[UpdateStep], kl_coef: float = 0.0) -> Metrics:
         self.kl_coef = kl_coef
         if not self._every_sample_counts(kl_coef):
             steps = [without_idle_samples(step) for step in steps]
-        after_step = None if self.average is None else self.average.update
-        with self.working("updating the policy") as advance:
-            metrics = run_updates(
-                self.engine,
-                steps,
-                self.compute_loss,
-                plan=self.train_plan,
-                reduce_max=self.strategy.all_reduce_max,
-                hooks=UpdateHooks(self.compute_text_loss, after_step, advance),
-            )
+        metrics = super().fit(steps)
         self.weight_version += 1
-        return metrics.renamed({"lr": "actor_lr", "grad_norm": "actor_grad_norm"})
+        return metrics
+
+    def after_step(self) -> None:
+        if self.average is not None:
+            self.average.update()
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
@@ -209,14 +197,7 @@ class PolicyModelActor(TrainedWorker):
         return self.config.actor.aux_loss_coef * aux_sum / step.num_tokens
 
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
-        return aggregate(
-            values_N,
-            experience.num_actions,
-            mode=self.policy_loss.own_aggregation or self.config.algo.loss_aggregation,
-            num_tokens_global=step.num_tokens,
-            num_seqs_global=step.num_samples,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-        )
+        return self.aggregated(values_N, experience, step, self.policy_loss.own_aggregation)
 
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
@@ -294,43 +275,36 @@ class PolicyModelActor(TrainedWorker):
         if held:
             raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
 
-    def save_model(self, path: str) -> None:
+    def save_model(self, path: str, tensors: NamedTensors | None = None) -> None:
         """Export in Hugging Face format; all ranks take part, rank 0 writes.
 
         With --enable_ema the average is what is exported; the weights themselves go to a folder
         "policy" in it.
         """
         if self.average is None:
-            self._export(path)
+            super().save_model(path)
             return
-        self._export(path, self.average.tensors())
-        self._export(str(Path(path) / "policy"))
+        super().save_model(path, self.average.tensors())
+        super().save_model(str(Path(path) / "policy"))
 
     @frees_cache
     def export_policy(self, path: str) -> None:
         """Export the weights that samples are made with, as a part of a checkpoint."""
-        together(lambda: self._export(path))
-
-    def _export(self, path: str, tensors: NamedTensors | None = None) -> None:
-        tokenizer = load_policy_tokenizer(self.config)
-        export_hf(self.engine, self.actor.model, tokenizer, Path(path), tensors=tensors)
+        save = super().save_model
+        together(lambda: save(path))
 
     def own_state(self) -> dict[str, Any]:
-        """See TrainedWorker."""
         return super().own_state() | {"weight_version": self.weight_version}
 
     def take_own_state(self, state: dict[str, Any]) -> None:
-        """See TrainedWorker."""
         self.weight_version = state["weight_version"]
 
     def save_own(self, folder: Path) -> None:
-        """See TrainedWorker; the average of the weights too."""
         super().save_own(folder)
         if self.average is not None:
             self.average.save(folder / AVERAGE)
 
     def load_own(self, folder: Path) -> bool:
-        """See TrainedWorker."""
         if self.average is not None:
             self.average.load(folder / AVERAGE)
         return super().load_own(folder)
