@@ -66,10 +66,6 @@ class Metrics:
         """The reduced number of every metric."""
         return {name: cell.value for name, cell in self.cells.items()}
 
-    def renamed(self, names: Mapping[str, str]) -> Metrics:
-        """The same numbers, some under other names."""
-        return Metrics({names.get(name, name): cell for name, cell in self.cells.items()})
-
     def state_dict(self) -> dict[str, list[Any]]:
         """Everything as plain lists, for JSON."""
         return {n: [c.total, c.weight, c.reduction] for n, c in self.cells.items()}

@@ -45,8 +45,8 @@ def test_three_updates_arrive(tmp_path, way, memory, device, gpu):
         for version in (1, 2, 3):
             shake(model, version)
             sent = [(name, tensor.to(device, dtype)) for name, tensor in weights(model)]
-            report = send_weights(sent, [engine], version, transport=transport)
-            assert report.fingerprints.keys() == dict(weights(model)).keys()
+            fingerprints = send_weights(sent, [engine], version, transport=transport)
+            assert fingerprints.keys() == dict(weights(model)).keys()
             [[answer]] = engine.generate([request(max_new_tokens=16)])
             assert answer.weight_version == version
             held = load(path)

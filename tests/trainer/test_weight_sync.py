@@ -126,8 +126,7 @@ def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
     transport = connected(engines)
     for version in (1, 2, 3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
-        report = send_weights(tensors, engines, version, transport=transport)
-        assert (report.num_buckets, report.num_bytes) == (4, 88 + 72 + 256 + 24)
+        send_weights(tensors, engines, version, transport=transport)
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors)
     assert engines[0].buckets == BUCKETS * 3

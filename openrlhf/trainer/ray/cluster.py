@@ -24,7 +24,6 @@ from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch
-from openrlhf.trainer.ray.weight_sync import choose_route
 from openrlhf.utils.logging import notice
 from openrlhf.utils.progress import progress
 
@@ -41,17 +40,6 @@ class RoleCounts:
     num_engines: int = 0
     demands: tuple[RoleDemand, ...] = ()
     cluster: ClusterView | None = None
-
-    @property
-    def num_busiest(self) -> int:
-        """Processes that compute at the same time: roles take turns, the ranks of one do not."""
-        return max([*self.ranks.values(), self.num_engines])
-
-    @property
-    def has_crowded_cores(self) -> bool:
-        """Whether several of them share a core."""
-        cluster = self.cluster
-        return cluster is not None and not cluster.has_gpus and self.num_busiest > cluster.num_cpus
 
     def describe(self) -> str:
         """Devices in words."""
@@ -180,11 +168,6 @@ class RayCluster:
         num_at_once = 2 if config.train.async_enable else 1
         self.slots = place(counts.demands, counts.cluster, num_roles_at_once=num_at_once)
         self.policy_dtype = policy_dtype(config, has_gpus=counts.cluster.has_gpus)
-        if counts.has_crowded_cores:
-            notice(
-                f"{counts.num_busiest} ranks share {counts.cluster.num_cpus} core(s): the results "
-                "are the same, but it is not faster"
-            )
 
     def __enter__(self) -> RayCluster:
         return self
@@ -286,18 +269,21 @@ class RayCluster:
 
 
 def weight_route(config: PPOConfig, counts: RoleCounts) -> WeightRoute:
-    """Return how weights travel to the engines of this run."""
-    cluster = counts.cluster
+    """Return how weights travel to the engines of this run: the fastest way that works.
+
+    Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
+    another place receives gloo's broadcast.
+    """
+    vllm, cluster = config.vllm, counts.cluster
     if cluster is None or not counts.num_engines:
         return SHARED_MEMORY
-    num_engine_devices = counts.num_engines * config.vllm.tensor_parallel_size
-    return choose_route(
-        has_gpus=cluster.has_gpus,
-        with_ray=config.vllm.sync_with_ray,
-        with_gloo=config.vllm.sync_backend == "gloo",
-        is_colocated=config.engines_share_devices,
-        has_rank_on_every_engine_device=num_engine_devices <= counts.ranks["actor"],
-    )
+    if vllm.sync_with_ray:
+        return WeightRoute("objects", "cpu")
+    can_use_gpus = cluster.has_gpus and vllm.sync_backend != "gloo"
+    is_colocated = config.engines_share_devices
+    if is_colocated and counts.num_engines * vllm.tensor_parallel_size <= counts.ranks["actor"]:
+        return WeightRoute("handles", "cuda" if can_use_gpus else "cpu")
+    return WeightRoute("broadcast", "cuda" if can_use_gpus and not is_colocated else "cpu")
 
 
 def engine_config(

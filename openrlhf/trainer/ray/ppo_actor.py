@@ -20,7 +20,6 @@ from openrlhf.algorithms.off_policy import (
 )
 from openrlhf.algorithms.policy_loss import (
     ClipRange,
-    PolicyLossTerms,
 )
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.export import NamedTensors, check_room
@@ -122,14 +121,11 @@ class PolicyModelActor(TrainedWorker):
         weights_N = self._importance_weights(old_N, experience, metrics)
         loss = self._aggregate(terms.loss_N * weights_N, experience, step)
         metrics.add("policy_loss", loss.item() / step.num_steps, reduction="sum")
-        _add_ratio_metrics(metrics, terms)
-        _add_mismatch_metrics(metrics, old_N, experience.rollout_logprobs)
-        if self.config.train.async_enable:
-            staleness_N = self.weight_version - experience.weight_versions
-            _add_staleness_metrics(metrics, old_N, experience.rollout_logprobs, staleness_N)
-            if self.correction is None:
-                ratio_N = token_ratio(old_N, experience.rollout_logprobs)
-                _add_by_staleness(metrics, "is_ratio", ratio_N, staleness_N)
+        num_tokens = len(terms.loss_N)
+        is_clipped = terms.is_clipped_N.float().mean().item()
+        metrics.add("ppo_clip_ratio", is_clipped, weight=num_tokens)
+        metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
+        metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
         loss = loss + self._kl_term(stats, old_N, experience, step, metrics)
         loss = loss + self._entropy_term(stats, experience, step, metrics)
         return loss + self._router_term(stats, batch, step, metrics)
@@ -144,21 +140,34 @@ class PolicyModelActor(TrainedWorker):
     def _importance_weights(
         self, old_N: Tensor, experience: Experience, metrics: Metrics
     ) -> Tensor | float:
-        if self.correction is None:
-            return 1.0
-        found = importance_weights(
-            self.correction, old_N, experience.rollout_logprobs, experience.num_actions
-        )
-        num_tokens = len(old_N)
-        cut = found.is_cut_N.float().mean().item()
-        metrics.add("is_cut_ratio", cut, weight=num_tokens)
-        metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
-        metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
+        """Return the weight of every token, 1 without a correction; note how far the engine was
+        from the trainer, under --async_train for each staleness too.
+        """
+        engine_N, num_tokens = experience.rollout_logprobs, len(old_N)
+        report = mismatch_report(old_N, engine_N)
+        metrics.add("vllm_kl", report.kl, weight=num_tokens)
+        metrics.add("logprobs_diff", report.mean_abs, weight=num_tokens)
+        metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
+        columns = {
+            "vllm_kl": kl_per_token(engine_N, old_N, estimator="k3"),
+            "logprobs_diff": (old_N.float() - engine_N.float()).abs(),
+            "is_ratio": token_ratio(old_N, engine_N),
+        }
+        weights_N: Tensor | float = 1.0
+        if self.correction is not None:
+            found = importance_weights(self.correction, old_N, engine_N, experience.num_actions)
+            weights_N = found.weights_N
+            columns |= {"is_ratio": found.ratio_N, "is_cut_ratio": found.is_cut_N.float()}
+            metrics.add("is_cut_ratio", found.is_cut_N.float().mean().item(), weight=num_tokens)
+            metrics.add("is_weight", found.weights_N.mean().item(), weight=num_tokens)
+            metrics.add("is_ratio_max", found.ratio_N.max().item(), reduction="max")
         if self.config.train.async_enable:
             staleness_N = self.weight_version - experience.weight_versions
-            _add_by_staleness(metrics, "is_ratio", found.ratio_N, staleness_N)
-            _add_by_staleness(metrics, "is_cut_ratio", found.is_cut_N, staleness_N)
-        return found.weights_N
+            for staleness in staleness_N.unique().tolist():
+                for name, values_N in columns.items():
+                    part = values_N[staleness_N == staleness]
+                    metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
+        return weights_N
 
     def _kl_term(
         self,
@@ -308,37 +317,3 @@ class PolicyModelActor(TrainedWorker):
         if self.average is not None:
             self.average.load(folder / AVERAGE)
         return super().load_own(folder)
-
-
-def _add_ratio_metrics(metrics: Metrics, terms: PolicyLossTerms) -> None:
-    num_tokens = len(terms.loss_N)
-    clipped = terms.is_clipped_N.float().mean().item()
-    metrics.add("ppo_clip_ratio", clipped, weight=num_tokens)
-    metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
-    metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
-
-
-def _add_mismatch_metrics(metrics: Metrics, trainer_N: Tensor, engine_N: Tensor) -> None:
-    """How far the engine was from the trainer."""
-    report = mismatch_report(trainer_N, engine_N)
-    metrics.add("vllm_kl", report.kl, weight=report.num_tokens)
-    metrics.add("logprobs_diff", report.mean_abs, weight=report.num_tokens)
-    metrics.add("logprobs_diff_max", report.max_abs, reduction="max")
-
-
-def _add_staleness_metrics(
-    metrics: Metrics, trainer_N: Tensor, engine_N: Tensor, staleness_N: Tensor
-) -> None:
-    """The same by how many updates ago the engine's weights were the trainer's."""
-    for staleness in staleness_N.unique().tolist():
-        is_it = staleness_N == staleness
-        part = mismatch_report(trainer_N[is_it], engine_N[is_it])
-        metrics.add(f"vllm_kl/stale_{staleness}", part.kl, weight=part.num_tokens)
-        metrics.add(f"logprobs_diff/stale_{staleness}", part.mean_abs, weight=part.num_tokens)
-
-
-def _add_by_staleness(metrics: Metrics, name: str, values_N: Tensor, staleness_N: Tensor) -> None:
-    """The mean of something over the tokens of each staleness."""
-    for staleness in staleness_N.unique().tolist():
-        part = values_N[staleness_N == staleness].float()
-        metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))

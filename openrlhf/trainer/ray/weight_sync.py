@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import TypeVar
 
 import ray
@@ -22,7 +21,6 @@ from openrlhf.engines.base import (
     RolloutEngine,
     SyncReceipt,
     WeightBucket,
-    WeightRoute,
 )
 from openrlhf.engines.weight_transfer import (
     BroadcastGroup,
@@ -205,36 +203,6 @@ def make_transport(
     return transport
 
 
-def choose_route(
-    *,
-    has_gpus: bool,
-    with_ray: bool,
-    with_gloo: bool,
-    is_colocated: bool,
-    has_rank_on_every_engine_device: bool,
-) -> WeightRoute:
-    """Return how weights travel in a run: the fastest way that works.
-
-    Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
-    another place receives gloo's broadcast.
-    """
-    if with_ray:
-        return WeightRoute("objects", "cpu")
-    if is_colocated and has_rank_on_every_engine_device:
-        return WeightRoute("handles", "cuda" if has_gpus and not with_gloo else "cpu")
-    can_use_nccl = has_gpus and not with_gloo and not is_colocated
-    return WeightRoute("broadcast", "cuda" if can_use_nccl else "cpu")
-
-
-@dataclass
-class SyncReport:
-    """What was sent."""
-
-    num_buckets: int = 0
-    num_bytes: int = 0
-    fingerprints: dict[str, int] = field(default_factory=dict)
-
-
 def send_weights(
     tensors: NamedTensors,
     engines: Sequence[RolloutEngine],
@@ -242,33 +210,35 @@ def send_weights(
     *,
     transport: WeightTransport,
     keep_running: bool = False,
-) -> SyncReport:
-    """Send full named tensors to all engines and check every receipt; raise WeightSyncError, also
-    when requests run, unless `keep_running`: then they go on under the new weights.
+) -> dict[str, int]:
+    """Send full named tensors to all engines and check every receipt; return the fingerprint of
+    each tensor.
+
+    Raise WeightSyncError for a receipt that does not show them, and when requests run, unless
+    `keep_running`: then they go on under the new weights.
     """
-    report = SyncReport()
+    sent: dict[str, int] = {}
     pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
-
-    def on_all(call: Callable[[RolloutEngine], Result]) -> list[Future[Result]]:
-        return [pool.submit(call, engine) for engine in engines]
-
     try:
-        all_results(on_all(partial(_begin, keep_running=keep_running)))
+        all_results(
+            [pool.submit(e.begin_weight_update, keep_running=keep_running) for e in engines]
+        )
         receiving: list[Future[None]] = []
-        for bucket, packed in transport.buckets(_noted(tensors, report.fingerprints)):
+        for bucket, packed in transport.buckets(_noted(tensors, sent)):
             all_results(receiving)
-            receiving = [*on_all(partial(_receive, bucket)), pool.submit(transport.push, packed)]
-            report.num_buckets += 1
-            report.num_bytes += bucket.num_bytes
+            receiving = [pool.submit(engine.receive_bucket, bucket) for engine in engines]
+            receiving.append(pool.submit(transport.push, packed))
         all_results(receiving)
         transport.wait_for_peers()
-        receipts = all_results(on_all(partial(_finish, weight_version=weight_version)))
+        receipts = all_results(
+            [pool.submit(engine.finish_weight_update, weight_version) for engine in engines]
+        )
     finally:
         transport.close()
         pool.shutdown(wait=False)
     for engine, receipt in zip(engines, receipts, strict=True):
-        check_receipt(receipt, report, weight_version, engine_name=engine.who)
-    return report
+        check_receipt(receipt, sent, weight_version, engine_name=engine.who)
+    return sent
 
 
 def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
@@ -283,7 +253,7 @@ def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
 
 
 def check_receipt(
-    receipt: SyncReceipt, report: SyncReport, weight_version: int, *, engine_name: str
+    receipt: SyncReceipt, sent: dict[str, int], weight_version: int, *, engine_name: str
 ) -> None:
     """Raise WeightSyncError, naming the first difference, unless the receipt proves the update."""
     if receipt.weight_version != weight_version:
@@ -292,14 +262,12 @@ def check_receipt(
         )
     if not receipt.is_cache_reset:
         raise WeightSyncError(f"{engine_name} kept its prefix cache over a weight update")
-    missing = report.fingerprints.keys() - receipt.fingerprints.keys()
+    missing = sent.keys() - receipt.fingerprints.keys()
     if missing:
         raise WeightSyncError(
             f"{engine_name} did not receive {len(missing)} tensors, e.g. {sorted(missing)[0]}"
         )
-    wrong = [
-        name for name, value in report.fingerprints.items() if receipt.fingerprints[name] != value
-    ]
+    wrong = [name for name, value in sent.items() if receipt.fingerprints[name] != value]
     if wrong:
         raise WeightSyncError(
             f"{engine_name}: {len(wrong)} tensors differ from the trainer's, e.g. {wrong[0]}"
@@ -311,15 +279,3 @@ def _noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:
     for name, tensor in tensors:
         fingerprints[name] = fingerprint(tensor)
         yield name, tensor
-
-
-def _begin(engine: RolloutEngine, *, keep_running: bool) -> None:
-    engine.begin_weight_update(keep_running=keep_running)
-
-
-def _receive(bucket: WeightBucket, engine: RolloutEngine) -> None:
-    engine.receive_bucket(bucket)
-
-
-def _finish(engine: RolloutEngine, *, weight_version: int) -> SyncReceipt:
-    return engine.finish_weight_update(weight_version)
