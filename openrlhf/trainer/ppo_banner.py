@@ -1,4 +1,4 @@
-"""What an RL run says before its first step: models and their places, rewards, batch arithmetic.
+"""The lines of an RL run before its first step: models and their places, rewards, batch arithmetic.
 
 Pure functions from the config and what was placed to sections of a banner; prints nothing.
 """
@@ -26,9 +26,7 @@ def banner_sections(
     num_prompts: int,
     dtype: str,
 ) -> Sections:
-    """The banner; `sizes` are the models' parameter counts by role, `num_prompts` those of one
-    episode.
-    """
+    """Return the banner; `sizes` are parameter counts by role, `num_prompts` those of one episode."""
     run = {
         "estimator": config.algo.advantage.estimator,
         "reward": reward_words(config),
@@ -64,7 +62,7 @@ def model_entries(
 
 
 def place_words(counts: RoleCounts, role: str) -> str:
-    """Who shares the devices of a role; nothing where there is only this process."""
+    """Return the roles that share the devices of a role; nothing without Ray."""
     if counts.cluster is None:
         return ""
     pools = {demand.role: demand.pool for demand in counts.demands}
@@ -73,7 +71,7 @@ def place_words(counts: RoleCounts, role: str) -> str:
 
 
 def queue_words(config: PPOConfig) -> str:
-    """How far generation runs ahead of training."""
+    """Return how far generation runs ahead of training."""
     num_at_once = config.rollout.vllm_generate_batch_size or config.rollout.batch_size
     when = "under" if config.train.partial_rollout_enable else "between"
     return (
@@ -83,7 +81,7 @@ def queue_words(config: PPOConfig) -> str:
 
 
 def reward_words(config: PPOConfig) -> str:
-    """Where rewards come from."""
+    """Return the source of rewards."""
     reward = config.reward
     if config.train.agent_func_path:
         return f"agents of {config.train.agent_func_path}"
@@ -96,7 +94,7 @@ def reward_words(config: PPOConfig) -> str:
 
 
 def batch_words(config: PPOConfig, schedule: Schedule, num_prompts: int) -> str:
-    """The arithmetic of a full step; a small set of prompts fills no more than itself."""
+    """Return the arithmetic of a full step, or of all prompts if they are fewer."""
     num_drawn = min(config.rollout.batch_size, num_prompts)
     group = config.rollout.n_samples_per_prompt
     num_samples = num_drawn * group

@@ -56,7 +56,7 @@ def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:
 
 
 def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
-    """Name of the metric by which the best model is kept, or None: without a name only beside
+    """Return the metric by which the best model is kept, or None: without a name only beside
     checkpoints. Raises ConfigError for a name that no evaluation logs.
     """
     key = config.ckpt.best_metric_key

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_models(config: PPOConfig, *, has_engines: bool) -> int:
-    """Raise ConfigError for models that cannot be used; answers the policy's vocabulary size."""
+    """Raise ConfigError for models that cannot be used; return the policy's vocabulary size."""
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
     gathered = Gathered()
@@ -73,7 +73,7 @@ def named_models(config: PPOConfig) -> list[str]:
 
 
 def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
-    """Cautions about reward models of another vocabulary; raises ConfigError for such a critic."""
+    """Return cautions about reward models of another vocabulary; refuse such a critic."""
     source = config.critic_source
     if config.has_critic and source and other_tokenizer(config, source, tokenizer) is not None:
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _check_head(config: PPOConfig, path: str) -> None:
-    """A reward model has a value head, and a scale where scores are normalised."""
+    """Refuse a reward model without a value head, or without a scale to normalise by."""
     if base_of_adapter(path) is not None:  # both are known when it is merged
         return
     facts = load_config(path, trust_remote_code=config.trust_remote_code)
@@ -105,7 +105,7 @@ def _check_head(config: PPOConfig, path: str) -> None:
 
 
 def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:
-    """A model reads prompt and response as a whole."""
+    """Refuse lengths of prompt and response that a model cannot read as a whole."""
     limit = num_positions(facts)
     prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
     if limit is not None and prompt + response > limit:

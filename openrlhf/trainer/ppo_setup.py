@@ -1,4 +1,4 @@
-"""What an RL run needs before anything heavy starts: tokenizer, prompts, reward source, arithmetic.
+"""The inputs of an RL run before anything heavy starts: tokenizer, prompts, rewards, arithmetic.
 
 Everything a user can get wrong in data, paths and reward code is found here, before a model is
 loaded.
@@ -139,7 +139,7 @@ def prepare_inputs(
 
 
 def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
-    """Exact numbers of steps and updates for `num_prompts` prompts an episode."""
+    """Return the exact numbers of steps and updates for `num_prompts` prompts an episode."""
     samples = config.rollout.n_samples_per_prompt
     updates = [
         num_updates_per_rollout(n * samples, config.train.batch_size, config.train.max_epochs)
@@ -155,7 +155,7 @@ def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
 
 
 def schedule_notes(config: PPOConfig, schedule: Schedule) -> list[str]:
-    """Cautions about what the number of steps makes of the settings."""
+    """Return a caution if the run is too short for its settings."""
     num_frozen, num_steps = config.critic.freezing_steps, schedule.num_steps
     if not config.has_critic or num_frozen < num_steps:
         return []
@@ -168,8 +168,8 @@ def schedule_notes(config: PPOConfig, schedule: Schedule) -> list[str]:
 
 
 def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
-    """Prompts of every step: those at the end of an episode may be fewer, and where generation runs
-    ahead, into the next episode, those at the very end.
+    """Return the number of prompts of every step: fewer at the end of an episode, or only at the very
+    end where generation runs ahead into the next episode.
     """
     size, num_episodes = config.rollout.batch_size, config.train.num_episodes
     if config.train.async_enable:
@@ -196,23 +196,23 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
 
 
 def needs_critic(config: PPOConfig) -> bool:
-    """Whether the advantage estimator uses a critic."""
+    """Return True if the advantage estimator uses a critic."""
     return ESTIMATORS[config.algo.advantage.estimator].needs_critic
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether a reference model is started: only when its KL can have an effect."""
+    """Return True if the KL to a reference model can have an effect."""
     return config.algo.kl.init_coef > 0
 
 
 def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
-    """Whether old log-probs take a forward: off-policy updates, or KL in the reward."""
+    """Return True if old log-probs are needed: off-policy updates, or KL in the reward."""
     has_reward_kl = needs_reference(config) and not config.algo.kl.use_loss
     return schedule.updates_per_rollout > 1 or has_reward_kl
 
 
 def only_busy_samples_count(config: PPOConfig) -> bool:
-    """Whether a sample without an advantage moves nothing, so that no forward is made for it."""
+    """Return True if a sample without an advantage moves nothing and needs no forward."""
     actor = config.actor
     has_bonus = actor.entropy_coef is not None or actor.aux_loss_coef > 0
     return not (needs_critic(config) or needs_reference(config) or has_bonus)
@@ -226,8 +226,8 @@ def _name(value: str | None) -> str:
 def _data(
     config: PPOConfig, tokenizer: Tokenizer | None, gathered: Gathered
 ) -> tuple[PromptDataset | None, PromptDataset | None, SFTDataset | None]:
-    """Prompts, prompts of the evaluation and pre-training text, with problems noted; without a
-    tokenizer only files and columns are looked at.
+    """Return prompts, prompts of the evaluation and pre-training text; note their problems. Without
+    a tokenizer check files and columns alone.
     """
     made: dict[str, PromptDataset | SFTDataset | None] = {}
     for data_set in ppo_data(config):
@@ -254,7 +254,7 @@ def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDa
 
 
 def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset:
-    """The text of --pretrain_data, cut where it is longer than prompt and response together."""
+    """Return the text of --pretrain_data, cut at the length of prompt and response together."""
     data = config.data
     text_format = SFTFormat(
         input_key=pretrain_column(config, rows),

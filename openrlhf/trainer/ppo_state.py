@@ -46,7 +46,7 @@ class RunState:
         self.evaluations = noteworthy([*same, evaluation])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON; taken between two steps."""
+        """Return everything as JSON; taken between two steps."""
         return {
             "global_step": self.global_step,
             "weight_version": self.weight_version,
@@ -61,8 +61,8 @@ class RunState:
         }
 
     def finished_groups(self) -> KeptGroups | None:
-        """Samples that wait for steps to come, where generation runs ahead; what `state_dict` says
-        afterwards is of a state that still has all of them.
+        """Return finished samples that wait for later steps, where generation runs ahead; a
+        `state_dict` taken afterwards is of a state that still has all of them.
         """
         return self.sampler.finished_groups() if isinstance(self.sampler, RolloutQueue) else None
 

@@ -186,16 +186,6 @@ def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
         check_models(config, has_engines=False)
 
 
-def test_a_router_loss_needs_experts(
-    tiny_model_dir: Path, reward_dir: Path, tmp_path: Path
-) -> None:
-    flags = "--aux_loss_coef 0.1"
-    with pytest.raises(ConfigError, match=f"{tiny_model_dir} has no experts"):
-        check_models(config_of(tiny_model_dir, reward_dir, flags), has_engines=False)
-    experts = make_model(tmp_path / "moe", "mixtral")
-    assert check_models(config_of(experts, reward_dir, flags), has_engines=False) == 262
-
-
 def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_with_what_it_has(
     tmp_path: Path, reward_dir: Path
 ) -> None:

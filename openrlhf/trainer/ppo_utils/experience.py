@@ -61,7 +61,7 @@ class Experience:
         return len(self.seq_lengths)
 
     def select(self, indices: Sequence[int]) -> Experience:
-        """The samples at `indices`, in that order; may be empty."""
+        """Return the samples at `indices`, in that order; may be empty."""
         sizes = {"token": self.seq_lengths.tolist(), "action": self.num_actions.tolist()}
         index = torch.as_tensor(list(indices), dtype=torch.int64)
         columns: dict[str, Tensor | None] = {}
@@ -76,7 +76,7 @@ class Experience:
         return Experience(**columns)  # type: ignore[arg-type]
 
     def with_columns(self, **columns: Tensor | None) -> Experience:
-        """The same samples with some columns replaced; lengths are checked."""
+        """Return the same samples with some columns replaced; check their lengths."""
         updated = replace(self, **columns)  # type: ignore[arg-type]
         updated.check()
         return updated
@@ -96,13 +96,13 @@ class Experience:
                 )
 
     def to(self, device: torch.device | str) -> Experience:
-        """The same samples on another device."""
+        """Return the same samples on another device."""
         columns = {c.name: getattr(self, c.name) for c in fields(self)}
         return Experience(**{k: v if v is None else v.to(device) for k, v in columns.items()})
 
     @property
     def episodes(self) -> list[list[int]]:
-        """The samples of every episode; one each, but for agents' episodes in several parts."""
+        """Return the samples of every episode: one, or the parts of an agent's episode."""
         if self.episode_ids is None:
             return [[index] for index in range(len(self))]
         members: dict[int, list[int]] = {}
@@ -112,14 +112,14 @@ class Experience:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Sampled tokens of the whole episode of every sample, (B,) int64."""
+        """Return the sampled tokens of the whole episode of every sample, (B,) int64."""
         lengths_B = self.num_actions.clone()
         for members in self.episodes if self.episode_ids is not None else ():
             lengths_B[members] = self.num_actions[members].sum()
         return lengths_B
 
     def busy_samples(self) -> list[int]:
-        """Samples that can move the policy: some advantage is not zero."""
+        """Return the samples with an advantage that is not zero."""
         assert self.advantages is not None, "advantages are not known yet"
         parts = self.advantages.split(self.num_actions.tolist())
         return [index for index, part in enumerate(parts) if bool((part != 0).any())]
@@ -142,12 +142,12 @@ class Experience:
         return Experience(**columns)  # type: ignore[arg-type]
 
     def packed(self) -> PackedBatch:
-        """The samples as one packed row whose targets are the sampled tokens."""
+        """Return one packed row whose targets are the sampled tokens."""
         return PackedBatch(self.token_ids, tuple(self.seq_lengths.tolist()), self.action_mask)
 
 
 def _episode_ids(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The episode of every sample, counted from 0; None where each is one of its own."""
+    """Number the episode of every sample from 0; None where each is one of its own."""
     names = [r.episode_id or f"sample {index}" for index, r in enumerate(rollouts)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     if len(numbers) == len(names):

@@ -42,7 +42,7 @@ class Forwards:
         assert not (self.only_busy and needed), "values and KL are needed for every sample"
 
     def run(self, experience: Experience) -> dict[str, Tensor]:
-        """Their columns, (N,) each; raises NumericsError for one that is not finite."""
+        """Return their columns, (N,) each; raise NumericsError for one that is not finite."""
         passes = {
             "old_logprobs": self.old_logprobs,
             "values": self.values,

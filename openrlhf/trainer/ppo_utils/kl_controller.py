@@ -23,10 +23,10 @@ class KLController:
             )
 
     def state_dict(self) -> dict[str, float]:
-        """Beta, for a checkpoint."""
+        """Return beta, for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take up an adapted beta; one that is constant stays what this command says."""
+        """Load an adapted beta; a constant one stays what this command says."""
         if self.target is not None:
             self.coef = state["coef"]

@@ -34,7 +34,7 @@ class TextShare:
 
 
 def pack_texts(token_ids: Sequence[Tensor]) -> PackedBatch:
-    """Texts as one packed row; every token but the first of each is a target."""
+    """Return texts as one packed row; every token but the first of each is a target."""
     return PackedBatch.from_sequences(token_ids, [torch.arange(len(ids)) > 0 for ids in token_ids])
 
 
@@ -46,7 +46,7 @@ class TextMixer:
         self.cursor = PromptCursor(EpochSampler(len(texts), seed), num_episodes=ENDLESS)
 
     def mix(self, shares: Sequence[Sequence[UpdateStep]]) -> list[list[UpdateStep]]:
-        """The same optimizer steps, [rank][step], each with text beside its samples."""
+        """Return the same optimizer steps, [rank][step], each with text beside its samples."""
         mixed: list[list[UpdateStep]] = [[] for _ in shares]
         for steps in zip(*shares, strict=True):
             texts = self._draw(steps[0].num_samples)
@@ -64,7 +64,7 @@ class TextMixer:
         return [self.texts[row].token_ids for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the text has been read, as JSON."""
+        """Return the position in the text, as JSON."""
         return {"fingerprint": self.texts.fingerprint, "cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -17,7 +17,7 @@ from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, load_tokenizer
 
 
 def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
-    """The run's tokenizer: the policy's, as the flags change it."""
+    """Load the run's tokenizer: the policy's, as the flags change it."""
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
     return load_tokenizer(
@@ -29,8 +29,8 @@ def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
 
 
 def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer | None:
-    """The tokenizer of the model at `path`; None where what the policy can sample, tokens of `own`,
-    has the same ids there: then it reads the samples as they are.
+    """Return the tokenizer of the model at `path`, or None if all tokens that the policy can sample,
+    those of `own`, have the same ids there: then it reads the samples as they are.
 
     A token that only the policy knows may have an embedding there that no other token has.
     """
@@ -68,7 +68,7 @@ class TextReader:
         self._encoder = TextEncoder(own)
 
     def read(self, experience: Experience) -> Experience:
-        """The same B samples with the model's own tokens and no sampled ones among them; see
+        """Return the same B samples with the model's own tokens and no sampled ones among them; see
         `is_too_long` for what it cannot read.
         """
         samples = experience.token_ids.split(experience.seq_lengths.tolist())
@@ -89,6 +89,6 @@ class TextReader:
         )
 
     def is_too_long(self, read: Experience) -> Tensor:
-        """Which of the samples that were read, (B,) bool, have more tokens than the model reads."""
+        """Return the samples of more tokens than the model reads, (B,) bool."""
         limit = torch.inf if self.max_len is None else self.max_len
         return read.seq_lengths > limit

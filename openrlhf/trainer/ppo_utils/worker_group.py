@@ -1,4 +1,4 @@
-"""What the controller asks of a group of ranks, whether they are Ray actors or this very process.
+"""The calls to a group of ranks, be they Ray actors or this process.
 
 `ForwardPass` turns a group's method on shares into a function on whole experience.
 """

@@ -1,4 +1,4 @@
-"""How many ranks every role gets, and the Ray cluster that gives them their places."""
+"""The number of ranks of every role, and the Ray cluster that places them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RoleCounts:
     cluster: ClusterView | None = None
 
     def describe(self) -> str:
-        """Devices in words."""
+        """Return the devices in words."""
         if self.cluster is None:
             return "this process"
         if self.cluster.has_gpus:
@@ -61,7 +61,7 @@ def reward_roles(config: PPOConfig) -> dict[str, str]:
 def role_counts(
     config: PPOConfig, cluster: ClusterView, *, has_critic: bool, has_reference: bool
 ) -> RoleCounts:
-    """Ranks of this run's roles: as asked for, else all GPUs of a node, else one CPU rank.
+    """Return the ranks of every role: as asked for, else all GPUs of a node, else one CPU rank.
 
     A frozen model that nobody gave a number takes fewer where the others leave fewer.
     """
@@ -227,9 +227,9 @@ class RayCluster:
         return list(engines)
 
     def on_every_node(self, source: RewardSource) -> RewardSource:
-        """A reward function with workers on every node of the run; any other source itself.
+        """Return a reward function with workers on every node of the run; any other source itself.
 
-        Raises ConfigError for a node without the file.
+        Raise ConfigError for a node without the file.
         """
         nodes = run_nodes([slot for slots in self.slots.values() for slot in slots])
         if not isinstance(source, FunctionPool) or len(nodes) == 1:
@@ -294,8 +294,9 @@ def engine_config(
     resume_step: int = 0,
     executor: str = "mp",
 ) -> VLLMEngineConfig:
-    """The engine's settings for this run, with the type that the trainer holds the policy in; one
-    that goes on from a step draws other numbers than those that its beginning drew.
+    """Return the engine's settings for this run, with the type that the trainer holds the policy in.
+
+    A run that goes on from a step draws other numbers than its beginning drew.
     """
     assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
@@ -318,7 +319,7 @@ def engine_config(
 
 
 def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
-    """The type in which ranks hold the policy, on machines that this process may not be one of."""
+    """Return the type in which ranks hold the policy, which may be on other machines."""
     path = config.actor.model_name_or_path
     assert path is not None, "checked by the configuration"
     facts = load_config(path, trust_remote_code=config.trust_remote_code)

@@ -88,7 +88,7 @@ def _joined(address: str, asked: str | None) -> Iterator[None]:
 
 @contextmanager
 def _started_here() -> Iterator[None]:
-    """A cluster for this run alone, which listens on loopback only."""
+    """Start a cluster for this run alone, which listens on loopback only."""
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -160,7 +160,7 @@ def _answers(address: str) -> bool:
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """The caller's credentials and switches for a worker, and threads that fit the cores."""
+    """Return the caller's credentials and switches for a worker, and threads for the cores."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -181,7 +181,7 @@ def start_actor(
     *,
     max_concurrency: int = 1,
 ) -> Any:
-    """Start a plain class as a Ray actor in its slot; answers the handle."""
+    """Start a plain class as a Ray actor in its slot; return the handle."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=slot.group,
         placement_group_bundle_index=slot.bundle_index,

@@ -54,7 +54,7 @@ def frees_cache(
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which rank of which model a worker is."""
+    """The rank and the model of a worker."""
 
     role: str
     rank: int
@@ -63,7 +63,7 @@ class RankIdentity:
 
 
 class Health(NamedTuple):
-    """How far a process is."""
+    """The progress of a process."""
 
     work: str | None  # what goes on step by step; None: nothing of that kind
     num_steps: int  # micro-batches of a rank, steps of an engine; since the start
@@ -143,7 +143,7 @@ class ModelWorker:
 
     @property
     def load_options(self) -> LoadOptions:
-        """How models of this run are loaded."""
+        """Return the options by which models of this run are loaded."""
         ds = self.config.ds
         return {
             "attn_implementation": ds.attention,
@@ -185,7 +185,7 @@ class ModelWorker:
     def forward_in_micro_batches(
         self, experience: Experience, forward: Callable[[PackedBatch], Tensor], *, what: str
     ) -> Tensor:
-        """Run `forward` over a share and lay the answers end to end in its order, on the CPU;
+        """Run `forward` over a share and lay the results end to end in its order, on the CPU;
         `what` names them on a bar.
 
         Ranks with fewer micro-batches run empty ones: under ZeRO-3 a forward is a collective.

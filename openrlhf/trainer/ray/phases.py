@@ -66,7 +66,7 @@ class DevicePhases:
 
     @contextmanager
     def update(self, group: WorkerGroup) -> Iterator[None]:
-        """The group's training states are on the device inside."""
+        """Hold the group's training states on the device inside."""
         if self.training_sleeps:
             group.call(ModelWorker.reload_states)
         yield

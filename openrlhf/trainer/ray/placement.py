@@ -27,7 +27,7 @@ COLOCATED_SHARE = 0.2  # of a GPU, for each of the models that share it; less fo
 
 @dataclass(frozen=True)
 class RoleDemand:
-    """What one role asks for; roles with the same `pool` share bundles."""
+    """The demand of one role; roles with the same `pool` share bundles."""
 
     role: str
     num_ranks: int
@@ -37,7 +37,7 @@ class RoleDemand:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where rank k of a role goes, and which share of the bundle it takes."""
+    """The place of one rank of a role, and its share of the bundle."""
 
     group: PlacementGroup
     bundle_index: int
@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What the cluster has."""
+    """The devices of the cluster."""
 
     num_gpus: int
     num_cpus: int
@@ -57,12 +57,12 @@ class ClusterView:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether ranks get GPUs."""
+        """Return True if ranks get GPUs."""
         return self.num_gpus > 0
 
 
 def view_cluster() -> ClusterView:
-    """Total resources of the connected cluster."""
+    """Return the total resources of the connected cluster."""
     total = ray.cluster_resources()
     per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     return ClusterView(
@@ -73,7 +73,7 @@ def view_cluster() -> ClusterView:
 
 
 def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
-    """Bundles of every pool: the largest of the roles that share it."""
+    """Return the bundles of every pool: the largest of the roles that share it."""
     sizes: dict[str, int] = {}
     for demand in demands:
         size = demand.num_ranks * demand.bundles_per_rank
@@ -101,7 +101,7 @@ def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
 def demand_table(
     demands: Sequence[RoleDemand], cluster: ClusterView, *, num_held: int | None = None
 ) -> str:
-    """Need and have, role by role; `num_held` devices, where known, are taken by others."""
+    """Return need and have, role by role; others hold `num_held` devices, where known."""
     kind = "GPU" if cluster.has_gpus else "CPU rank"
     rows = [f"  {'role':<10}{'ranks':>6}{'devices':>9}  placement"]
     for d in demands:
@@ -192,7 +192,7 @@ def _is_placed(group: PlacementGroup) -> bool:
 
 
 def _held_by_others(groups: dict[str, PlacementGroup], cluster: ClusterView) -> int:
-    """Devices in use, less those of our own groups that found a place."""
+    """Return the devices in use, less those of our own groups that found a place."""
     kind, have = ("GPU", cluster.num_gpus) if cluster.has_gpus else ("CPU", cluster.num_cpus)
     placed = [
         bundle for group in groups.values() if _is_placed(group) for bundle in group.bundle_specs

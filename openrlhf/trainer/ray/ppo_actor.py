@@ -104,7 +104,7 @@ class PolicyModelActor(TrainedWorker):
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
     ) -> Tensor:
-        """The policy's loss on one micro-batch: clipped objective, KL term, entropy bonus."""
+        """Return the policy's loss (): clipped objective, KL term, entropy bonus."""
         config = self.config
         stats = self._stats(batch, with_entropy=config.actor.entropy_coef is not None)
         old_N = experience.old_logprobs

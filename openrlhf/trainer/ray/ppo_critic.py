@@ -40,7 +40,7 @@ class CriticModelActor(TrainedWorker):
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
     ) -> Tensor:
-        """The clipped value loss on one micro-batch."""
+        """Return the clipped value loss ()."""
         values_N = self.engine(batch)
         assert experience.values is not None and experience.returns is not None
         terms = value_loss(

@@ -26,7 +26,7 @@ class ReferenceModelActor(ModelWorker):
 
     @frees_cache
     def init_model(self) -> int:
-        """Load the reference; answers the parameter count."""
+        """Load the reference; return its parameter count."""
         config = self.config
         assert config.actor.model_name_or_path is not None
         model = load_causal_lm(config.actor.model_name_or_path, **self.load_options)
@@ -52,7 +52,7 @@ class RewardModelActor(ModelWorker):
 
     @frees_cache
     def init_model(self, path: str) -> int:
-        """Load the reward model; answers the parameter count."""
+        """Load the reward model; return its parameter count."""
         config = self.config
         self.reader = self._reader_for(path)
         model = RewardModel.from_pretrained(

@@ -1,4 +1,4 @@
-"""What Ray says of the process it started: its machine, and the GPU that is its own."""
+"""The machine and the GPU of a process, as Ray knows them."""
 
 from __future__ import annotations
 
