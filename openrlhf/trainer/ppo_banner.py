@@ -26,7 +26,7 @@ def banner_sections(
     num_prompts: int,
     dtype: str,
 ) -> Sections:
-    """Return the banner; `sizes` are parameter counts by role, `num_prompts` those of one episode."""
+    """Return the banner; `sizes` are parameter counts by role, `num_prompts` of one episode."""
     run = {
         "estimator": config.algo.advantage.estimator,
         "reward": reward_words(config),

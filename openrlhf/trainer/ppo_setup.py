@@ -168,7 +168,7 @@ def schedule_notes(config: PPOConfig, schedule: Schedule) -> list[str]:
 
 
 def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
-    """Return the number of prompts of every step: fewer at the end of an episode, or only at the very
+    """Return the prompts of every step: fewer at the end of an episode, or only at the very
     end where generation runs ahead into the next episode.
     """
     size, num_episodes = config.rollout.batch_size, config.train.num_episodes

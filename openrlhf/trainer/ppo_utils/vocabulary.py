@@ -29,7 +29,7 @@ def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
 
 
 def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer of the model at `path`, or None if all tokens that the policy can sample,
+    """Return the tokenizer of the model at `path`; None if all tokens that the policy can sample,
     those of `own`, have the same ids there: then it reads the samples as they are.
 
     A token that only the policy knows may have an embedding there that no other token has.

@@ -294,7 +294,7 @@ def engine_config(
     resume_step: int = 0,
     executor: str = "mp",
 ) -> VLLMEngineConfig:
-    """Return the engine's settings for this run, with the type that the trainer holds the policy in.
+    """Return the engine's settings for this run, with the trainer's type of the policy.
 
     A run that goes on from a step draws other numbers than its beginning drew.
     """
