@@ -73,12 +73,6 @@ def test_every_node_works_and_none_has_more_than_its_workers(
     assert [pool.num_most for pool in pools] == [3, 3]
 
 
-def test_a_slow_node_gets_less(pools: list[Pool], source: NodePools) -> None:
-    pools[0].seconds = 0.2
-    source.submit(batch_of(40)).result()
-    assert pools[0].num_scored < pools[1].num_scored / 2
-
-
 def test_the_work_of_a_lost_node_is_done_by_the_others(
     pools: list[Pool], source: NodePools
 ) -> None:

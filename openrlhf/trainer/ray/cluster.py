@@ -23,7 +23,7 @@ from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import ClusterView, RoleDemand, place, pool_sizes
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, spread, start_pool_actors
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
-from openrlhf.trainer.ray.watch import Watch
+from openrlhf.trainer.ray.watch import Watch, Watched
 from openrlhf.utils.logging import notice
 from openrlhf.utils.progress import progress
 
@@ -251,20 +251,15 @@ class RayCluster:
         self._watch_all()
 
     def _watch_all(self) -> None:
+        limit_s = self.config.train.rank_timeout_s
         for group in self.groups:
             for rank, handle in enumerate(group.handles):
-                deadline_s = self.config.train.rank_timeout_s
-                self.watch.add(
-                    partial(group.who, rank),
-                    handle,
-                    deadline_s,
-                    "--rank_timeout_s",
-                    has_bar=rank == 0,
-                )
+                who = partial(group.who, rank)
+                self.watch.add(Watched(who, handle, limit_s, "--rank_timeout_s", has_bar=rank == 0))
+        limit_s = self.config.vllm.timeout_s
         for engine in self.engines:
-            deadline_s = self.config.vllm.timeout_s
-            name = f"engine {engine.who}"
-            self.watch.add(partial(str, name), engine.handle, deadline_s, "--engine_timeout_s")
+            who = partial(str, f"engine {engine.who}")
+            self.watch.add(Watched(who, engine.handle, limit_s, "--engine_timeout_s"))
         self.watch.start()
 
 

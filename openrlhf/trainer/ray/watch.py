@@ -40,7 +40,7 @@ class Watched:
     is_answering: bool = True
     say_after_s: float = field(default_factory=lambda: SAY_AFTER_S)
     asked: list[Any] = field(default_factory=list)  # the reference of an open request
-    has_bar: bool = False
+    has_bar: bool = False  # whether its work is drawn
     bar: ExitStack = field(default_factory=ExitStack)
     show: Callable[[int, int | None], None] | None = None  # moves the bar of the present work
     drawn: str | None = None  # the work it is for
@@ -80,17 +80,9 @@ class Watch:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def add(
-        self,
-        who: Callable[[], str],
-        handle: Any,
-        deadline_s: float,
-        flag: str,
-        *,
-        has_bar: bool = False,
-    ) -> None:
-        """Watch an actor that has a method `health`; draw its work as a bar if asked to."""
-        self._watched.append(Watched(who, handle, deadline_s, flag, has_bar=has_bar))
+    def add(self, watched: Watched) -> None:
+        """Watch one more process, which has a method `health`."""
+        self._watched.append(watched)
 
     def start(self) -> None:
         """Begin to ask; all processes are up."""
