@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import EngineError
 from tests.engines.helpers import (
@@ -58,18 +57,6 @@ def test_ragged_prompts_decode_greedily_as_alone(tmp_path, architecture, overrid
     for prompt, [answer] in zip(RAGGED, answers, strict=False):
         assert answer.token_ids == greedy(model, 12, prompt)
         assert largest_gap(model, prompt, answer, 1.0) < 1e-4
-
-
-def test_requests_of_many_lengths_keep_their_order(model):
-    settings = [SamplingSettings(num_samples=1 + k % 3, max_new_tokens=1 + 5 * k) for k in range(8)]
-    requests = [GenerationRequest(str(k), RAGGED[k], s) for k, s in enumerate(settings)]
-    answers = OwnGenerate(model, max_num_rows=4).generate(requests)
-    for prompt, sampling, group in zip(RAGGED, settings, answers, strict=True):
-        assert len(group) == sampling.num_samples
-        for answer in group:
-            assert len(answer.token_ids) == sampling.max_new_tokens
-            assert answer.finish_reason == "length"
-            assert largest_gap(model, prompt, answer, 1.0) < 1e-4
 
 
 def test_every_stop_id_stops_and_belongs_to_the_answer(model):

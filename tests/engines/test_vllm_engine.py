@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -113,22 +111,6 @@ def test_prompts_with_seeds_are_served_beyond_the_tokens_of_one_step(engine):
     assert [len(answer.token_ids) for [answer] in together] == [4] * 24
     [[last]] = engine.generate([request(prompts[-1], seed=23, max_new_tokens=4)])
     assert last.token_ids == together[-1][0].token_ids
-
-
-def test_threads_are_served_at_the_same_time(engine, model):
-    answers = {}
-
-    def run(k: int) -> None:
-        prompt = tuple(range(k, k + 10))
-        answers[k] = engine.generate([request(prompt, temperature=0.0, max_new_tokens=8 + k)])
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(10, 18)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k, [[answer]] in answers.items():
-        assert answer.token_ids == greedy(model, 8 + k, tuple(range(k, k + 10)))
 
 
 def test_a_prompt_that_does_not_fit_is_refused_and_the_others_served(engine):

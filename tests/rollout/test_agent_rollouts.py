@@ -13,7 +13,7 @@ import transformers
 from openrlhf.algorithms.advantages import estimator
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import Completion
-from openrlhf.errors import EngineError, RewardError
+from openrlhf.errors import EngineError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.scoring import FailurePolicy
@@ -120,12 +120,6 @@ def test_an_engine_that_fails_ends_the_run_whatever_the_policy(tmp_path, tiny_to
             policy=FailurePolicy(4, drops=True, max_dropped=1),
             say=say,
         )
-
-
-def test_scores_for_some_samples_only_are_refused(tmp_path, tiny_tokenizer):
-    code = TWO_TURNS.replace('"scores": 1.0', '"scores": 1.0 if prompt == "a" else None')
-    with pytest.raises(RewardError, match=r"sample step1/./0 has no score and others"):
-        generate(tmp_path, tiny_tokenizer, ["a", "b"], code=code)
 
 
 def two_part_batch(tmp_path, tokenizer):

@@ -150,12 +150,6 @@ def test_what_the_disk_refuses_is_an_error_of_files(tmp_path: Path) -> None:
         kept_pair().write(tmp_path)
 
 
-def test_where_nothing_is_finished_nothing_is_written(tmp_path: Path) -> None:
-    KeptGroups(ORIGIN).write(tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert not kept_of(make_trainer(World(), num_prompts=4), tmp_path).groups
-
-
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
 

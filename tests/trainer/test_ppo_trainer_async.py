@@ -120,13 +120,6 @@ def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail(with_filter):
         queue._outcome(failed)
 
 
-def test_a_run_ends_when_too_many_prompts_fail():
-    world = World(failing=frozenset((0, row) for row in range(9)))
-    trainer = make_trainer(world, num_prompts=9, max_dropped=0.5)
-    with pytest.raises(RewardError, match="of the 4 of a step: no reward"):
-        trainer.fit()
-
-
 def test_failures_of_an_evaluation_are_held_against_its_own_prompts(monkeypatch):
     trainer = make_trainer(World(), num_prompts=9, max_dropped=0.9)
     assert len(trainer.parts.eval_prompts) == 1
