@@ -313,7 +313,6 @@ def test_what_cannot_be_served_is_said_before_anything_listens(reward_dir, tiny_
     assert "has no value head" in refused("--reward_pretrain", str(tiny_model_dir))
     name = str(reward_dir)
     assert "no token is set" in refused("--reward_pretrain", name, "--host", "0.0.0.0")
-    assert f"names {name} 2 times" in refused("--reward_pretrain", f"{name},{name}")
     with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         assert "Address already in use" in refused("--reward_pretrain", name, "--port", port)
