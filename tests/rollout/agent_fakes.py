@@ -20,7 +20,7 @@ from openrlhf.rollout.agents.episodes import agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
-from tests.trainer.stream_fakes import sampler_of
+from tests.rollout.stream_fakes import sampler_of
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 

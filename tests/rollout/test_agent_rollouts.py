@@ -35,7 +35,7 @@ from tests.rollout.agent_fakes import (
     says,
     settings,
 )
-from tests.trainer.stream_fakes import fetch, until
+from tests.rollout.stream_fakes import fetch, until
 
 
 def generate(

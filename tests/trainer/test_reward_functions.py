@@ -20,7 +20,7 @@ from openrlhf.rewards.workers import FunctionPool, PoolSettings
 from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
-from tests.trainer.stream_fakes import rollouts_of
+from tests.rollout.stream_fakes import rollouts_of
 
 # One sample a row: what the policy says, the prompt, further columns.
 SAID = ["<think>a</think>\\boxed{4}", "\\boxed{5}", "print(7)"]

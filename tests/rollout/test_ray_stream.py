@@ -15,8 +15,8 @@ from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.ray.weight_sync import HandleTransport, send_weights
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
+from tests.rollout.stream_fakes import HeldSource, fetch, rollouts_of, until
 from tests.rollout.test_agent_engines import largest_gap
-from tests.trainer.stream_fakes import HeldSource, fetch, rollouts_of, until
 
 
 @pytest.fixture

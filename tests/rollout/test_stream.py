@@ -19,7 +19,7 @@ from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer
 from openrlhf.trainer.ray.phases import DevicePhases
-from tests.trainer.stream_fakes import (
+from tests.rollout.stream_fakes import (
     HeldEngine,
     HeldSource,
     fetch,

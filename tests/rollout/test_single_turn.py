@@ -12,7 +12,7 @@ from openrlhf.errors import EngineError
 from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.utils.rollout import Rollout
-from tests.trainer.stream_fakes import (
+from tests.rollout.stream_fakes import (
     HeldEngine,
     HeldSource,
     PromptTokenizer,
