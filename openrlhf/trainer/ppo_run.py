@@ -90,7 +90,7 @@ from openrlhf.utils.logging import (
     warn,
 )
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tracking import RolloutWriter, Tracker, make_tracker
+from openrlhf.utils.tracking import RolloutWriter, make_tracker
 
 MISMATCH_KL_FP32 = 1e-3
 MISMATCH_KL_HALF = 0.1
@@ -167,7 +167,17 @@ def _run(
     )
     phases.start()
     sizes = _init_models(config, groups, schedule, phases)
-    _banner(config, inputs, schedule, sizes, cluster)
+    dtype = next((name for name, kind in DTYPES.items() if kind == cluster.policy_dtype), "auto")
+    print_banner(
+        banner_sections(
+            config,
+            schedule,
+            cluster.counts,
+            sizes=sizes,
+            num_prompts=len(inputs.prompts),
+            dtype=dtype,
+        )
+    )
     own = GroupGenerator(groups["actor"], PolicyModelActor.generate)
     samplers = list(engines) or [BatchSampler(own.generate)]
     rollouts = _rollouts(config, inputs, groups, cluster, samplers, turn)
@@ -243,7 +253,6 @@ def _assemble(
     engines: Sequence[RolloutEngine],
 ) -> PPOParts:
     schedule = make_schedule(config, len(inputs.prompts))
-    resume_step = checkpoints.opened.resume_step
     return PPOParts(
         actor=groups["actor"],
         critic=groups.get("critic"),
@@ -256,7 +265,12 @@ def _assemble(
         group_filter=_group_filter(config),
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
-        tracker=_tracker(config, inputs.run_dir, resume_step),
+        tracker=make_tracker(
+            config.logger,
+            inputs.run_dir,
+            config.model_dump(mode="json"),
+            resume_step=checkpoints.opened.resume_step,
+        ),
         rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files),
         checkpoints=checkpoints,
         texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
@@ -348,11 +362,6 @@ def _group_filter(config: PPOConfig) -> GroupFilter | None:
     return GroupFilter(low, high, algo.dynamic_filtering_max_empty)
 
 
-def _tracker(config: PPOConfig, run_dir: Path, resume_step: int | None) -> Tracker:
-    settings = config.model_dump(mode="json")
-    return make_tracker(config.logger, run_dir, settings, resume_step=resume_step)
-
-
 def max_mismatch_kl(dtype: torch.dtype) -> float:
     """Return the largest mismatch KL allowed for a type of weights: half precision rounds."""
     return MISMATCH_KL_FP32 if dtype == torch.float32 else MISMATCH_KL_HALF
@@ -365,23 +374,3 @@ def _export(config: PPOConfig, groups: Groups) -> None:
     for role, method in methods.items():
         path = Path(config.ckpt.output_dir + ("_critic" if role == "critic" else ""))
         export_final(lambda path, call=groups[role].call, m=method: call(m, str(path)), path)
-
-
-def _banner(
-    config: PPOConfig,
-    inputs: RunInputs,
-    schedule: Schedule,
-    sizes: dict[str, int],
-    cluster: RayCluster | LocalCluster,
-) -> None:
-    sections = banner_sections(
-        config,
-        schedule,
-        cluster.counts,
-        sizes=sizes,
-        num_prompts=len(inputs.prompts),
-        dtype=next(
-            (name for name, dtype in DTYPES.items() if dtype == cluster.policy_dtype), "auto"
-        ),
-    )
-    print_banner(sections)

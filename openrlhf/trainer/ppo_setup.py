@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Read by runs on Ray only.
 @dataclass(frozen=True)
 class RunInputs:
     """Checked inputs of a run."""

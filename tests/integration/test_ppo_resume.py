@@ -167,13 +167,6 @@ def test_what_the_same_command_may_change(root: Path, tmp_path: Path, capsys) ->
     assert [record["step"] for record in steps_of(run_dir)] == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_metric_that_no_evaluation_logs_is_refused(root: Path, tmp_path: Path, capsys) -> None:
-    flags = f"{GRPO} --eval_dataset {{root}}/prompts.jsonl --ckpt.best_metric_key eval_even_pass9"
-    assert start(root, tmp_path / "run", flags) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "no pass rate of the evaluation. Type one of eval/eval_even_pass4" in said
-
-
 def launch(root: Path, run_dir: Path, flags: str, *more: str, num_ranks: int = 2) -> None:
     """One start on Ray with several ranks a role, which generate themselves."""
     ranks = [f"--{role}_num_gpus_per_node={num_ranks}" for role in ("actor", "critic", "ref")]
@@ -189,12 +182,11 @@ def launch(root: Path, run_dir: Path, flags: str, *more: str, num_ranks: int = 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("zero_stage", ["2", "3"])
-def test_two_ranks_go_on_exactly(root: Path, tmp_path: Path, zero_stage: str) -> None:
+def test_two_ranks_go_on_exactly(root: Path, tmp_path: Path) -> None:
     # A rate that does not know how long the run is: an episode more goes on as if it had been asked
     # for at once.
     flags = f"{PPO} --init_kl_coef 0.05 --lr_scheduler constant --save_steps 2 --load_checkpoint"
-    stage = ("--zero_stage", zero_stage)
+    stage = ("--zero_stage", "3")
     launch(root, tmp_path / "straight", flags, *stage, "--num_episodes", "2")
     launch(root, tmp_path / "resumed", flags, *stage, "--num_episodes", "1")
     launch(root, tmp_path / "resumed", flags, *stage, "--num_episodes", "2")

@@ -59,15 +59,11 @@ def test_ppo_in_hybrid_mode(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "flags", [PPO_HYBRID, f"{GRPO} --n_samples_per_prompt 4"], ids=["ppo", "grpo"]
-)
 def test_the_sizes_of_the_documents(
     tiny_model_dir: Path,
     reward_model_dir: Path,
     prompt_file: Path,
     tmp_path: Path,
-    flags: str,
 ) -> None:
     sizes = (
         "--micro_train_batch_size 8 --train_batch_size 128 --micro_rollout_batch_size 16 "
@@ -75,7 +71,7 @@ def test_the_sizes_of_the_documents(
     )
     train_ppo_ray.main(
         argv(
-            flags,
+            PPO_HYBRID,
             sizes=sizes,
             pretrain=tiny_model_dir,
             reward_pretrain=reward_model_dir,

@@ -150,13 +150,6 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
             "--is_correction_treatment truncate --vllm_is_truncated_threshold 3",
             ("sequence", "truncate", 0.0, 3.0),
         ),
-        ("--algo.advantage.is_correction_level off", None),
-        ("--algo.advantage.is_correction_level token", ("token", "clip", 0.5, 5.0)),
-        (
-            "--algo.advantage.is_correction_level seq --algo.advantage.is_correction_mode mask "
-            "--algo.advantage.is_correction_threshold 0.9 1.1",
-            ("seq", "mask", 0.9, 1.1),
-        ),
         (
             "--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv "
             "--algo.advantage.is_correction_threshold 0.2",
