@@ -175,13 +175,14 @@ class _EarlierKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q_BhQD: Tensor, k_BhSD: Tensor, v_BhSD: Tensor, scale: float | None
     ) -> Tensor:
-        ctx.num_earlier = k_BhSD.size(2) - q_BhQD.size(2)
+        ctx.num_earlier = start = k_BhSD.size(2) - q_BhQD.size(2)
         ctx.scale = scale
-        (before_BhQD, lse_before), (own_BhQD, lse_own) = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_BhQD, k, v, is_causal=is_causal, scale=scale
-            )
-            for k, v, is_causal in _before_and_own(k_BhSD, v_BhSD, ctx.num_earlier)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        before_BhQD, lse_before = attend(
+            q_BhQD, k_BhSD[:, :, :start], v_BhSD[:, :, :start], scale=scale
+        )
+        own_BhQD, lse_own = attend(
+            q_BhQD, k_BhSD[:, :, start:], v_BhSD[:, :, start:], is_causal=True, scale=scale
         )
         lse_BhQ = torch.logaddexp(lse_before, lse_own)
         output_BhQD = before_BhQD * (lse_before - lse_BhQ).exp()[..., None].to(q_BhQD.dtype)
@@ -192,26 +193,24 @@ class _EarlierKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, output, lse = ctx.saved_tensors
-        before, own = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, keys, values, output, lse, 0.0, is_causal, scale=ctx.scale
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+        places = slice(ctx.num_earlier), slice(ctx.num_earlier, None)
+        for keys, is_causal in zip(places, (False, True), strict=True):
+            part_q, grad_k[:, :, keys], grad_v[:, :, keys] = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad,
+                    q,
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    output,
+                    lse,
+                    0.0,
+                    is_causal,
+                    scale=ctx.scale,
+                )
             )
-            for keys, values, is_causal in _before_and_own(k, v, ctx.num_earlier)
-        )
-        grad_k, grad_v = (
-            torch.cat(parts, dim=2) for parts in zip(before[1:], own[1:], strict=True)
-        )
-        return before[0] + own[0], grad_k, grad_v, None
-
-
-def _before_and_own(
-    k: Tensor, v: Tensor, num_earlier: int
-) -> tuple[tuple[Tensor, Tensor, bool], tuple[Tensor, Tensor, bool]]:
-    """Return keys and values before the queries, all seen, and those of the queries, causal."""
-    return (
-        (k[:, :, :num_earlier], v[:, :, :num_earlier], False),
-        (k[:, :, num_earlier:], v[:, :, num_earlier:], True),
-    )
+            grad_q += part_q
+        return grad_q, grad_k, grad_v, None
 
 
 @dataclass(frozen=True)
