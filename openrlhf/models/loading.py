@@ -135,10 +135,6 @@ def resolve_dtype(
     GPU.
     """
     if param_dtype != "auto":
-        if param_dtype not in DTYPES:
-            raise ConfigError(
-                f"Unknown parameter type {param_dtype!r}: use bf16, fp16, fp32 or auto."
-            )
         return DTYPES[param_dtype]
     if (device_type or default_device_type()) == "cpu":
         return torch.float32

@@ -31,6 +31,7 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
@@ -219,7 +220,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def export(self, run: SupervisedRun[Any], path: Path) -> None:
         """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(run.engine, hf_part(run.model), run.inputs.tokenizer, path)
+        export_hf(run.engine, hf_model_of(run.model), run.inputs.tokenizer, path)
 
     @abstractmethod
     def counts(self, samples: Sequence[SampleT]) -> dict[str, float]:
@@ -476,10 +477,3 @@ def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool =
     if config.model.gradient_checkpointing_enable:
         actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
     return actor
-
-
-def hf_part(module: nn.Module) -> nn.Module:
-    """Return the Hugging Face model inside an actor or a value-head model."""
-    model = getattr(module, "model", None)
-    assert isinstance(model, nn.Module), f"{type(module).__name__} holds no model"
-    return model

@@ -21,7 +21,7 @@ from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.distributed.weights import gathered
+from openrlhf.distributed.weights import gathered, hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
@@ -33,7 +33,6 @@ from openrlhf.trainer.base_trainer import (
     LoopParts,
     SampleSet,
     SupervisedRun,
-    hf_part,
     load_actor,
     load_options,
 )
@@ -218,7 +217,7 @@ def make_answers(run: SupervisedRun[Any]) -> StudentAnswers:
     )
     return StudentAnswers(
         inputs.samples,
-        OwnGenerate(unwrap_peft(hf_part(run.model))),
+        OwnGenerate(unwrap_peft(hf_model_of(run.model))),
         sampling,
         max_len=config.data.max_len,
         seed=config.train.seed,

@@ -28,8 +28,9 @@ from openrlhf.datasets.unpaired_preference_dataset import (
 )
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.families import num_positions
-from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun, hf_part
+from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun
 from openrlhf.trainer.preference import (
     PreferenceBatch,
     Reference,
@@ -71,7 +72,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     def of(cls, run: SupervisedRun[KTOConfig]) -> Self:
         model, max_len = run.config.model, run.config.data.max_len
         # Rows are held against the model's positions; a long prompt with a long response is not.
-        limit = num_positions(hf_part(run.model).config) or max_len
+        limit = num_positions(hf_model_of(run.model).config) or max_len
         return cls(
             run.strategy,
             run.engine,

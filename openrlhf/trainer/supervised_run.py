@@ -38,6 +38,7 @@ from openrlhf.distributed.rank_watch import watching_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.families import (
     num_positions,
     refuse_shared_rows,
@@ -52,7 +53,6 @@ from openrlhf.trainer.base_trainer import (
     Inputs,
     LoopSettings,
     SupervisedRun,
-    hf_part,
 )
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
@@ -115,7 +115,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         strategy.shut_down()
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
-    check_room(hf_part(run.model), run_dir)
+    check_room(hf_model_of(run.model), run_dir)
     trainer = recipe.of(run)
     checkpointer = Checkpointer(trainer, opened, export=lambda path: trainer.export(run, path))
     checkpointer.resume()

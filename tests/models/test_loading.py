@@ -126,8 +126,6 @@ def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
     assert resolve_dtype("auto", config, device_type="cpu") == torch.float32
     assert resolve_dtype("auto", config, device_type="cuda") == torch.bfloat16
     assert resolve_dtype("fp16", config, device_type="cpu") == torch.float16
-    with pytest.raises(ConfigError, match="int7"):
-        resolve_dtype("int7", config)
 
 
 def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):

@@ -20,12 +20,12 @@ from openrlhf.cli.train_kto import main as train_kto
 from openrlhf.cli.train_prm import main as train_prm
 from openrlhf.cli.train_rm import main as train_rm
 from openrlhf.cli.train_sft import main as train_sft
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.actor import Actor
 from openrlhf.trainer import rm_trainer
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.trainer.preference import PreferenceBatch
 from openrlhf.trainer.rm_trainer import check_export
-from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch
 from tests.distributed.spawn import run_ranks
 from tests.engines.helpers import greedy, load
@@ -100,7 +100,7 @@ def train_policies(folder: Path) -> dict[str, list[torch.Tensor]]:
     def fit_and_look(self: BaseTrainer, **kwargs: object) -> None:
         fit(self, **kwargs)  # type: ignore[arg-type]
         with torch.no_grad():
-            actor = Actor(hf_part(self.engine.module)).eval()
+            actor = Actor(hf_model_of(self.engine.module)).eval()
             found.append(list(actor(batch).logprobs.split([len(ids) - 1 for ids in texts])))
 
     BaseTrainer.fit = fit_and_look  # type: ignore[method-assign]

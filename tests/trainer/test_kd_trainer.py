@@ -23,12 +23,12 @@ from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.strategy import DeepSpeedStrategy
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError
 from openrlhf.models.distillation import Student, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.kd_trainer import KDTrainer, StudentAnswers, make_answers
-from openrlhf.trainer.supervised_run import hf_part
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
@@ -173,7 +173,7 @@ def test_a_student_samples_with_its_adapter(folder: Path) -> None:
         "r", (70, 71, 72), SamplingSettings(temperature=0, max_new_tokens=9)
     )
     [[answer]] = engine.generate([request])
-    merged = copy.deepcopy(hf_part(student)).merge_and_unload()
+    merged = copy.deepcopy(hf_model_of(student)).merge_and_unload()
     base = load_causal_lm(folder / "teacher")
     ids = torch.tensor([[70, 71, 72]])
     greedy, without = (
