@@ -11,7 +11,7 @@ import pytest
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import ConfigError
+from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.trainer.ppo_checkpoints import (
     PPOCheckpoints,
     best_metric,
@@ -84,6 +84,13 @@ def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
     assert list(root.iterdir()) == []
     check_is_shared(config(), opened(tmp_path / "none"), {"critic": Ranks({0, 1, 2})})
     assert not (tmp_path / "none").exists()
+
+
+def test_a_rank_that_does_not_see_the_folder_saves_nothing() -> None:
+    """A run that is stopped is saved even if it was to keep no checkpoints."""
+    worker = TrainedWorker(PPOConfig(), RankIdentity("critic", 1, 3, "run"))
+    with pytest.raises(CheckpointError, match=r"/nowhere/x is not seen by critic rank 1 on node"):
+        worker.save_states("/nowhere/x")
 
 
 def test_a_run_is_at_its_end_when_every_prompt_has_an_outcome(tmp_path: Path) -> None:

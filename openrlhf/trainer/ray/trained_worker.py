@@ -152,6 +152,8 @@ class TrainedWorker(ModelWorker):
         """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
         ranks call. Raise CheckpointError on all or none.
         """
+        # A run that is stopped is saved without --save_steps too, and was not checked at its start.
+        together(lambda: self._check_is_seen(folder))
         self.engine.save_states(Path(folder) / self.identity.role)
         together(lambda: self.save_own(Path(folder)))
 
@@ -193,6 +195,13 @@ class TrainedWorker(ModelWorker):
 
     def take_own_state(self, state: dict[str, Any]) -> None:
         """Load what `own_state` returned."""
+
+    def _check_is_seen(self, folder: str) -> None:
+        if unseen := self.unseen(folder):
+            raise FileNotFoundError(
+                f"{folder} is not seen by {unseen}: --ckpt_path must be on a file system that all "
+                "nodes share."
+            )
 
     def _own_file(self, folder: Path, rank: int) -> Path:
         return folder / f"{self.identity.role}_rank{rank}.json"
