@@ -43,13 +43,15 @@ class Topology:
         cp_size: int = 1,
         tp_size: int = 1,
         local_rank: int = -1,
-        env: Mapping[str, str] = os.environ,
+        env: Mapping[str, str] | None = None,
     ) -> Topology:
         """Read what torchrun, deepspeed or Ray set; a process without a launcher is a world of one.
 
         `local_rank` is the launcher's argument and wins over the environment unless it is -1.
         Raises ConfigError for a rank outside the world.
         """
+        # Not a default argument: `Dataset.map` puts another object in place of os.environ.
+        env = os.environ if env is None else env
         world_size, rank = int(env.get("WORLD_SIZE", "1")), int(env.get("RANK", "0"))
         if not 0 <= rank < world_size:
             raise ConfigError(

@@ -204,10 +204,11 @@ class Worker:
 
     async def _reply(self, token: bytes) -> dict[str, Any]:
         """Return the reply that has the token; wait for ever when the connection was closed."""
-        while line := await self._reader.readline():
-            if line.startswith(token):
-                found: dict[str, Any] = json.loads(line.removeprefix(token))
-                return found
+        with suppress(ConnectionError):  # of a process that was killed
+            while line := await self._reader.readline():
+                if line.startswith(token):
+                    found: dict[str, Any] = json.loads(line.removeprefix(token))
+                    return found
         return await asyncio.get_running_loop().create_future()
 
     @property

@@ -15,12 +15,13 @@ from openrlhf.utils.gpus import VISIBLE, visible_gpus
 
 
 def see_own_gpus(
-    config: BatchInferenceConfig, *, env: MutableMapping[str, str] = os.environ
+    config: BatchInferenceConfig, *, env: MutableMapping[str, str] | None = None
 ) -> None:
     """Leave a rank of generate_vllm the GPUs of its engine; without GPUs there is nothing to do.
 
     Raises ConfigError when the machine has too few for all of its ranks.
     """
+    env = os.environ if env is None else env
     topology = Topology.from_env(local_rank=config.local_rank, env=env)
     names = visible_gpus(env)
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:

@@ -21,9 +21,9 @@ def gpus_of_machine() -> list[str]:
     return [str(number) for number in range(len(files))]
 
 
-def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
+def visible_gpus(env: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the GPUs that this process may use: those chosen, else all in /dev."""
-    chosen = env.get(VISIBLE)
+    chosen = (os.environ if env is None else env).get(VISIBLE)
     names = gpus_of_machine() if chosen is None else chosen.split(",")
     return [name for name in names if name and name != HIDDEN]
 
