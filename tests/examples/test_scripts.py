@@ -35,8 +35,14 @@ CONFIGS: dict[str, type[CommandConfig]] = {
     "openrlhf.cli.train_rm": RMConfig,
     "openrlhf.cli.train_sft": SFTConfig,
 }
-# Stands for `python` and `torchrun`: notes its words, one call a file, named by its time.
-RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD/$(date +%s%N)-$$"\n'
+# Stands for `python` and `torchrun`: notes its words, one call a file, named by its time. A server
+# is ready once it is noted.
+RECORDER = r"""#!/bin/sh
+printf "%s\n" "$@" > "$RECORD/$(date +%s%N)-$$"
+case "$2" in *'"/ready"'*)
+    until grep -qs openrlhf.cli.serve_rm "$RECORD"/*; do sleep 0.01; done
+esac
+"""
 
 
 @pytest.fixture
