@@ -37,13 +37,7 @@ def make_inputs(dtype=torch.float64, num_tokens=TOKENS, vocab=VOCAB, hidden=HIDD
     return states, weight, bias, torch.randint(vocab, (num_tokens,), generator=generator)
 
 
-OPTIONS = [
-    {},
-    {"temperature": 0.6},
-    {"softcap": 1.5},
-    {"logit_scale": 0.3},
-    {"temperature": 0.6, "softcap": 1.5, "logit_scale": 1.3},
-]
+OPTIONS = [{}, {"temperature": 0.6, "softcap": 1.5, "logit_scale": 1.3}]
 
 
 def test_log_prob_and_entropy_by_hand():
@@ -91,28 +85,6 @@ def test_gradients_pass_gradcheck(options, with_entropy):
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("used", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.01)])
-def test_gradients_equal_the_dense_ones_whichever_output_is_used(used):
-    hidden, weight, bias, targets = make_inputs()
-    results = []
-    for function in (chunked_logprobs, dense):
-        names = {"bias_V": bias, "with_entropy": True} if function is chunked_logprobs else {}
-        names = names or {"bias": bias}
-        outputs = function(hidden, weight, targets, **names)
-        parts = [scale * x.sum() for scale, x in zip(used, outputs, strict=True) if scale]
-        results.append(torch.autograd.grad(sum(parts), (hidden, weight, bias)))
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
-
-
-def test_only_what_requires_a_gradient_gets_one():
-    hidden, weight, bias, targets = make_inputs()
-    chunked_logprobs(hidden, weight.detach(), targets, bias_V=bias.detach())[0].sum().backward()
-    assert hidden.grad.any() and weight.grad is None and bias.grad is None
-    hidden.grad = None
-    chunked_logprobs(hidden.detach(), weight, targets, bias_V=bias.detach())[0].sum().backward()
-    assert hidden.grad is None and weight.grad.any() and bias.grad is None
-
-
 def test_no_tokens_give_no_log_probs_and_zero_gradients():
     hidden, weight, bias, targets = make_inputs(torch.float32, num_tokens=0)
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, bias_V=bias, with_entropy=True)
@@ -146,19 +118,6 @@ def test_huge_logits_neither_overflow_nor_lose_their_gradient():
     assert logprobs.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.tolist() == [[0.0], [2.0]]
-
-
-def test_chunking_changes_nothing_in_the_values():
-    hidden, weight, _, targets = make_inputs(torch.float32, num_tokens=64)
-    whole, _ = chunked_logprobs(hidden, weight, targets)
-    parts, _ = chunked_logprobs(hidden, weight, targets, chunk_tokens=7)
-    torch.testing.assert_close(whole, parts, rtol=1e-6, atol=1e-6)
-
-
-def test_two_dtypes_are_refused():
-    hidden, weight, _, targets = make_inputs(torch.float32)
-    with pytest.raises(AssertionError, match="hidden"):
-        chunked_logprobs(hidden, weight.bfloat16(), targets)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark from /proc")

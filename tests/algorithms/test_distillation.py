@@ -17,7 +17,7 @@ from openrlhf.algorithms.distillation import (
 )
 
 VOCAB, HIDDEN, TEACHER_HIDDEN, TOKENS = 13, 5, 7, 11
-TRANSFORMS = [{}, {"softcap": 1.5}, {"logit_scale": 0.3}, {"softcap": 1.5, "logit_scale": 1.3}]
+TRANSFORMS = [{}, {"softcap": 1.5, "logit_scale": 1.3}]
 
 
 def make_head(hidden, *, seed, num_tokens=TOKENS, vocab=VOCAB, dtype=torch.float64, **transform):
@@ -91,7 +91,7 @@ def test_one_token_by_hand(kind, expected):
     assert terms.loss.item() == pytest.approx(0.6 * math.log(2) + 0.4 * expected)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 11, 1024])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1024])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens):
@@ -109,51 +109,6 @@ def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_single_precision_agrees_to_six_digits(kind):
-    student = make_head(HIDDEN, seed=0, dtype=torch.float32)
-    teacher = make_head(TEACHER_HIDDEN, seed=1, dtype=torch.float32)
-    targets, weights = make_tokens(dtype=torch.float32)
-    method = Distillation(kind, chunk_tokens=3)
-    found = chunked_distillation(student, teacher, targets, **weights, method=method)
-    expected = dense(student, teacher, targets, **weights, method=method)
-    torch.testing.assert_close(tuple(found), expected, rtol=2e-6, atol=1e-6)
-    results = [torch.autograd.grad(loss, inputs_of(student)) for loss in (found[0], expected[0])]
-    torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("which", ["ce_weights_N", "divergence_weights_N"])
-def test_weights_of_zero_take_their_part_out_of_the_gradient(which):
-    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
-    targets, weights = make_tokens()
-    weights[which] = torch.zeros(TOKENS).double()
-    method = Distillation()
-    losses = [
-        chunked_distillation(student, teacher, targets, **weights, method=method).loss,
-        dense(student, teacher, targets, **weights, method=method)[0],
-    ]
-    results = [torch.autograd.grad(loss, inputs_of(student)) for loss in losses]
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
-    assert results[0][0].any()
-
-
-def test_the_sum_over_micro_batches_is_the_loss_of_the_batch():
-    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
-    targets, weights = make_tokens()
-    whole = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
-    total = 0
-    for rows in (slice(0, 3), slice(3, TOKENS)):
-        parts = [
-            Head(head.hidden_NH[rows], head.weight_VH, head.bias_V) for head in (student, teacher)
-        ]
-        some = {name: value[rows] for name, value in weights.items()}
-        terms = chunked_distillation(*parts, targets[rows], **some, method=Distillation())
-        total = total + terms.loss
-    torch.testing.assert_close(total, whole.loss)
-    grads = [torch.autograd.grad(loss, inputs_of(student)) for loss in (total, whole.loss)]
-    torch.testing.assert_close(*grads)
-
-
 def test_no_head_is_needed_in_the_backward():
     student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
     targets, weights = make_tokens()
@@ -169,38 +124,15 @@ def test_no_head_is_needed_in_the_backward():
     torch.testing.assert_close(found, expected)
 
 
-def test_gradients_reach_the_student_alone():
-    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
-    targets, weights = make_tokens()
-    terms = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
-    terms.loss.backward()
-    assert all(part.grad is None for part in inputs_of(teacher))
-    assert all(part.grad.any() for part in inputs_of(student))
-    assert not terms.logprobs_N.requires_grad and not terms.divergence_N.requires_grad
-
-
-def test_frozen_parts_of_the_student_get_no_gradient():
-    parts = make_head(HIDDEN, seed=0)
-    student = Head(parts.hidden_NH, parts.weight_VH.detach())
-    targets, weights = make_tokens()
-    teacher = make_head(TEACHER_HIDDEN, seed=1)
-    chunked_distillation(
-        student, teacher, targets, **weights, method=Distillation()
-    ).loss.backward()
-    assert student.hidden_NH.grad.any() and student.weight_VH.grad is None
-
-
 class Watch(TorchDispatchMode):
-    """Notes the size of the largest tensor made inside it and the matrix products."""
+    """Notes the size of the largest tensor made inside it."""
 
     largest = 0
-    num_products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.numel())
-        self.num_products += func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
         return out
 
 
@@ -213,30 +145,6 @@ def test_logits_live_for_one_chunk_at_a_time(kind):
     with Watch() as watch:
         chunked_distillation(student, teacher, targets, **weights, method=method).loss.backward()
     assert watch.largest == 6 * 100
-
-
-def test_evaluation_computes_logits_and_no_gradients():
-    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
-    targets, weights = make_tokens()
-    with Watch() as training:
-        expected = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
-    with torch.no_grad(), Watch() as evaluation:
-        found = chunked_distillation(student, teacher, targets, **weights, method=Distillation())
-    assert (training.num_products, evaluation.num_products) == (4, 2)
-    torch.testing.assert_close(tuple(found), tuple(expected))
-    assert not found.loss.requires_grad
-
-
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_no_tokens_give_no_loss_and_zero_gradients(kind):
-    student = make_head(HIDDEN, seed=0, num_tokens=0)
-    teacher = make_head(TEACHER_HIDDEN, seed=1, num_tokens=0)
-    targets, weights = make_tokens(0)
-    terms = chunked_distillation(student, teacher, targets, **weights, method=Distillation(kind))
-    terms.loss.backward()
-    assert terms.loss.item() == 0 and terms.logprobs_N.shape == terms.divergence_N.shape == (0,)
-    assert student.hidden_NH.grad.shape == (0, HIDDEN)
-    assert student.weight_VH.grad.shape == (VOCAB, HIDDEN) and not student.weight_VH.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -257,14 +165,6 @@ def test_half_precision_gives_fp32_values_close_to_the_dense_ones(kind, dtype):
         assert (grad - other).norm() / other.norm() < 0.02
 
 
-def test_equal_distributions_are_no_distance_apart():
-    head = make_head(HIDDEN, seed=0)
-    targets, weights = make_tokens()
-    for kind in DIVERGENCES:
-        terms = chunked_distillation(head, head, targets, **weights, method=Distillation(kind))
-        torch.testing.assert_close(terms.divergence_N, torch.zeros(TOKENS).double())
-
-
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_huge_logits_give_finite_values_and_gradients(kind):
     weight = torch.tensor([[1.0], [-1.0]])
@@ -283,20 +183,3 @@ def test_huge_logits_give_finite_values_and_gradients(kind):
     apart = {"forward": 2e4, "reverse": 2e4, "jsd": math.log(2)}[kind]
     assert terms.divergence_N.tolist() == pytest.approx([0.0, apart])
     assert student.hidden_NH.grad.isfinite().all() and student.hidden_NH.grad[0].item() == 0
-
-
-def test_what_does_not_fit_together_is_refused():
-    student, teacher = make_head(HIDDEN, seed=0), make_head(TEACHER_HIDDEN, seed=1)
-    targets, weights = make_tokens()
-    method = Distillation()
-    with pytest.raises(AssertionError, match="vocabulary"):
-        other = make_head(TEACHER_HIDDEN, seed=1, vocab=VOCAB + 1)
-        chunked_distillation(student, other, targets, **weights, method=method)
-    with pytest.raises(AssertionError, match="one target per state"):
-        chunked_distillation(student, teacher, targets[1:], **weights, method=method)
-    with pytest.raises(AssertionError, match="weight per target"):
-        chunked_distillation(
-            student, teacher, targets, **(weights | {"ce_weights_N": torch.ones(1)}), method=method
-        )
-    with pytest.raises(AssertionError, match="'kl' is none of"):
-        Distillation("kl")

@@ -20,7 +20,6 @@ from openrlhf.models.loading import is_value_model, load_causal_lm, load_config,
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
 
 LORA = LoraConfig(rank=4, alpha=8)
 
@@ -99,26 +98,6 @@ def test_a_reward_adapter_brings_its_head_and_scale(
     torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_policy_adapter_goes_under_a_fresh_head(
-    policy: tuple[Path, torch.nn.Module], batch: PackedBatch
-) -> None:
-    path, adapted = policy
-    model = load_sequence_model(path)
-    expected = adapted.get_base_model().model(input_ids=batch.token_ids[None, :12])
-    found = model.model(input_ids=batch.token_ids[None, :12])
-    torch.testing.assert_close(
-        found.last_hidden_state, expected.last_hidden_state, atol=1e-5, rtol=1e-5
-    )
-    with pytest.raises(ConfigError, match="has no value head"):
-        load_sequence_model(path, allow_fresh_head=False)
-
-
-def test_a_reward_adapter_is_no_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
-    save_reward_adapter(tiny_model_dir, tmp_path / "reward")
-    with pytest.raises(ConfigError, match="holds the adapter of a reward model"):
-        load_causal_lm(tmp_path / "reward")
-
-
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
     weights = load_file(folder / "adapter_model.safetensors")
     edit(weights)
@@ -161,16 +140,6 @@ def test_a_pickled_adapter_loads_unless_it_would_run_code(
     assert not (folder / "ran").exists()
 
 
-def test_a_reward_adapter_without_its_head_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "reward"
-    save_reward_adapter(tiny_model_dir, folder)
-    edit_weights(folder, lambda weights: weights.pop("base_model.model.score.weight"))
-    with pytest.raises(ConfigError, match=r"base_model\.model\.score\.weight is missing"):
-        load_sequence_model(folder)
-    with pytest.raises(ConfigError, match="is missing"):
-        load_adapter(load_sequence_model(tiny_model_dir), folder)
-
-
 def set_base(folder: Path, base: str | None) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
@@ -187,13 +156,6 @@ def test_an_adapter_without_its_base_is_one_line_with_a_remedy(
         load_config(str(policy[0]))
 
 
-def test_an_adapter_in_four_bits_is_refused(policy: tuple[Path, torch.nn.Module]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--load_in_4bit: .* Merge it first: openrlhf merge-lora"
-    ):
-        load_causal_lm(policy[0], load_in_4bit=True)
-
-
 def test_an_engine_that_reads_files_refuses_an_adapter(
     policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
 ) -> None:
@@ -201,11 +163,3 @@ def test_an_engine_that_reads_files_refuses_an_adapter(
     with pytest.raises(ConfigError, match=line):
         refuse_adapter(policy[0], "--pretrain")
     refuse_adapter(tiny_model_dir, "--pretrain")
-
-
-def test_an_adapter_without_a_tokenizer_has_its_bases(
-    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
-) -> None:
-    own, base = load_tokenizer(str(policy[0])), load_tokenizer(str(tiny_model_dir))
-    assert own.get_vocab() == base.get_vocab() and own.chat_template == base.chat_template
-    assert eos_token_ids(str(policy[0]), own) == eos_token_ids(str(tiny_model_dir), base)

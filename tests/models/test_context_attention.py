@@ -31,12 +31,6 @@ def test_a_rank_holds_a_chunk_from_either_end():
     assert second.positions_S.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_places_are_found_in_the_slice_that_holds_them():
-    own = RowSlice(Place(0), num_tokens=15)  # type: ignore[arg-type]
-    here, index = own.find(torch.tensor([5, 13, 0]))
-    assert (here.tolist(), index.tolist()) == ([1, 2], [5, 0])
-
-
 @pytest.mark.parametrize("num_tokens", [1, 7, 24])
 def test_row_order_and_rank_order_undo_each_other(num_tokens):
     slices = [RowSlice(Place(rank, 3), num_tokens) for rank in range(3)]  # type: ignore[arg-type]
@@ -76,8 +70,3 @@ def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
     with pytest.raises(ConfigError, match=why):
         refuse_shared_rows(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
     refuse_shared_rows(config, "m", DeepSpeedConfig())
-
-
-def test_any_number_of_heads_can_be_gathered():
-    config = LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
-    refuse_shared_rows(config, "m", DeepSpeedConfig(ring_attn_size=4))

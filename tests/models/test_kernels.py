@@ -15,13 +15,8 @@ from openrlhf.models import kernels, loading
 from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import apply_liger, check_here
 from openrlhf.models.loading import load_causal_lm, say_attention
-from openrlhf.trainer.sft_trainer import SFTTrainer
-from openrlhf.trainer.supervised_run import run_supervised
 from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
 
-NO_GPU = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="says what a machine without GPU lacks"
-)
 # What of Liger's interface is used, as a package that notes the call on the model.
 LIGER = """
 def _apply_liger_kernel_to_instance(model, **kwargs):
@@ -56,12 +51,6 @@ def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
     model = load_causal_lm(qwen2_dir)
     apply_liger(model)
     assert model.liger_call == {"cross_entropy": False, "fused_linear_cross_entropy": False}
-
-
-def test_a_family_that_liger_does_not_know_is_refused(mixtral_dir, liger_package):
-    model = load_causal_lm(mixtral_dir)
-    with pytest.raises(ConfigError, match=r"Liger has no kernels for model type 'mixtral'\. Leave"):
-        apply_liger(model)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
@@ -122,20 +111,6 @@ def test_everything_a_machine_lacks_is_said_at_once(bare):
         "--grad_accum_dtype bf16 with fp32 parameters, as they are on a CPU: add --bf16 or leave "
         "it out.",
     ]
-
-
-def test_an_attention_that_does_not_exist_is_refused_with_those_that_do(bare):
-    [line] = missing(attn_implementation="flash_atention_2")
-    assert line.startswith("--attn_implementation flash_atention_2 is not known. Type one of auto,")
-    [line] = missing(attn_implementation="kernels-community/flash-attn2")
-    assert "the kernels package is not installed and torch sees no CUDA device" in line
-
-
-@NO_GPU
-def test_a_command_says_what_is_missing_before_it_reads_anything():
-    words = ["--pretrain", "no-model", "--dataset", "no-data", "--use_liger_kernel"]
-    with pytest.raises(ConfigError, match=r"^--use_liger_kernel: "):
-        run_supervised(SFTTrainer, parse_config(SFTConfig, words).config)
 
 
 @pytest.mark.parametrize(

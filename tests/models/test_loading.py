@@ -7,14 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf.cli import train_sft
 from openrlhf.errors import ConfigError
 from openrlhf.models import loading
 from openrlhf.models.loading import choose_attention, load_causal_lm, load_config, resolve_dtype
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.value_head import RewardModel
 from tests.models.helpers import tiny_model
-from tests.tiny import write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +23,6 @@ def causal_dir(tmp_path_factory):
 def test_a_missing_folder_is_one_line_with_a_remedy():
     with pytest.raises(ConfigError, match=r"'/no/such/model' does not exist\. Give a folder"):
         load_causal_lm("/no/such/model")
-
-
-def test_a_folder_without_a_model_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
-        load_causal_lm(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -93,25 +86,6 @@ def test_pickled_weights_that_would_run_code_are_one_line_and_run_nothing(
     assert len(str(e.value).splitlines()) == 1 and not (tmp_path / "ran").exists()
 
 
-def test_pickled_weights_that_would_run_code_end_a_command_with_2(pickled_dir, tmp_path, capsys):
-    folder = pickled_dir(payload=Payload(tmp_path / "ran"))
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
-    with pytest.raises(SystemExit) as stop:
-        train_sft.main(["--pretrain", str(folder), "--dataset", str(rows), "--save_path", "run"])
-    assert stop.value.code == 2 and not (tmp_path / "ran").exists()
-    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert line.startswith(f"error: The file of weights in {folder} would run code")
-
-
-@pytest.mark.parametrize("size", [300, 20_000])
-def test_torn_pickled_weights_are_one_line(pickled_dir, size):
-    folder = pickled_dir()
-    file = folder / "pytorch_model.bin"
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ConfigError, match=r"weights of .* cannot be read: .* Copy or save them"):
-        load_causal_lm(folder)
-
-
 def test_a_reward_model_is_no_policy(causal_dir, tmp_path):
     RewardModel.from_pretrained(causal_dir).model.save_pretrained(tmp_path)
     with pytest.raises(
@@ -140,9 +114,3 @@ def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
     )
     monkeypatch.setattr(loading, "is_installed", lambda package: False)
     assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
-
-
-def test_an_attention_that_transformers_has_not_is_one_line(tiny_model_dir):
-    with pytest.raises(ConfigError, match=r"cannot be loaded with these settings: .*no_such") as e:
-        load_causal_lm(tiny_model_dir, attn_implementation="no_such_attention")
-    assert len(str(e.value).splitlines()) == 1

@@ -15,14 +15,11 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from openrlhf.engines.base import GenerationRequest, SamplingSettings
-from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.families import causal_class, padding_note, refuse_own_code
+from openrlhf.models.families import causal_class, padding_note
 from openrlhf.models.loading import check_own_logits, load_causal_lm
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.router_loss import load_balancing_losses
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packable import why_padded
 from tests.models.helpers import full_batch, random_sequences
@@ -115,42 +112,13 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         check_own_logits(make(config))
 
 
-def test_code_that_comes_with_the_weights_must_take_packed_rows() -> None:
-    model = make(PADDED["mamba"]())
-    refuse_own_code(model, "m")
-
-    class OwnConfig(hf.MambaConfig):
-        """Of a file beside the weights."""
-
-    model.config.__class__ = OwnConfig
-    with pytest.raises(ConfigError, match="m: MambaForCausalLM has linear_attention"):
-        refuse_own_code(model, "m")
-
-
-def test_a_folder_of_either_is_refused(tmp_path: Path) -> None:
-    make(hf.BertConfig(**SIZES, is_decoder=True)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="computes its logits in a way of its own"):
-        load_causal_lm(tmp_path)
-
-
-def test_experts_in_half_precision_round_and_pass() -> None:
-    config = hf.MixtralConfig(**{**LLAMA, "num_hidden_layers": 8}, num_local_experts=4)
-    check_own_logits(make(config, PACKED_ATTENTION).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("command", ["sft", "ppo"])
-def test_a_budget_of_tokens_does_not_bound_padded_rows(
-    command: str, tmp_path: Path, refuse: Callable
-) -> None:
+def test_a_budget_of_tokens_does_not_bound_padded_rows(tmp_path: Path, refuse: Callable) -> None:
     make_tokenizer(tmp_path / "model")
     PADDED["falcon"]().save_pretrained(tmp_path / "model")
     data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "output": "a"}])
     words = f"--pretrain {tmp_path}/model --save_path {tmp_path}/run --use_dynamic_batch "
-    words += {
-        "sft": f"--dataset {data} --input_key input --output_key output",
-        "ppo": f"--prompt_data {data} --input_key input --reward_pretrain {tmp_path}/model",
-    }[command]
-    code, error = refuse(f"train_{command}", words.split())
+    words += f"--dataset {data} --input_key input --output_key output"
+    code, error = refuse("train_sft", words.split())
     assert code == 2, error
     assert f"--use_dynamic_batch: the rows of {tmp_path}/model are padded" in error
 
@@ -175,43 +143,6 @@ def test_a_reward_model_scores_as_it_would_alone(family: str, tmp_path: Path) ->
         alone = [own.eval()(input_ids=ids[None]).logits[0, 0] for ids in sequences]
     assert scores.std() > 0.01
     torch.testing.assert_close(scores, torch.stack(alone), atol=1e-4, rtol=0)
-
-
-def test_router_losses_do_not_count_the_padding() -> None:
-    model = make(PADDED["qwen3_next"]())
-    sequences = random_sequences(list(LENGTHS))
-    losses = Actor(model, with_aux_loss=True)(full_batch(sequences)).aux_loss
-    alone = []
-    for ids in sequences:
-        output = model.model(input_ids=ids[None], use_cache=False, output_router_logits=True)
-        alone.append(load_balancing_losses(output.router_logits, [len(ids)], top_k=2)[0])
-    torch.testing.assert_close(losses, torch.stack(alone), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["bloom", "mamba", "qwen3_next"])
-def test_the_engine_without_a_cache_samples_what_the_model_says(family: str) -> None:
-    """Prompts of many lengths in few slots, several samples of each, ended at many lengths."""
-    model = make(PADDED[family]())
-    prompts = random_sequences([9, 2, 5, 7, 1, 4])
-    requests = [
-        GenerationRequest(
-            str(k),
-            tuple(prompt.tolist()),
-            SamplingSettings(2, temperature=1.0, max_new_tokens=3 + 2 * k, stop_token_ids=(9,)),
-        )
-        for k, prompt in enumerate(prompts)
-    ]
-    torch.manual_seed(1)
-    answers = OwnGenerate(model, max_num_rows=4).generate(requests)
-    for request, completions in zip(requests, answers, strict=True):
-        for completion in completions:
-            ids = torch.tensor([*request.prompt_token_ids, *completion.token_ids])
-            with torch.no_grad():
-                said = own_logprobs(model, [ids])[len(request.prompt_token_ids) - 1 :]
-            torch.testing.assert_close(torch.tensor(completion.logprobs), said, atol=1e-3, rtol=0)
-            limit = request.sampling.max_new_tokens
-            assert len(completion.token_ids) == limit or completion.token_ids[-1] == 9
-    assert len({c.token_ids for completions in answers for c in completions}) > 6
 
 
 def test_a_command_says_that_it_pads_and_learns(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import transformers
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm, load_config, load_sequence_model
-from openrlhf.models.router_loss import check_has_experts, load_balancing_losses
-from openrlhf.models.value_head import RewardLearner, RewardModel
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.router_loss import load_balancing_losses
 from tests.models.helpers import eager_model, full_batch, random_sequences, tiny_model
 
 TOP_K = 2
@@ -88,37 +87,6 @@ def test_a_packed_row_gives_the_loss_of_each_sequence_alone(mixtral_dir):
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
-def test_checkpointing_leaves_the_gradient_of_the_router_loss(mixtral_dir):
-    gradients = []
-    for is_checkpointed in (False, True):
-        actor = load_actor(mixtral_dir).train()
-        if is_checkpointed:
-            actor.gradient_checkpointing_enable()
-        stats = actor(full_batch(random_sequences([9, 14])))
-        (stats.logprobs.mean() + stats.aux_loss.sum()).backward()
-        gradients.append(gate_gradients(actor.model))
-    assert len(gradients[0]) == 2
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-7, rtol=1e-5)
-
-
 def test_reentrant_checkpointing_is_refused(mixtral_dir):
     with pytest.raises(ConfigError, match=r"would have no gradient\. Use --gradient_checkpointing"):
         load_actor(mixtral_dir).gradient_checkpointing_enable(use_reentrant=True)
-
-
-def test_a_dense_model_is_refused_by_its_config_too(tmp_path, mixtral_dir):
-    dense = str(tiny_model(tmp_path, "qwen2"))
-    with pytest.raises(ConfigError, match=r"has no experts\. Leave it out"):
-        check_has_experts(load_config(dense), dense)
-    check_has_experts(load_config(str(mixtral_dir)), "mixtral")
-
-
-def test_a_reward_model_in_training_has_the_same_scores_and_the_router_loss(mixtral_dir):
-    model = load_sequence_model(mixtral_dir, dtype=torch.float32)
-    batch = full_batch(random_sequences([6, 11]))
-    terms = RewardLearner(model, with_aux_loss=True)(batch)
-    torch.testing.assert_close(terms.scores, RewardModel(model)(batch), atol=0, rtol=0)
-    # The body of the reward model is that of the causal language model.
-    torch.testing.assert_close(terms.aux_loss, load_actor(mixtral_dir)(batch).aux_loss)
-    assert RewardLearner(model)(batch).aux_loss is None

@@ -11,7 +11,6 @@ from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.models.helpers import (
     full_batch,
-    gradients,
     random_lengths,
     random_masks,
     random_sequences,
@@ -19,7 +18,7 @@ from tests.models.helpers import (
 )
 from tests.tiny import as_openrlhf_saves, make_reward_model
 
-ARCHITECTURES = ["qwen2", "llama", "gpt_neox"]
+ARCHITECTURES = ["qwen2", "gpt_neox"]
 
 
 def fp32(path, cls=RewardModel, **options):
@@ -44,21 +43,6 @@ def edit_config(source, target, **fields):
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, **fields}))
     return target
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_survive_saving_and_loading_to_the_bit(architecture, dtype, tmp_path):
-    model = RewardModel.from_pretrained(tiny_model(tmp_path, architecture), dtype=dtype)
-    model.model.save_pretrained(tmp_path / "saved")
-    batch = full_batch(random_sequences(random_lengths(12, 30)))
-    before = model(batch)
-    after = RewardModel.from_pretrained(tmp_path / "saved", dtype=dtype, allow_fresh_head=False)(
-        batch
-    )
-    assert before.dtype == torch.float32
-    assert before.std() > 0
-    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -88,25 +72,9 @@ def test_values_are_read_before_each_target_one_sequence_at_a_time(reward_dir):
     torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_a_fresh_head_is_small_and_the_same_every_time(causal_dir):
-    first, second = fp32(causal_dir), fp32(causal_dir, CriticModel)
-    weight = first.model.score.weight
-    assert torch.equal(weight, second.model.score.weight)
-    assert weight.std().item() * 33 == pytest.approx(1.0, abs=0.4)
-    assert first.model.score.bias is None
-
-
 def test_scoring_with_a_model_that_never_had_a_head_is_an_error(causal_dir):
     with pytest.raises(ConfigError, match="no value head"):
         fp32(causal_dir, allow_fresh_head=False)
-
-
-def test_a_reward_model_that_lost_its_head_is_an_error(causal_dir, tmp_path):
-    path = edit_config(
-        causal_dir, tmp_path, architectures=["Qwen2ForSequenceClassification"], num_labels=1
-    )
-    with pytest.raises(ConfigError, match=r"missing \(score.weight\)"):
-        fp32(path)
 
 
 def test_a_classifier_of_several_labels_is_an_error(reward_dir, tmp_path):
@@ -115,7 +83,7 @@ def test_a_classifier_of_several_labels_is_an_error(reward_dir, tmp_path):
         fp32(path)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral"])
 @pytest.mark.parametrize(
     ("cls", "head"),
     [(RewardModel, "score"), (RewardModel, "value_head"), (CriticModel, "value_head")],
@@ -134,12 +102,6 @@ def test_models_that_openrlhf_saved_have_the_outputs_they_were_trained_for(
     assert torch.equal(again(batch), model(batch))
 
 
-def test_a_model_of_openrlhf_without_its_head_is_an_error(causal_dir, tmp_path):
-    path = edit_config(causal_dir, tmp_path, architectures=["RewardModel"])
-    with pytest.raises(ConfigError, match=r"missing \(score.weight\)"):
-        fp32(path)
-
-
 def test_the_stored_head_name_wins_and_survives(causal_dir, tmp_path):
     from safetensors.torch import load_file
 
@@ -156,11 +118,6 @@ def test_the_stored_head_name_wins_and_survives(causal_dir, tmp_path):
         model.model.save_pretrained(path)
 
 
-def test_a_head_name_that_is_taken_is_an_error(causal_dir):
-    with pytest.raises(ConfigError, match="value_head_prefix 'model'"):
-        fp32(causal_dir, value_head_prefix="model")
-
-
 def test_normalised_rewards_are_z_scores(reward_dir, tmp_path):
     path = edit_config(reward_dir, tmp_path, mean=0.5, std=2.0)
     batch = full_batch(random_sequences([4, 9, 20]))
@@ -172,15 +129,3 @@ def test_normalised_rewards_are_z_scores(reward_dir, tmp_path):
 def test_normalising_without_usable_statistics_is_an_error(fields, reward_dir, tmp_path):
     with pytest.raises(ConfigError, match="normalize_reward"):
         fp32(edit_config(reward_dir, tmp_path, **fields), normalize_reward=True)
-
-
-def test_gradient_checkpointing_keeps_the_gradients(reward_dir):
-    batch = full_batch(random_sequences([7, 30, 12]))
-    plain, checkpointed = fp32(reward_dir).train(), fp32(reward_dir).train()
-    checkpointed.gradient_checkpointing_enable()
-    plain(batch).mean().backward()
-    checkpointed(batch).mean().backward()
-    expected, actual = gradients(plain), gradients(checkpointed)
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        torch.testing.assert_close(actual[name], grad, atol=1e-7, rtol=1e-6, msg=name)
