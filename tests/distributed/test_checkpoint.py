@@ -66,13 +66,10 @@ def test_a_sealed_folder_has_its_name_and_verifies(tmp_path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: (path / "model" / "shard.pt").write_text("wei"),
     "flipped": lambda path: (path / "model" / "shard.pt").write_text("weighty"),
-    "zero-length": lambda path: (path / "model" / "shard.pt").write_text(""),
     "missing": lambda path: (path / "model" / "shard.pt").unlink(),
     "foreign file": lambda path: (path / "model" / "more.pt").write_text("x"),
     "link": lambda path: (path / "model" / "link.pt").symlink_to("/etc/passwd"),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
-    "torn manifest": lambda path: (path / "manifest.json").write_text('{"step": 2, "fil'),
-    "no files": lambda path: (path / "manifest.json").write_text("[]"),
     "outside": lambda path: (path / "manifest.json").write_text(
         json.dumps({"files": {"../../x": {"size": 1, "sha256": ""}}})
     ),
@@ -152,15 +149,6 @@ def test_the_oldest_beyond_the_budget_go(
     assert found == gone
 
 
-def test_states_and_exports_rotate_together(tmp_path: Path) -> None:
-    store = make_store(tmp_path, max_num=2)
-    for step in (1, 2, 3):
-        save(store, step, has_export=True)
-        store.rotate()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["global_step2", "global_step2_hf", "global_step3", "global_step3_hf"]
-
-
 def test_an_export_alone_is_kept_but_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     _, export = store.stage(4)
@@ -219,13 +207,6 @@ def test_a_file_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) 
     assert not marker.exists()
     torch.load(file, weights_only=False)
     assert marker.exists()  # the payload is a real one
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"cos\nsystem\n(S'true'\ntR."])
-def test_a_file_torch_did_not_write_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "shard.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="no file that torch wrote"):
-        refuse_code_in(tmp_path)
 
 
 def test_random_numbers_go_on_through_json() -> None:

@@ -27,15 +27,6 @@ def write(path: Path, tree: dict) -> DeepSpeedConfig:
     return DeepSpeedConfig(zero_stage=2, config=str(path))
 
 
-def test_accumulation_is_ours_and_clipping_is_the_flags():
-    config = training_config(DeepSpeedConfig(zero_stage=2), OptimizerConfig(max_norm=0.7), FP32)
-    assert config["gradient_accumulation_steps"] == 1
-    assert config["train_micro_batch_size_per_gpu"] == 1
-    assert config["train_batch_size"] == 2
-    assert config["gradient_clipping"] == 0.7
-    assert config["optimizer"]["params"]["torch_adam"] is True
-
-
 @pytest.mark.parametrize(
     ("stage", "facts", "options", "runs_as"),
     [
@@ -106,19 +97,6 @@ def test_every_contradiction_is_named_with_its_flag(tmp_path: Path):
     assert "zero_optimization.stage is 3, but --zero_stage gives 2" in lines[0]
     assert "gradient_clipping is 5.0, but --max_norm gives 1.0" in lines[1]
     assert "--lr_scheduler" in lines[2]
-
-
-def test_sizes_of_batches_are_not_said_to_be_what_deepspeed_is_handed(tmp_path: Path):
-    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 64}
-    path = tmp_path / "ds.json"
-    with pytest.raises(ConfigError) as caught:
-        training_config(write(path, sizes), OptimizerConfig(), FP32)
-    assert caught.value.problems == [
-        f"{path}: train_micro_batch_size_per_gpu is 4, but batches are cut by "
-        '--micro_train_batch_size, not by DeepSpeed: write "auto" there.',
-        f"{path}: train_batch_size is 64, but batches are cut by --train_batch_size, not by "
-        'DeepSpeed: write "auto" there.',
-    ]
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

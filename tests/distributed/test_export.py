@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.export import export_hf, mend_generation_config, without_folders
@@ -140,13 +139,6 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
     loaded = peft.PeftModel.from_pretrained(base, path)
     token_ids = torch.arange(10)[None]
     torch.testing.assert_close(loaded(token_ids).logits, lora(token_ids).logits)
-
-
-def test_stored_buffers_travel_and_scratch_buffers_do_not() -> None:
-    module = nn.Linear(2, 2)
-    module.register_buffer("correction", torch.ones(3))
-    module.register_buffer("scratch", torch.ones(3), persistent=False)
-    assert [name for name, _ in full_parameters(module)] == ["weight", "bias", "correction"]
 
 
 def test_a_published_config_that_forgets_do_sample_can_be_written(tmp_path: Path) -> None:

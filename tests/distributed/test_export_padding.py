@@ -23,12 +23,9 @@ TEXTS = ("a", "several words here", "two words")
 # Special tokens of a base: which there are, what they are for, embeddings beyond them, and the pad
 # token that the export has.
 BASES = {
-    "own": (["<|own|>"], {"pad_token": "<|own|>"}, 0, "<|own|>"),
     "unknown": (["<unk>"], {"unk_token": "<unk>", "pad_token": EOS}, 0, "<unk>"),
-    "reserved": (["<|right_pad_id|>"], {"pad_token": EOS}, 0, "<|right_pad_id|>"),
     "first": (["<s>"], {"bos_token": "<s>"}, 0, "<s>"),
     "spare": ([], {"pad_token": EOS}, 1, "<|pad|>"),
-    "picture": (["<|image_pad|>"], {}, 1, "<|pad|>"),
     "none": ([], {}, 0, None),
 }
 
@@ -67,49 +64,33 @@ def trained_scores(model: torch.nn.Module, texts: list[list[int]]) -> torch.Tens
         return RewardModel(model)(batch)
 
 
-@pytest.fixture(params=BASES)
-def exported(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, torch.Tensor]:
-    """Kind of base, the exported reward model, the scores of the texts before."""
-    base = make_base(tmp_path / "base", request.param)
-    model = load_sequence_model(base)
-    with torch.no_grad():
-        model.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
-    tokenizer = load_tokenizer(str(base))
-    engine = EvalEngine(model, torch.device("cpu"))
-    export_hf(engine, model, tokenizer, tmp_path / "reward", command="c")
-    assert model.config.pad_token_id == 0  # the live model is as it was
-    scores = trained_scores(model, [tokenizer(text + EOS)["input_ids"] for text in TEXTS])
-    return request.param, tmp_path / "reward", scores
-
-
-def test_the_exported_pad_token_ends_no_text(exported: tuple[str, Path, torch.Tensor]) -> None:
-    kind, path, _ = exported
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    config = transformers.AutoConfig.from_pretrained(path)
-    if BASES[kind][3] is None:
-        assert config.pad_token_id is None
-        return
-    assert tokenizer.pad_token == BASES[kind][3]
-    assert config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert tokenizer.pad_token_id < config.vocab_size
-
-
-def test_single_texts_and_padded_batches_have_the_scores_of_the_trained_model(
-    exported: tuple[str, Path, torch.Tensor],
+@pytest.mark.parametrize("kind", BASES)
+def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
+    kind: str, tmp_path: Path
 ) -> None:
-    kind, path, expected = exported
+    base, path, pad = make_base(tmp_path / "base", kind), tmp_path / "reward", BASES[kind][3]
+    trained = load_sequence_model(base)
+    with torch.no_grad():
+        trained.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    own = load_tokenizer(str(base))
+    export_hf(EvalEngine(trained, torch.device("cpu")), trained, own, path, command="c")
+    assert trained.config.pad_token_id == 0  # the live model is as it was
+    expected = trained_scores(trained, [own(text + EOS)["input_ids"] for text in TEXTS])
+
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    if pad is None:
+        assert model.config.pad_token_id is None
+    else:
+        assert tokenizer.pad_token == pad
+        assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+        assert tokenizer.pad_token_id < model.config.vocab_size
     texts = [text + EOS for text in TEXTS]
     with torch.no_grad():
         single = [model(**tokenizer(text, return_tensors="pt")).logits[0, 0] for text in texts]
         torch.testing.assert_close(torch.stack(single), expected, atol=1e-5, rtol=1e-5)
-        for side in ("right", "left"):
+        for side in ("right", "left") if pad else ():
             batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
-            if BASES[kind][3] is None:
-                with pytest.raises(ValueError, match="no padding token"):
-                    model(**batch)
-                continue
             scores = model(**batch).logits[:, 0]
             torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 

@@ -13,9 +13,8 @@ from torch import nn
 
 from openrlhf.cli import train_sft
 from openrlhf.distributed import checkpoints, export
-from openrlhf.distributed.checkpoints import export_final
 from openrlhf.distributed.export import check_room
-from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.errors import ConfigError
 from tests.tiny import write_jsonl
 
 
@@ -66,21 +65,6 @@ def test_a_model_without_room_at_the_end_is_tried_again_and_then_written_elsewhe
     transformers.AutoModelForCausalLM.from_pretrained(elsewhere)
     assert not (tmp_path / "run" / ".export").exists()
     assert not (tmp_path / "run" / "finished.json").exists()
-
-
-def test_room_that_is_made_meanwhile_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(checkpoints, "EXPORT_PAUSE_S", 0.0)
-    tried: list[Path] = []
-
-    def write(path: Path) -> None:
-        tried.append(path)
-        if len(tried) < 3:
-            raise CheckpointError("no room.")
-
-    export_final(write, tmp_path)
-    assert tried == [tmp_path] * 3
 
 
 def test_a_disk_without_room_for_the_model_is_said_before_training(

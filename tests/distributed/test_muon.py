@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
 from openrlhf.distributed.ds_config import ModelFacts, training_config
-from openrlhf.distributed.optimizer import LearningRate, make_muon, muon_groups, parameter_groups
+from openrlhf.distributed.optimizer import muon_groups, parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
@@ -20,11 +20,8 @@ from tests.tiny import make_model as make_tiny_model
 
 STAGES = {
     "zero0": {"zero_stage": 0},
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
-    "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
     "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
 OPTIM = OptimizerConfig(
@@ -113,47 +110,30 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("case", STAGES)
-def test_the_loss_falls_in_ten_steps(results: list[dict], case: str) -> None:
-    losses = results[0][case]["losses"]
-    assert losses[-1] < 0.5 * losses[0], losses
-
-
-@pytest.mark.parametrize("case", STAGES)
-def test_the_first_step_of_a_hidden_matrix_is_orthogonal(results: list[dict], case: str) -> None:
-    steps = results[0][case]["first_steps"]
-    # The rate, times sqrt(48 / 16) for the shape, times singular values that five Newton-Schulz
-    # steps bring near 1.
-    values = torch.linalg.svdvals(steps["1.weight"]) / (0.05 * 3**0.5)
-    assert values[:NUM_CLASSES].min() > 0.6 and values.max() < 1.3, values
-    # The embedding's step is Adam's first: its rate, in the direction of the sign.
-    embedding = steps["0.weight"][:NUM_SAMPLES]
-    torch.testing.assert_close(embedding.abs().median(), torch.tensor(0.01), atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("case", [case for case in STAGES if "bf16" not in case])
-def test_stages_and_ranks_take_the_same_steps(results: list[dict], alone: dict, case: str) -> None:
+def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
+    results: list[dict], alone: dict, case: str
+) -> None:
     """The first step is the same one. Later ones part a little: Newton-Schulz works in bf16, where
     the last bit of a gradient may decide a rounding (seen: 0.003 in weights that moved by 0.5).
     """
-    for rank_results in results:
-        found = rank_results[case]
-        for name, step in found["first_steps"].items():
-            torch.testing.assert_close(step, alone["first_steps"][name], atol=1e-6, rtol=0)
-            torch.testing.assert_close(
-                found["weights"][name], alone["weights"][name], atol=0.02, rtol=0
-            )
-        assert found["losses"] == pytest.approx(alone["losses"], rel=0.03)
-
-
-@pytest.mark.parametrize("case", STAGES)
-def test_a_restored_run_takes_the_same_next_step(results: list[dict], case: str) -> None:
-    found = results[0][case]
-    assert not torch.equal(found["after_save"]["1.weight"], found["weights"]["1.weight"])
-    for name, tensor in found["weights"].items():
-        assert torch.equal(found["restored"][name], tensor)
-        torch.testing.assert_close(
-            found["after_restore"][name], found["after_save"][name], atol=1e-6, rtol=0
-        )
+    for found in (rank_results[case] for rank_results in results):
+        assert found["losses"][-1] < 0.5 * found["losses"][0]
+        steps = found["first_steps"]
+        # The rate, times sqrt(48 / 16) for the shape, times singular values that five
+        # Newton-Schulz steps bring near 1.
+        values = torch.linalg.svdvals(steps["1.weight"]) / (0.05 * 3**0.5)
+        assert values[:NUM_CLASSES].min() > 0.6 and values.max() < 1.3, values
+        # The embedding's step is Adam's first: its rate, in the direction of the sign.
+        embedding = steps["0.weight"][:NUM_SAMPLES]
+        torch.testing.assert_close(embedding.abs().median(), torch.tensor(0.01), atol=1e-3, rtol=0)
+        for name, tensor in found["weights"].items():
+            if "bf16" not in case:
+                first = alone["first_steps"][name]
+                torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
+                torch.testing.assert_close(tensor, alone["weights"][name], atol=0.02, rtol=0)
+            assert torch.equal(found["restored"][name], tensor)
+            after, again = found["after_save"][name], found["after_restore"][name]
+            torch.testing.assert_close(again, after, atol=1e-6, rtol=0)
 
 
 def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> None:
@@ -185,19 +165,3 @@ def test_deepspeed_is_given_no_optimizer_of_its_own_and_clips_nothing(tmp_path: 
     user_file.write_text('{"optimizer": {"type": "AdamW"}}')
     with pytest.raises(ConfigError, match=r"optimizer\.type is AdamW, but --optim gives Muon"):
         training_config(DeepSpeedConfig(config=str(user_file)), OPTIM, facts)
-
-
-def test_every_schedule_scales_both_rates() -> None:
-    model = make_model()
-    for name in ("polynomial", "cosine_with_min_lr", "linear"):
-        optim = OPTIM.model_copy(update={"lr_scheduler": name, "lr_warmup_ratio": 0.0})
-        optimizer = make_muon(
-            muon_groups(model, parameter_groups(model, 0.0), optim), optim, is_cuda=False
-        )
-        schedule = LearningRate(optimizer, optim, num_updates=4)
-        for _ in range(2):
-            optimizer.step()
-            schedule.step()
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert 0 < rates[0] < 0.05
-        assert rates[1] == pytest.approx(rates[0] / 5)

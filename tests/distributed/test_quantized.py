@@ -45,10 +45,3 @@ def test_four_bits_are_refused_where_weights_are_split() -> None:
         strategy.prepare_eval(FourBitModel())
     with pytest.raises(ConfigError, match=line):
         strategy.prepare_train(FourBitModel(), OptimizerConfig(), num_updates=1)
-
-
-def test_four_bits_without_an_adapter_are_refused_in_training() -> None:
-    with pytest.raises(
-        ConfigError, match=r"trains adapters, and --lora_rank is 0\. Add --lora_rank"
-    ):
-        strategy_of().prepare_train(FourBitModel(), OptimizerConfig(), num_updates=1)

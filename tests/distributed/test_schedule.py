@@ -42,7 +42,7 @@ def run(rate: LearningRate, num_updates: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("num_updates", [1, 2, 7, 40, 101])
+@pytest.mark.parametrize("num_updates", [1, 7, 40])
 @pytest.mark.parametrize("name", END_VALUES)
 def test_after_the_last_update_the_rate_is_the_end_value(name: str, num_updates: int) -> None:
     used = run(make(name, num_updates), num_updates)
@@ -67,24 +67,3 @@ def test_a_run_of_one_update_does_not_spend_it_on_warm_up() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"cosin is not a schedule.*cosine_with_min_lr"):
         make("cosin", 3)
-
-
-def test_another_learning_rate_than_the_checkpoints_is_said(capsys) -> None:
-    first, second, same = (LearningRate(optimizer(lr), optim_of(lr), num_updates=9) for lr in RATES)
-    second.load_state_dict(first.state_dict())
-    said = capsys.readouterr()
-    assert "its peak is 0.001, and 0.002 of this command" in said.out + said.err
-    same.load_state_dict(first.state_dict())
-    said = capsys.readouterr()
-    assert said.out + said.err == ""
-
-
-RATES = (1e-3, 2e-3, 1e-3)
-
-
-def optimizer(lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-
-
-def optim_of(lr: float) -> OptimizerConfig:
-    return OptimizerConfig(adam=AdamConfig(lr=lr))

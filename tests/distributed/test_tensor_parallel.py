@@ -225,15 +225,7 @@ COMMON = (
     "--eval_split train"
 )
 ANSWERS, PAIRS = "--input_key input --output_key output", "--prompt_key input"
-METHODS = {
-    "sft": ANSWERS,
-    "dpo": f"{PAIRS} --ref_offload",
-    "rm": PAIRS,
-    "kto": f"{ANSWERS} --label_key label",
-    "prm": "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -",
-    "kd": f"{ANSWERS} --teacher_model {{root}}/teacher --kd_on_policy --kd_max_new_tokens 4",
-}
-ON_ALL_WAYS = ("sft", "dpo")  # resumed, and beside ranks that share rows, too
+METHODS = {"sft": ANSWERS, "dpo": f"{PAIRS} --ref_offload"}
 
 
 def start(root: Path, method: str, run: str, *more: str) -> None:
@@ -242,7 +234,7 @@ def start(root: Path, method: str, run: str, *more: str) -> None:
     importlib.import_module(f"openrlhf.cli.train_{method}").main(
         [
             *("--pretrain", str(root / "qwen2"), "--dataset", rows, "--eval_dataset", rows),
-            *(*COMMON.split(), *METHODS[method].format(root=root).split(), *more),
+            *(*COMMON.split(), *METHODS[method].split(), *more),
             *("--save_path", str(run_dir), "--ckpt_path", str(run_dir / "ckpt")),
         ]
     )
@@ -258,16 +250,10 @@ def commands_on_four(root: Path) -> list[str]:
     saving = ("--save_steps", "3", "--load_checkpoint")
     for method in METHODS:
         start(root, method, "split", *split)
-        if method not in ON_ALL_WAYS:
-            continue
         with stopping_behind(3):
             start(root, method, "resumed", *split, *saving)
         start(root, method, "resumed", *split, *saving)
         start(root, method, "shared", *split, "--ring_attn_size", "2")
-    zero = ("--zero_stage", "2", *saving)
-    with stopping_behind(3):
-        start(root, "sft", "reshared", *zero, "--ring_attn_size", "2")
-    start(root, "sft", "reshared", *zero, "--ring_attn_size", "4")
     refusals = []
     with stopping_behind(3):
         start(root, "sft", "refused", *split, *saving)
@@ -288,22 +274,16 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
             "output": str(2 * i),
             "chosen": str(2 * i),
             "rejected": "?" * (1 + i % 3),
-            "label": i % 3 != 0,
-            "steps": f"{i}#{2 * i}#",
-            "labels": ["+", "-+"[i % 2]],
         }
         for i in range(11)
     ]
     write_jsonl(folder / "rows.jsonl", rows)
-    make_model(folder / "teacher", seed=3, **FAMILIES["qwen2"])  # type: ignore[arg-type]
     run_ranks(commands_alone, 1, folder)
     assert run_ranks(commands_on_four, 4, folder)[0]
     for method in METHODS:
         expected = load_file(folder / method / "alone" / "model.safetensors")
         lines = records(folder / method / "alone")
-        is_all_ways = method in ON_ALL_WAYS
-        runs = ("split", "resumed", "shared") if is_all_ways else ("split",)
-        for run in (*runs, "reshared") if method == "sft" else runs:
+        for run in ("split", "resumed", "shared"):
             run_dir = folder / method / run
             found = load_file(run_dir / "model.safetensors")
             for name, tensor in expected.items():
@@ -311,8 +291,6 @@ def test_commands_on_split_layers_log_and_export_what_one_rank_does(folder: Path
             for ours, theirs in zip(records(run_dir), lines, strict=True):
                 same = {name: ours[name] for name in theirs}
                 assert same == pytest.approx(theirs, rel=1e-5, abs=2e-5), run
-        if not is_all_ways:
-            continue
         resumed, split = (
             load_file(folder / method / run / "model.safetensors") for run in ("resumed", "split")
         )

@@ -21,13 +21,9 @@ from tests.distributed.spawn import run_ranks
 
 CASES = {
     "zero0": {"zero_stage": 0},
-    "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
-    "zero3-offload": {"zero_stage": 3, "adam_offload": True},
-    "zero2-bf16": {"zero_stage": 2, "param_dtype": "bf16"},
-    "zero0-bf16": {"zero_stage": 0, "param_dtype": "bf16"},
     "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
 OPTIM = OptimizerConfig(
@@ -173,55 +169,30 @@ def expected() -> tuple[list[float], list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_the_sum_over_ranks_and_micro_batches(
+def test_every_stage_trains_as_a_bare_loop_does(
     results: list[dict], expected: tuple, case: str
 ) -> None:
-    norms, first, _ = expected
+    norms, first, weights = expected
     tolerance = 0.03 if "bf16" in case else 1e-6
-    for rank_results in results:
+    for found in (rank_results[case] for rank_results in results):
         torch.testing.assert_close(
-            torch.cat([g.flatten() for g in rank_results[case]["first"]]),
+            torch.cat([g.flatten() for g in found["first"]]),
             torch.cat([g.flatten() for g in first]),
             rtol=tolerance,
             atol=tolerance * norms[0],
         )
-        assert rank_results[case]["norms"] == pytest.approx(norms, rel=tolerance)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in case])
-def test_training_gives_the_weights_of_a_bare_loop(
-    results: list[dict], expected: tuple, case: str
-) -> None:
-    for rank_results in results:
-        for mine, theirs in zip(rank_results[case]["weights"], expected[2], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
-    results: list[dict], case: str
-) -> None:
-    for rank_results in results:
-        assert rank_results[case]["is_unchanged"]
-        assert 0 < rank_results[case]["norm_after"] < float("inf")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_learning_rate_stands_at_its_end_after_the_last_update(
-    results: list[dict], case: str
-) -> None:
-    expected_lrs = [1e-2 * (1 - step / NUM_STEPS) for step in range(1, NUM_STEPS + 1)]
-    assert results[0][case]["lrs"] == pytest.approx(expected_lrs, abs=1e-12)
-
-
-def test_full_parameters_come_by_name_and_saved_states_bring_them_back(
-    results: list[dict],
-) -> None:
-    for case in CASES:
-        assert results[0][case]["names"] == [
+        assert found["norms"] == pytest.approx(norms, rel=tolerance)
+        if "bf16" not in case:
+            for mine, theirs in zip(found["weights"], weights, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        expected_lrs = [1e-2 * (1 - step / NUM_STEPS) for step in range(1, NUM_STEPS + 1)]
+        assert found["lrs"] == pytest.approx(expected_lrs, abs=1e-12)
+        assert found["names"] == [
             f"{module}.{kind}" for module in (0, 1, 3) for kind in ("weight", "bias")
         ]
-        assert results[0][case]["is_restored"]
+        # A bad gradient on one rank changes nothing anywhere; saved states bring weights back.
+        assert found["is_unchanged"] and found["is_restored"]
+        assert 0 < found["norm_after"] < float("inf")
 
 
 def test_named_numbers_are_summed_and_maximised_over_ranks(results: list[dict]) -> None:

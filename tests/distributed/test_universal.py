@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 
 FP32 = {
     "zero0": {"zero_stage": 0},
-    "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
     "zero3": {"zero_stage": 3},
@@ -150,7 +149,6 @@ def test_any_ranks_and_any_stage_go_on_with_the_same_numbers(tmp_path: Path) -> 
 
 # Three starts of one run: on two ranks, on one, on two again.
 CHAINS = {
-    "sft": ("sft", "--input_key input --output_key output", (2, 2, 3)),
     "sft_lora": ("sft", "--input_key input --output_key output --lora_rank 4", (3, 2, 2)),
     "dpo": ("dpo", "--prompt_key input", (1, 3, 2)),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.errors import EngineError
 from tests.engines.helpers import (
     PROMPT,
     greedy,
@@ -41,11 +39,8 @@ def test_logprobs_are_those_of_the_trainer(model, temperature):
     ("architecture", "overrides"),
     [
         ("qwen2", {}),
-        ("qwen3", {}),
-        ("llama", {}),
         ("gpt_neox", {}),
-        ("gemma", {}),
-        ("mixtral", {}),
+        ("bloom", {}),
         ("gemma2", {"sliding_window": 16, "attn_implementation": "eager"}),
         ("mistral", {"sliding_window": 16}),
     ],
@@ -123,37 +118,6 @@ def test_a_seed_repeats_itself_in_any_company(model):
     in_company = OwnGenerate(model, max_num_rows=5).generate([*others, seeded])[-1]
     assert [a.token_ids for a in in_company] == [a.token_ids for a in alone]
     assert alone[0].token_ids != alone[1].token_ids
-
-
-def test_the_model_comes_back_as_it_was(model):
-    model.train()
-    attention = model.config._attn_implementation
-    OwnGenerate(model).generate([request(max_new_tokens=2)])
-    assert model.training
-    assert model.config._attn_implementation == attention
-    assert torch.is_grad_enabled()
-    model.eval()
-
-
-def test_threads_take_turns(model):
-    engine = OwnGenerate(model)
-    answers = {}
-
-    def run(k: int) -> None:
-        answers[k] = engine.generate([request(RAGGED[k], temperature=0.0, max_new_tokens=8)])
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for k in range(4):
-        assert answers[k][0][0].token_ids == greedy(model, 8, RAGGED[k])
-
-
-def test_a_request_that_cannot_be_answered_is_refused(model):
-    with pytest.raises(EngineError, match="request r has no prompt"):
-        OwnGenerate(model).generate([request(())])
 
 
 def test_what_the_model_folder_says_of_sampling_has_no_effect(tiny_model_dir):

@@ -28,8 +28,6 @@ from tests.engines.helpers import (
     weights,
 )
 
-TOKEN_BYTES = 512  # of the tiny model's cache: keys and values, 2 layers, 1 head of 32, float32
-
 
 @pytest.fixture(scope="module")
 def engine(tiny_model_dir):
@@ -101,18 +99,6 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
         assert engine_greedy(engine) == greedy(models[2])  # the engine holds the new weights
 
 
-def test_a_greedy_request_goes_on_as_the_new_policy_would(engine, models):
-    with restored(engine, models[0], 0):
-        future = sampled(engine, 30, temperature=0.0, max_new_tokens=80)
-        send(engine, weights(models[1]), 1, keep_running=True)
-        [answer] = future.result(30)
-        check(answer, models[:2], [0, 1])
-        num_old = answer.token_versions.count(0)
-        assert answer.token_ids[:num_old] == greedy(models[0], num_old)
-        rest = greedy(models[1], 80 - num_old, (*PROMPT, *answer.token_ids[:num_old]))
-        assert answer.token_ids[num_old:] == rest
-
-
 def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, models):
     with restored(engine, models[0], 0):
         running = sampled(engine, 5, max_new_tokens=60)
@@ -132,34 +118,3 @@ def test_an_update_that_fails_fails_what_runs(engine, models):
         with pytest.raises(EngineError, match="a weight update failed"):
             future.result(5)
     assert engine_greedy(engine) == greedy(models[0])
-
-
-def test_requests_that_had_no_room_in_the_cache_are_right_too(tiny_model_dir, models):
-    """24 blocks of 32 tokens for 12 requests of 5 blocks: some are put off and computed again."""
-    engine = start(tiny_model_dir, kv_cache_memory_bytes=24 * 32 * TOKEN_BYTES)
-    try:
-        scheduler = engine._stepper.engine.engine_core.engine_core.scheduler
-        put_off, real = [], scheduler._preempt_request
-
-        def preempt(request, timestamp, drop_stale_output=False):
-            put_off.append(drop_stale_output)
-            real(request, timestamp, drop_stale_output=drop_stale_output)
-
-        scheduler._preempt_request = preempt
-        settings = {"max_new_tokens": 110}
-        others = engine.submit([request(num_samples=11, **settings)])
-        watched = sampled(engine, 70, **settings)
-        send(engine, weights(models[1]), 1, keep_running=True)
-        answers = [*watched.result(60), *others[0].result(60)]
-        assert False in put_off and True in put_off  # for room, and for the new weights
-        assert len(answers) == 12
-        assert sum(0 in answer.token_versions for answer in answers) >= 2
-        for answer in answers:
-            check(answer, models[:2], sorted(set(answer.token_versions)))
-    finally:
-        engine.shutdown()
-
-
-def test_greedy_samples_of_a_prompt_are_the_same_and_all_there(engine, models):
-    [answers] = engine.generate([request(temperature=0.0, num_samples=3, max_new_tokens=24)])
-    assert [answer.token_ids for answer in answers] == [greedy(models[0])] * 3

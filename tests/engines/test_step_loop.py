@@ -87,12 +87,6 @@ def test_a_bad_request_fails_alone(loop):
         bad.result(5)
 
 
-def test_an_error_of_a_command_is_its_callers_own(loop):
-    with pytest.raises(ZeroDivisionError):
-        loop.call(lambda: 1 // 0)
-    assert loop.submit([1])[0].result(5) == 1
-
-
 def test_an_error_of_a_step_reaches_every_waiting_and_later_call(loop):
     futures = loop.submit([10**9, -1])
     for future in futures:
@@ -113,14 +107,6 @@ def test_closing_fails_what_waits(loop):
         loop.submit([1])
 
 
-def test_waiting_requests_can_be_failed_without_ending_the_loop(loop):
-    [future] = loop.submit([10**9])
-    loop.call(lambda: loop.fail_waiting("the update failed"))
-    with pytest.raises(EngineError, match="the update failed"):
-        future.result(5)
-    assert loop.submit([2])[0].result(5) == 2
-
-
 def test_a_request_that_nobody_waits_for_is_forgotten(loop):
     unwanted, wanted, done = loop.submit([10**9, 200, 1])
     assert done.result(5) == 1
@@ -130,8 +116,3 @@ def test_a_request_that_nobody_waits_for_is_forgotten(loop):
     assert unwanted.cancelled() and not done.cancelled()
     loop.close()
     loop.abort([wanted])  # there is nothing left to forget
-
-
-def test_a_stepper_that_cannot_be_made_is_reported_at_once():
-    with pytest.raises(ZeroDivisionError):
-        StepLoop(lambda: 1 // 0, "counter")

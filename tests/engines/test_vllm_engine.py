@@ -10,7 +10,6 @@ from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
-    buckets,
     engine_greedy,
     greedy,
     largest_gap,
@@ -68,13 +67,6 @@ def test_top_p_leaves_the_tail_out_but_not_the_logprobs(engine, model):
     assert largest_gap(model, PROMPT, greedy_one[0], 1.0) < 1e-3
 
 
-def test_top_p_and_temperature_of_the_documents_agree_with_the_trainer(engine, model):
-    [answers] = engine.generate(
-        [request(temperature=0.7, top_p=0.9, max_new_tokens=24, num_samples=4)]
-    )
-    assert all(largest_gap(model, PROMPT, answer, 0.7) < 1e-3 for answer in answers)
-
-
 def test_every_stop_id_stops_and_belongs_to_the_answer(engine, model):
     tokens = greedy(model, 24)
     expected = tokens[: tokens.index(tokens[10]) + 1]
@@ -102,15 +94,6 @@ def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
     assert len({answer.token_ids for answer in answers}) == 4
     [again] = engine.generate([request(num_samples=4, seed=3, max_new_tokens=12)])
     assert [a.token_ids for a in again] == [a.token_ids for a in answers]
-
-
-def test_prompts_with_seeds_are_served_beyond_the_tokens_of_one_step(engine):
-    prompts = [tuple(6 + (k + n) % 250 for k in range(200)) for n in range(24)]  # 4,800 tokens
-    requests = [request(prompt, seed=n, max_new_tokens=4) for n, prompt in enumerate(prompts)]
-    together = engine.generate(requests)
-    assert [len(answer.token_ids) for [answer] in together] == [4] * 24
-    [[last]] = engine.generate([request(prompts[-1], seed=23, max_new_tokens=4)])
-    assert last.token_ids == together[-1][0].token_ids
 
 
 def test_a_prompt_that_does_not_fit_is_refused_and_the_others_served(engine):
@@ -200,21 +183,6 @@ def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
         assert largest_gap(trained, LONG_PROMPT, after, 1.0) < 1e-3
 
 
-def test_a_prefix_is_computed_once_for_samples_and_for_repeated_prompts(engine, monkeypatch):
-    num_cached = []
-    make = engine._stepper._completions
-
-    def note(output):
-        num_cached.append(output.num_cached_tokens)  # of the sample that was finished last
-        return make(output)
-
-    monkeypatch.setattr(engine._stepper, "_completions", note)
-    once, thrice = (7, *LONG_PROMPT), (8, *LONG_PROMPT)  # 192 tokens are whole blocks
-    for prompt, num_samples in ((once, 1), (once, 1), (thrice, 3)):
-        engine.generate([request(prompt, num_samples=num_samples, max_new_tokens=4)])
-    assert num_cached == [0, 192, 192]
-
-
 def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
     named = weights(model)
     some_layer = "model.layers.1.self_attn.k_proj.weight"
@@ -231,34 +199,6 @@ def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
         with pytest.raises(WeightSyncError, match="came twice"):
             send(engine, [*named, named[0]], 4)
     assert engine_greedy(engine) == greedy(model)
-
-
-def test_a_dropped_bucket_is_detected(engine, model):
-    with restored(engine, model, 0):
-        engine.begin_weight_update()
-        for index, bucket in enumerate(buckets(weights(model), 50_000)):
-            if index != 1:
-                engine.receive_bucket(bucket)
-        with pytest.raises(WeightSyncError, match="incomplete update"):
-            engine.finish_weight_update(1)
-
-
-def test_a_plain_parameter_that_lost_a_value_is_found(engine, model, monkeypatch):
-    with restored(engine, model, 0):
-        worker = engine._stepper.engine.model_executor.driver_worker.worker
-        assert {"model.norm.weight", "model.embed_tokens.weight"} <= worker.held_sums().keys()
-        norm = worker.get_model().model.norm
-        receiver = worker.weight_transfer_engine
-        finish = receiver.finish_weight_update
-
-        def finish_and_lose():
-            finish()
-            norm.weight.data[1] += 1
-
-        monkeypatch.setattr(receiver, "finish_weight_update", finish_and_lose)
-        with pytest.raises(WeightSyncError, match="norm\\.weight does not hold what was received"):
-            send(engine, weights(model), 1)
-        monkeypatch.undo()
 
 
 def test_three_updates_of_tied_embeddings_arrive(tiny_tied_model_dir):
@@ -281,8 +221,3 @@ def test_a_dead_engine_says_so(tiny_model_dir):
         with pytest.raises(EngineError, match="vLLM engine is down"):
             engine.generate([request()])
     engine.shutdown()
-
-
-def test_an_engine_that_shuts_down_leaves_the_others_alone(engine, model):
-    assert torch.distributed.is_initialized()
-    assert engine_greedy(engine) == greedy(model)

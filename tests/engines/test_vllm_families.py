@@ -22,13 +22,9 @@ SHORT = {"vocab_size": 262, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_t
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 FAMILIES = {
     "mixtral": lambda: hf.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**LLAMA, **EXPERTS, shared_expert_intermediate_size=128),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=32),
-    "olmoe": lambda: hf.OlmoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2),
     "bloom": lambda: hf.BloomConfig(**SHORT, hidden_size=128),
     "falcon": lambda: hf.FalconConfig(**SIZES, bos_token_id=1, eos_token_id=1),
-    "gptj": lambda: hf.GPTJConfig(**SHORT, n_embd=128, rotary_dim=16),
-    "nemotron": lambda: hf.NemotronConfig(**LLAMA),
 }
 IN_MAIN = {"mixtral"}
 
