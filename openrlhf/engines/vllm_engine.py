@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.base import (
@@ -225,6 +226,20 @@ def set_environment(config: VLLMEngineConfig) -> None:
     vllm_cpu.set_num_threads(config.num_threads)
 
 
+def forget_closed_groups() -> None:
+    """Have vLLM form new process groups if a trainer in this process closed those of an earlier
+    engine.
+    """
+    from vllm.distributed import parallel_state  # noqa: PLC0415 - takes seconds
+
+    world = parallel_state._WORLD
+    if world is None or world.device_group in dist.distributed_c10d._world.pg_map:
+        return
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator):
+            setattr(parallel_state, name, None)
+
+
 class VLLMStepper:
     """vLLM's LLMEngine behind the calls of the step loop."""
 
@@ -242,6 +257,7 @@ class VLLMStepper:
         except ValueError as error:
             raise ConfigError(f"vLLM refuses {config}: {error}") from error
         vllm_cpu.limit_cache(vllm_config)
+        forget_closed_groups()
         self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         # vLLM disables this function for the whole process; the trainer may share it.
         torch.set_num_threads = set_num_threads

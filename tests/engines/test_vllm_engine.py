@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, WeightSyncError
@@ -221,3 +222,12 @@ def test_a_dead_engine_says_so(tiny_model_dir):
         with pytest.raises(EngineError, match="vLLM engine is down"):
             engine.generate([request()])
     engine.shutdown()
+
+
+def test_an_engine_starts_where_a_trainer_of_this_process_has_closed_its_groups(tiny_model_dir):
+    start(tiny_model_dir).shutdown()
+    dist.destroy_process_group()
+    engine = start(tiny_model_dir)
+    [[answer]] = engine.generate([request(max_new_tokens=2)])
+    engine.shutdown()
+    assert len(answer.token_ids) == 2
