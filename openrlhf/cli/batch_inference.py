@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
-from openrlhf.config.cli import Parsed
+from openrlhf.cli.runner import Command, Work
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.trainer.rank_gpus import see_own_gpus
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and do the task."""
-    run_command(Command("openrlhf infer", BatchInferenceConfig, _run), argv)
+def load(config: BatchInferenceConfig) -> Work:
+    """Import what the command needs, and return what it does."""
+    see_own_gpus(config)  # before torch looks
+    from openrlhf.serving.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
+
+    return partial(run_batch_inference, config)
 
 
-def _run(parsed: Parsed[BatchInferenceConfig]) -> None:
-    see_own_gpus(parsed.config)
-    with loading_libraries():
-        from openrlhf.serving.batch_inference import run_batch_inference  # noqa: PLC0415 - --help must not import torch
-
-    print_notices(parsed.notices)
-    run_batch_inference(parsed.config)
-
+main = Command("openrlhf infer", BatchInferenceConfig, load)
 
 if __name__ == "__main__":
     main()

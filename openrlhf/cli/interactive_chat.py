@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
-from openrlhf.config.cli import Parsed
+from openrlhf.cli.runner import Command, Work
 from openrlhf.config.serving import ChatConfig
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and talk."""
-    run_command(Command("openrlhf chat", ChatConfig, _run), argv)
+def load(config: ChatConfig) -> Work:
+    """Import what the command needs, and return what it does."""
+    from openrlhf.serving.interactive_chat import run_interactive_chat  # noqa: PLC0415 - --help must not import torch
+
+    return partial(run_interactive_chat, config)
 
 
-def _run(parsed: Parsed[ChatConfig]) -> None:
-    with loading_libraries():
-        from openrlhf.serving.interactive_chat import run_interactive_chat  # noqa: PLC0415 - --help must not import torch
-
-    print_notices(parsed.notices)
-    run_interactive_chat(parsed.config)
-
+main = Command("openrlhf chat", ChatConfig, load)
 
 if __name__ == "__main__":
     main()

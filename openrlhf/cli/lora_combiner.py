@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
-from openrlhf.config.cli import Parsed
+from openrlhf.cli.runner import Command, Work
 from openrlhf.config.serving import LoraCombinerConfig
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and merge."""
-    run_command(Command("openrlhf merge-lora", LoraCombinerConfig, _run), argv)
+def load(config: LoraCombinerConfig) -> Work:
+    """Import what the command needs, and return what it does."""
+    from openrlhf.trainer.lora_combiner import run_lora_combiner  # noqa: PLC0415 - --help must not import torch
+
+    return partial(run_lora_combiner, config)
 
 
-def _run(parsed: Parsed[LoraCombinerConfig]) -> None:
-    with loading_libraries():
-        from openrlhf.trainer.lora_combiner import run_lora_combiner  # noqa: PLC0415 - --help must not import torch
-
-    print_notices(parsed.notices)
-    run_lora_combiner(parsed.config)
-
+main = Command("openrlhf merge-lora", LoraCombinerConfig, load)
 
 if __name__ == "__main__":
     main()

@@ -11,60 +11,86 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
-from openrlhf.config.cli import ConfigT, Parsed, parse_config
+from openrlhf.config.base import value_at, walk
+from openrlhf.config.cli import ConfigT, parse_config
 from openrlhf.config.help import help_text
-from openrlhf.config.local_paths import names_local_data, path_problems
+from openrlhf.config.local_paths import is_local_data, path_problems
 from openrlhf.config.run import CommandConfig
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
 
+Work = Callable[[], None]
+
 
 @dataclass(frozen=True)
 class Command(Generic[ConfigT]):
-    """A command: its name in help, its config, and the function that does the work."""
+    """A command: its name in help, its config, and what loads the libraries and returns the work.
+
+    Calling it parses and runs; it leaves by SystemExit when anything went wrong.
+    """
 
     name: str
     config_class: type[ConfigT]
-    run: Callable[[Parsed[ConfigT]], None]
+    load: Callable[[ConfigT], Work]
 
+    def __call__(self, argv: Sequence[str] | None = None) -> None:
+        words = list(sys.argv[1:] if argv is None else argv)
+        if "-h" in words or "--help" in words:
+            show_help(self)
+            return
+        if "--version" in words:
+            print(version_text())
+            return
+        from openrlhf.utils import stopping  # noqa: PLC0415 - rich would slow --help
 
-def run_command(command: Command[ConfigT], argv: Sequence[str] | None) -> None:
-    """Parse and run; leaves by SystemExit when anything went wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in words or "--help" in words:
-        show_help(command)
-        return
-    if "--version" in words:
-        print(version_text())
-        return
-    from openrlhf.utils import stopping  # noqa: PLC0415 - rich would slow --help
-
-    is_debug = "--debug" in words
-    try:
-        with stopping.listening():
-            command.run(prepare(command, [word for word in words if word != "--debug"]))
-    except OpenRLHFError as error:
-        if is_debug:
+        is_debug = "--debug" in words
+        try:
+            with stopping.listening():
+                run(self, [word for word in words if word != "--debug"])
+        except OpenRLHFError as error:
+            if is_debug:
+                traceback.print_exc()
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            if Topology.from_env().is_main:
+                said = filter(None, ["error: interrupted", str(error)])
+                print(": ".join(said), file=sys.stderr)
+            if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
+                sys.stderr.flush()
+                os._exit(130)
+            raise SystemExit(130) from error
+        except Exception as error:
             traceback.print_exc()
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as error:
-        if Topology.from_env().is_main:
-            print(": ".join(["error: interrupted", *filter(None, [str(error)])]), file=sys.stderr)
-        if stopping.is_overdue():  # a thread may still compute: Python's own end would crash in it
-            sys.stderr.flush()
-            os._exit(130)
-        raise SystemExit(130) from error
-    except Exception as error:
-        traceback.print_exc()
-        raise SystemExit(4) from error
+            raise SystemExit(4) from error
+
+
+def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
+    """Parse, move secrets into the environment and out of the arguments, load and work."""
+    from openrlhf.utils.logging import quiet_frameworks, say_notices  # noqa: PLC0415 - as above
+    from openrlhf.utils.progress import progress  # noqa: PLC0415 - as above
+
+    quiet_frameworks()
+    parsed = parse_config(
+        command.config_class, argv, more_problems=start_problems, data_problems=data_problems
+    )
+    os.environ.update(parsed.environment)
+    for secret in parsed.environment.values():
+        sys.argv = [word.replace(secret, "***") for word in sys.argv]
+        hide_from_process_list(secret)
+    is_main = Topology.from_env().is_main
+    config = with_snapshots(parsed.config, is_shown=is_main)
+    with progress("loading libraries", is_shown=is_main):
+        work = command.load(config)
+    if is_main:
+        say_notices(parsed.notices)
+    work()
 
 
 def version_text() -> str:
@@ -83,22 +109,6 @@ def show_help(command: Command[ConfigT]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def prepare(command: Command[ConfigT], argv: Sequence[str]) -> Parsed[ConfigT]:
-    """A config that may run; its secrets are in the environment and no longer in the arguments."""
-    from openrlhf.utils.logging import quiet_frameworks  # noqa: PLC0415 - rich would slow --help
-
-    quiet_frameworks()
-    parsed = parse_config(
-        command.config_class, argv, more_problems=start_problems, data_problems=data_problems
-    )
-    os.environ.update(parsed.environment)
-    for secret in parsed.environment.values():
-        sys.argv = [word.replace(secret, "***") for word in sys.argv]
-        hide_from_process_list(secret)
-    config = with_snapshots(parsed.config, is_shown=Topology.from_env().is_main)
-    return replace(parsed, config=config)
-
-
 def start_problems(config: CommandConfig) -> Iterator[str]:
     """What a config that does not contradict itself cannot run with, here and now."""
     yield from library_problems(config)
@@ -107,9 +117,12 @@ def start_problems(config: CommandConfig) -> Iterator[str]:
 
 def data_problems(config: CommandConfig) -> list[str]:
     """Return the problems of files and columns of the data sets that are on this machine."""
-    if not names_local_data(config):
+    leaves = (leaf for leaf in walk(type(config)) if leaf.info.opens == "data")
+    if not any(is_local_data(value_at(config, leaf.path)) for leaf in leaves):
         return []
-    with loading_libraries():
+    from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
+
+    with progress("loading libraries", is_shown=Topology.from_env().is_main):
         from openrlhf.datasets.command_data import column_problems  # noqa: PLC0415 - seconds
 
     return column_problems(config)
@@ -129,20 +142,3 @@ def hide_from_process_list(secret: str) -> None:
     while start and at >= 0 and start + at + len(word) <= end:
         ctypes.memset(start + at, ord("*"), len(word))
         at = arguments.find(word, at + len(word))
-
-
-@contextmanager
-def loading_libraries() -> Iterator[None]:
-    """A block of slow imports, with a bar; one rank of several draws it."""
-    from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
-
-    with progress("loading libraries", is_shown=Topology.from_env().is_main):
-        yield
-
-
-def print_notices(notices: Sequence[str]) -> None:
-    """Say what the user should know before the run starts; one rank of several does."""
-    from openrlhf.utils.logging import say_notices  # noqa: PLC0415 - rich would slow --help
-
-    if Topology.from_env().is_main:
-        say_notices(notices)

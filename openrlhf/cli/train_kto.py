@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.runner import Command, loading_libraries, print_notices, run_command
-from openrlhf.config.cli import Parsed
+from openrlhf.cli.runner import Command, Work
 from openrlhf.config.supervised import KTOConfig
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and train."""
-    run_command(Command("openrlhf kto", KTOConfig, _run), argv)
+def load(config: KTOConfig) -> Work:
+    """Import what the command needs, and return what it does."""
+    from openrlhf.trainer import kto_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
+
+    return partial(supervised_run.run_supervised, kto_trainer.KTOTrainer, config)
 
 
-def _run(parsed: Parsed[KTOConfig]) -> None:
-    with loading_libraries():
-        from openrlhf.trainer import kto_trainer, supervised_run  # noqa: PLC0415 - --help must not import torch
-
-    print_notices(parsed.notices)
-    supervised_run.run_supervised(kto_trainer.KTOTrainer, parsed.config)
-
+main = Command("openrlhf kto", KTOConfig, load)
 
 if __name__ == "__main__":
     main()

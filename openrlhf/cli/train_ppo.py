@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.runner import Command, loading_libraries, run_command
-from openrlhf.config.cli import Parsed
+from openrlhf.cli.runner import Command, Work
 from openrlhf.config.ppo import PPOConfig
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the command line and train."""
-    run_command(Command("openrlhf ppo-local", PPOConfig, _run), argv)
+def load(config: PPOConfig) -> Work:
+    """Import what the command needs, and return what it does."""
+    from openrlhf.trainer.ppo_run import run_ppo_local  # noqa: PLC0415 - --help must not import torch
+
+    return partial(run_ppo_local, config)
 
 
-def _run(parsed: Parsed[PPOConfig]) -> None:
-    with loading_libraries():
-        from openrlhf.trainer.ppo_run import run_ppo_local  # noqa: PLC0415 - --help must not import torch
-
-    run_ppo_local(parsed.config, notices=parsed.notices)
-
+main = Command("openrlhf ppo-local", PPOConfig, load)
 
 if __name__ == "__main__":
     main()

@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+Meanings = Mapping[str, object]  # typed word -> field value
 
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 MODELS = ("actor", "critic", "ref", "reward")  # sections whose names begin flat names
 
-# What a value leads to outside of the config; a plural or `data` or `code` may be a comma list.
-# `output` and `output_file` are written.
-Opens = Literal[
-    "model", "models", "data", "code", "template", "file", "json", "folder", "output", "output_file"
-]
+# What a value leads to outside of the config, and what to type where nothing is there. A plural,
+# `data` or `code` may be a comma list; `output` and `output_file` are written.
+REMEDIES = {
+    "model": "a folder with a config.json, or a hub id such as org/name",
+    "models": "a folder with a config.json, or a hub id such as org/name",
+    "data": f"a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub id",
+    "code": "the path of a .py file",
+    "template": "the template itself, or the path of a .jinja file",
+    "file": "the path of a file",
+    "json": "the path of a JSON file of DeepSpeed",
+    "folder": "the path of a folder",
+    "output": "the path of a folder that can be written",
+    "output_file": "the path of a file that can be written",
+}
 
 
 class Caution(str):
@@ -37,26 +49,19 @@ class Caution(str):
 
 
 @dataclass(frozen=True)
-class Alias:
-    """Another name of a field; `meanings` translates what is typed after it (`--bf16` -> "bf16").
-
-    A name with a leading dot is a sibling of the field: `.no_nesterov` of `muon.nesterov`.
-    `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
-    """
-
-    name: str
-    meanings: Mapping[str, object] | None = None  # typed word -> field value; None: taken as typed
-
-
-@dataclass(frozen=True)
 class OptionInfo:
     """What a field declares beyond its type."""
 
-    aliases: tuple[Alias, ...] = ()
+    # Other names. One with a leading dot is a sibling of the field: `.no_nesterov` of
+    # `muon.nesterov`; `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
+    names: tuple[str, ...] = ()
+    # Name -> what the words after it mean (`--bf16` -> "bf16"); they are taken as typed else.
+    meanings: Mapping[str, Meanings] = field(default_factory=dict)
     bare: str | None = None  # value of the flag typed without one; bool fields need none
     env: str | None = None  # environment variable that gives the default, and what `bare` means
     secret_env: str | None = None  # environment variable that a secret is moved to
-    opens: Opens | None = None  # which kind of file, folder or hub id the value names
+    opens: str | None = None  # which kind of file, folder or hub id the value names: of REMEDIES
+    needed: str | None = None  # what it is called where it is missing; it has no default
     known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
     # the checkpoint's. None: the new value holds from then on.
@@ -74,23 +79,46 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The flag an old command would use: the first flat name, else the dotted one."""
-        flat = (name for name, meanings in self.other_names if meanings is None)
+        """Return the flag an old command would use: the first flat name, else the dotted one."""
+        flat = (name for name, meanings in self.names if meanings is None and name != self.path)
         return f"--{next(flat, self.path)}"
 
     @property
-    def other_names(self) -> Iterator[tuple[str, Mapping[str, object] | None]]:
-        """Yield every name beside the path, and what the words after it mean."""
+    def names(self) -> Iterator[tuple[str, Meanings | None]]:
+        """Yield the path and every other name, and what the words after it mean."""
+        yield self.path, None
         head, parent = self.path.partition(".")[0], self.path.rpartition(".")[0]
         model = f"{head}_" if head in MODELS else ""
-        for alias in self.info.aliases:
-            name = f"{parent}{alias.name}" if alias.name.startswith(".") else alias.name
-            yield name.replace("{model}", model).lstrip("."), alias.meanings
+        for name in (*self.info.names, *self.info.meanings):
+            full = f"{parent}{name}" if name.startswith(".") else name
+            yield full.replace("{model}", model).lstrip("."), self.info.meanings.get(name)
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """Return the types a value may have: the members of a union."""
+        annotation = self.field.annotation
+        is_union = get_origin(annotation) in (Union, UnionType)
+        return get_args(annotation) if is_union else (annotation,)
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag may stand without a value, meaning true."""
-        return self.field.annotation is bool or bool in get_args(self.field.annotation)
+        """Return True if the flag may stand without a value, meaning true."""
+        return bool in self.kinds
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Return the values that a `Literal` allows."""
+        return sum((get_args(k) for k in self.kinds if get_origin(k) is Literal), ())
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """Return the types in a tuple, of which the last may be an ellipsis; () of one value."""
+        return sum((get_args(kind) for kind in self.kinds if get_origin(kind) is tuple), ())
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if a value is a whole number."""
+        return int in {*self.kinds, *self.members, *map(type, self.choices)}
 
 
 class Base(BaseModel):
@@ -126,30 +154,24 @@ def is_blank(text: str | None) -> bool:
 
 
 def expand_home(path: str | None) -> str | None:
-    """A place to write to, whose `~` no shell may have seen: in a file, in quotes."""
+    """Expand the `~` of a place to write to, which no shell has seen in a file or in quotes."""
     return path and os.path.expanduser(path)
 
 
-def option(
-    default: object,
-    description: str,
-    *names: str | Alias,
-    **details: object,
-) -> Any:
+def option(default: object, description: str, *names: str, **details: object) -> Any:
     """Declare a field: default (or its factory), help text, other names.
 
     `details` are those of `OptionInfo` and ranges (`gt=0` and the like).
     """
-    aliases = tuple(Alias(name) if isinstance(name, str) else name for name in names)
     known_details = {part.name for part in fields(OptionInfo)} & set(details)
     about = {name: details.pop(name) for name in known_details}
     start = {"default_factory" if callable(default) else "default": default}
-    extra = {"option": OptionInfo(aliases, **about)}  # type: ignore[arg-type]
+    extra = {"option": OptionInfo(names, **about)}  # type: ignore[arg-type]
     known = {**start, **details, "description": description, "json_schema_extra": extra}
     return Field(**known)  # type: ignore[call-overload]
 
 
-def switch(description: str, *names: str | Alias, default: bool = False, **details: object) -> Any:
+def switch(description: str, *names: str, default: bool = False, **details: object) -> Any:
     """Declare a field that is true when its flag stands alone."""
     return option(default, description, *names, **details)
 
@@ -172,7 +194,7 @@ def walk(
 
 
 def value_at(config: BaseModel, path: str) -> Any:
-    """The value of the leaf with this dotted path."""
+    """Return the value of the leaf with this dotted path."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)
@@ -180,26 +202,25 @@ def value_at(config: BaseModel, path: str) -> Any:
 
 
 def is_given(config: BaseModel, path: str) -> bool:
-    """Whether this leaf was set by whoever built the tree, rather than left at its default."""
+    """Return True if whoever built the tree set this leaf, rather than left its default."""
     head, _, rest = path.partition(".")
     return head in config.model_fields_set and (not rest or is_given(getattr(config, head), rest))
 
 
-def with_value(config: ModelT, path: str, value: object) -> ModelT:
-    """The same tree with another value at this leaf, which must be of the leaf's type."""
+def with_value(config: ModelT, path: str, value: object, *, counts_as_given: bool = True) -> ModelT:
+    """Return the same tree with another value at this leaf, which must be of the leaf's type."""
     head, _, rest = path.partition(".")
-    part = with_value(getattr(config, head), rest, value) if rest else value
-    return config.model_copy(update={head: part})
+    if rest:
+        value = with_value(getattr(config, head), rest, value, counts_as_given=counts_as_given)
+    changed = config.model_copy(update={head: value})
+    if not counts_as_given and head not in config.model_fields_set:
+        changed.model_fields_set.remove(head)
+    return changed
 
 
 def with_default(config: ModelT, path: str, value: object) -> ModelT:
-    """As `with_value`, but the leaf does not count as given by it."""
-    head, _, rest = path.partition(".")
-    part = with_default(getattr(config, head), rest, value) if rest else value
-    changed = config.model_copy(update={head: part})
-    if head not in config.model_fields_set:
-        changed.model_fields_set.remove(head)
-    return changed
+    """Return the same tree with another value at this leaf, which nobody has typed."""
+    return with_value(config, path, value, counts_as_given=False)
 
 
 def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Option, value_at, walk, with_value
-from openrlhf.config.flags import Given, leaf_types, names_of, read_all
+from openrlhf.config.flags import Given, names_of, read_all
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
+LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def parse_config(
     more_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
     data_problems: Callable[[CommandConfig], Iterable[str]] = lambda _: (),
 ) -> Parsed[ConfigT]:
-    """Read a command line (without the program's name); ConfigError lists every problem.
+    """Read a command line (without the program's name); raise ConfigError that lists every problem.
 
     Those that `more_problems` finds are among them. Where flags are understood and something else
     is wrong with them, those of `data_problems`, which takes seconds, are listed too.
@@ -52,8 +51,7 @@ def parse_config(
         line for line in config.problems() if not mentioned & {*line.replace(".", " ").split()}
     ]
     problems = [*reading.problems, *wrong.values(), *contradictions, *more_problems(config)]
-    is_understood = not (reading.problems or wrong)
-    if problems and is_understood:
+    if problems and not (reading.problems or wrong):
         problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -72,23 +70,21 @@ def parse_config(
 def build(
     config_class: type[ConfigT], values: Mapping[str, Given]
 ) -> tuple[ConfigT, dict[str, str]]:
-    """The tree, with defaults where a value does not fit; leaf path -> problem for those."""
+    """Return the tree, with defaults where a value does not fit; leaf path -> problem for those."""
     try:
         return config_class.model_validate(nested(values)), {}
     except ValidationError as error:
-        options = {option.path: option for option in walk(config_class)}
         wrong: dict[str, str] = {}
         for detail in error.errors():
-            parts = [str(part) for part in detail["loc"]]
-            starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-            path = next(start for start in starts if start in options)
-            wrong.setdefault(path, describe(options[path], values[path], detail))
+            place = ".".join(map(str, detail["loc"]))
+            leaf = next(o for o in walk(config_class) if f"{place}.".startswith(f"{o.path}."))
+            wrong.setdefault(leaf.path, describe(leaf, values[leaf.path], detail))
         rest = {path: given for path, given in values.items() if path not in wrong}
         return config_class.model_validate(nested(rest)), wrong
 
 
 def nested(values: Mapping[str, Given]) -> dict[str, Any]:
-    """`{"ds.zero_stage": 3}` as `{"ds": {"zero_stage": 3}}`."""
+    """Return `{"ds.zero_stage": 3}` as `{"ds": {"zero_stage": 3}}`."""
     tree: dict[str, Any] = {}
     for path, given in values.items():
         *sections, leaf = path.split(".")
@@ -100,51 +96,31 @@ def nested(values: Mapping[str, Given]) -> dict[str, Any]:
 
 
 def describe(option: Option, given: Given, detail: Mapping[str, Any]) -> str:
-    """One line for a value that does not fit: what must be, what was seen, what to type."""
-    limits = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    bounds = [
-        f"{word} {detail['ctx'][key]}"
-        for key, word in limits.items()
-        if key in detail.get("ctx", {})
-    ]
-    raw = given.raw
-    seen = " ".join(map(str, raw)) if isinstance(raw, (list, tuple)) else raw
-    choices = literal_choices(option.field.annotation)
+    """Return one line for a value that does not fit: what must be, what was seen, what to type."""
+    raw, bounds = given.raw, detail.get("ctx", {})
+    seen = " ".join(map(str, raw)) if isinstance(raw, tuple) else str(raw)
     if detail["type"] == "value_error":  # of a rule beside the field
-        return f"{given.source} cannot be {seen}: {detail['ctx']['error']}."
-    if bounds:
-        must, remedy = f"must be {bounds[0]}", f"Type a value {bounds[0]}"
-    elif choices:
-        near = next(iter(get_close_matches(str(seen).lower(), choices, n=1)), "one of them")
-        near = (option.info.known_as or {}).get(str(seen).lower(), near)
-        must, remedy = f"must be one of {', '.join(choices)}", f"Type {near}"
-    elif option.is_switch:
-        must, remedy = "must be true or false", "Type true or false"
-    elif detail["type"] in ("missing", "too_long", "too_short", "tuple_type"):
-        must, remedy = f"takes {sequence_size(option)}", "Type them with spaces between"
-    else:
-        kind = "a whole number" if int in leaf_types(option) else "a number"
-        kind = "a text" if str in leaf_types(option) else kind
-        must, remedy = f"must be {kind}", f"Type {kind}"
-    return f"{given.source} {must}: {seen}. {remedy}."
-
-
-def literal_choices(annotation: Any) -> list[str]:
-    """The words a `Literal` (or an optional one) allows."""
-    if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in literal_choices(part)]
-
-
-def sequence_size(option: Option) -> str:
-    """`2 values` of a pair, `one or more values` of an open tuple."""
-    kinds = (option.field.annotation, *get_args(option.field.annotation))
-    members = next(get_args(kind) for kind in kinds if get_origin(kind) is tuple)
-    return "one or more values" if Ellipsis in members else f"{len(members)} values"
+        return f"{given.source} cannot be {seen}: {bounds['error']}."
+    for key in bounds.keys() & LIMITS.keys():
+        bound = f"{LIMITS[key]} {bounds[key]}"
+        return f"{given.source} must be {bound}: {seen}. Type a value {bound}."
+    if option.choices:
+        choices = [str(choice) for choice in option.choices]
+        near = next(iter(get_close_matches(seen.lower(), choices, n=1)), "one of them")
+        near = (option.info.known_as or {}).get(seen.lower(), near)
+        return f"{given.source} must be one of {', '.join(choices)}: {seen}. Type {near}."
+    if option.members:
+        many = Ellipsis in option.members
+        size = bounds.get("min_length", "one") if many else len(option.members)
+        size = f"{size} or more values" if many else f"{size} values"
+        return f"{given.source} takes {size}: {seen}. Type them with spaces between."
+    kind = "a whole number" if option.is_whole else "a number"
+    kind = "true or false" if option.is_switch else "a text" if str in option.kinds else kind
+    return f"{given.source} must be {kind}: {seen}. Type {kind}."
 
 
 def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
-    """The config without its secrets, and the environment that holds them from now on."""
+    """Return the config without its secrets, and the environment that holds them from now on."""
     environment = {}
     for option in walk(type(config)):
         value = value_at(config, option.path)
@@ -161,16 +137,16 @@ def save_resolved(config: CommandConfig, path: Path, *, without: Iterable[str] =
     `without`, dotted.
     """
     public, _ = take_secrets(config)
-    tree = public.model_dump(mode="python", exclude={"local_rank"})
-    for leaf in without:
-        *sections, name = leaf.split(".")
-        reduce(getitem, sections, tree).pop(name)
+    left_out = {"local_rank", *without}
+    values = {
+        option.path: Given(_as_yaml(value_at(public, option.path)), "")
+        for option in walk(type(config))
+        if option.path not in left_out
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(_with_lists(tree), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
-def _with_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_lists(part) for key, part in value.items()}
+def _as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

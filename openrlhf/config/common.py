@@ -7,14 +7,31 @@ to the part: `AdamConfig(lr=1e-5)`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import datetime
+from difflib import get_close_matches
 from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import Alias, Base, expand_home, option, switch
+from openrlhf.config.base import Base, expand_home, option, switch
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
+# The names of transformers.SchedulerType; written out because importing transformers takes seconds.
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+)
 
 
 def timed_name(stem: str) -> str:
@@ -45,7 +62,7 @@ class AdamConfig(Base):
     @field_validator("betas")
     @classmethod
     def check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        """Averages that forget."""
+        """Raise ValueError for averages that never forget."""
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("both must be at least 0 and below 1. Type 0.9 0.95")
         return value
@@ -64,7 +81,7 @@ class MuonConfig(Base):
     )
     nesterov: bool = switch(
         "Has no effect: DeepSpeed's Muon uses Nesterov momentum.",
-        Alias(".no_nesterov", {"true": False, "false": True}),
+        meanings={".no_nesterov": {"true": False, "false": True}},
         default=True,
         at_resume="kept",
     )
@@ -86,6 +103,15 @@ class OptimizerConfig(Base):
     min_lr_ratio: float = option(
         0.1, "Last learning rate, as a part of the peak.", "min_lr_ratio", ge=0, le=1
     )
+
+    @field_validator("lr_scheduler")
+    @classmethod
+    def check_schedule(cls, value: str) -> str:
+        """Raise ValueError for a name that transformers does not have."""
+        if value not in SCHEDULERS:
+            near = get_close_matches(value, SCHEDULERS, n=1) or SCHEDULERS
+            raise ValueError(f"it is no known schedule. Type {' or '.join(near)}")
+        return value
 
 
 class LoraConfig(Base):
@@ -115,6 +141,15 @@ class TrainedModelConfig(Base):
         "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
 
+    def router_loss_problems(self, coef: float) -> Iterator[str]:
+        """Yield a line if the load-balancing loss of experts would have no gradient."""
+        is_on = self.gradient_checkpointing_enable
+        if coef > 0 and is_on and self.gradient_checkpointing_reentrant:
+            yield (
+                "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss "
+                "would have no gradient. Type --gradient_checkpointing alone."
+            )
+
 
 class PrecisionConfig(Base):
     """`ds.*` of a command that only reads and writes weights."""
@@ -122,7 +157,7 @@ class PrecisionConfig(Base):
     param_dtype: DType = option(
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
-        Alias("bf16", {"true": "bf16"}),
+        meanings={"bf16": {"true": "bf16"}},
         at_resume="refused",
     )
 
@@ -135,7 +170,7 @@ class LoadConfig(PrecisionConfig):
         "Attention; without CUDA or the flash-attn package SDPA is used. "
         "`--flash_attn` means flash_attention_2, `--flash_attn false` sdpa.",
         "attn_implementation",
-        Alias("flash_attn", {"true": "flash_attention_2", "false": "sdpa"}),
+        meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
     load_in_4bit: bool = switch(
         "QLoRA: base weights in 4 bits.", "load_in_4bit", at_resume="refused"
@@ -206,6 +241,43 @@ class DeepSpeedConfig(HeadConfig):
         opens="json",
     )
 
+    def problems(self, *optims: OptimizerConfig) -> Iterator[str]:
+        """Yield a line for each pair of settings that do not work together."""
+        is_muon = any(optim.optim == "muon" for optim in optims)
+        split = f"--ds_tensor_parallel_size {self.tensor_parallel_size}"
+        is_split, compiles = self.tensor_parallel_size > 1, self.deepcompile
+        lora, four_bits = self.lora.rank > 0, self.load_in_4bit
+        sums = self.grad_accum_dtype or "fp32"
+        pairs = (
+            (split, "--zero_stage 3", is_split and self.zero_stage == 3),
+            (split, "--optim muon", is_split and is_muon),
+            (split, "--lora_rank", is_split and lora),
+            (split, "--load_in_4bit", is_split and four_bits),
+            (split, "--deepcompile", is_split and compiles),
+            ("--deepcompile", "--zero_stage 0", compiles and self.zero_stage == 0),
+            ("--deepcompile", "--ring_attn_size", compiles and self.ring_attn_size > 1),
+            ("--use_ds_universal_ckpt", "--optim muon", self.use_universal_ckpt and is_muon),
+            (f"--grad_accum_dtype {sums}", "fp32", self.param_dtype == "fp32" and sums != "fp32"),
+        )
+        for one, other, is_so in pairs:
+            if is_so:
+                yield f"{one} with {other}: not supported. Leave one of them out."
+        if four_bits:
+            yield from self.four_bit_problems(can_learn=lora)
+
+    def four_bit_problems(self, *, can_learn: bool) -> Iterator[str]:
+        """Yield a line if weights of 4 bits would be split, or if nothing on them could learn."""
+        if not can_learn:
+            yield (
+                "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+                "--load_in_4bit out."
+            )
+        if self.zero_stage == 3:
+            yield (
+                "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. "
+                "Type --zero_stage 2."
+            )
+
     @property
     def ranks_per_share(self) -> int:
         """Return the number of ranks that work on the same samples."""
@@ -232,7 +304,7 @@ class CheckpointConfig(Base):
 
     _home = field_validator("output_dir", "path")(expand_home)
 
-    save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps")
+    save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps", ge=-1)
     save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
     disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
     max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
@@ -265,7 +337,7 @@ class WandbConfig(Base):
         None,
         "`true`: log to W&B with the environment's key. A key is moved to WANDB_API_KEY.",
         "use_wandb",
-        Alias("report_to", {"wandb": "true", "all": "true"}),
+        meanings={"report_to": {"wandb": "true", "all": "true"}},
         bare="true",
         secret_env="WANDB_API_KEY",
     )
@@ -285,7 +357,7 @@ class LoggerConfig(Base):
         "TensorBoard directory, with a folder for each --wandb_run_name; `true`: `tensorboard` in "
         "the run folder.",
         "use_tensorboard",
-        Alias("report_to", {"tensorboard": "true", "all": "true"}),
+        meanings={"report_to": {"tensorboard": "true", "all": "true"}},
         bare="true",
         env="TENSORBOARD_LOGGING_DIR",
         opens="output",
@@ -353,6 +425,14 @@ class RewardModelsConfig(Base):
         "(score - mean) / std, both from the model's config.", "normalize_reward"
     )
 
+    def weight_problems(self, num_models: int) -> Iterator[str]:
+        """Yield a line unless every model has a weight."""
+        if self.weights is not None and len(self.weights) != num_models:
+            yield (
+                f"--reward_weights has {len(self.weights)} values for {num_models} models of "
+                "--reward_pretrain. Type one weight for each model."
+            )
+
 
 class EvalConfig(Base):
     """`eval.*`: held-out data."""
@@ -360,7 +440,7 @@ class EvalConfig(Base):
     dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
     split: str = option("train", "Split of the evaluation data.", "eval_split")
     steps: int = option(
-        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps"
+        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps", ge=-1
     )
 
 

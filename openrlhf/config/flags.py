@@ -2,8 +2,8 @@
 them; each later source wins.
 
 A leaf has a dotted path, a flat flag, Hugging Face aliases. Every unknown name and every senseless
-value is collected instead of stopping at the first. On a command line a name of several leaves is
-read before those of one, and two names of one leaf must agree.
+value is collected instead of stopping at the first. A name of several leaves is read before those
+of one, and two names of one leaf must agree.
 """
 
 from __future__ import annotations
@@ -11,244 +11,181 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-from openrlhf.config.base import Option, walk
+from openrlhf.config.base import Meanings, Option, walk
 from openrlhf.config.local_paths import LISTS
 from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 TRUE_WORDS = ("true", "1", "yes", "on")
-FALSE_WORDS = ("false", "0", "no", "off", "none")
+FALSE_WORDS = ("false", "0", "no", "off")
 
-
-@dataclass(frozen=True)
-class Target:
-    """One leaf that a name sets, and how the words after the name are translated for it."""
-
-    option: Option
-    meanings: Mapping[str, object] | None = None
+# The leaves that a name sets, and how the words after the name are translated for each.
+Targets: TypeAlias = tuple[tuple[Option, Meanings | None], ...]
+Setting: TypeAlias = tuple[str, str, list[str]]  # name with `_` for `-`, as typed, words after it
 
 
 @cache
-def flag_table(config_class: type[CommandConfig]) -> Mapping[str, tuple[Target, ...]]:
-    """Every name of this config class, with `_` for `-`."""
-    table: dict[str, tuple[Target, ...]] = {}
+def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
+    """Return every name of this config class and what it sets."""
+    table: dict[str, Targets] = {}
     for option in walk(config_class):
-        for name, meanings in [(option.path, None), *option.other_names]:
-            if all(target.option.path != option.path for target in table.get(name, ())):
-                table[name] = (*table.get(name, ()), Target(option, meanings))
+        for name, meanings in dict(option.names).items():
+            table[name] = (*table.get(name, ()), (option, meanings))
     return table
 
 
 def names_of(config_class: type[CommandConfig], path: str) -> Iterator[str]:
-    """Every name that sets this leaf."""
+    """Yield every name that sets this leaf."""
     for name, targets in flag_table(config_class).items():
-        if any(target.option.path == path for target in targets):
+        if any(option.path == path for option, _ in targets):
             yield name
 
 
 def nearest_name(name: str, config_class: type[CommandConfig]) -> str | None:
-    """The known name that ends in this one, else the one that looks most like it, if any does."""
+    """Return the known name that ends in this one, else the one most like it, if any is."""
     known = [*flag_table(config_class), *config_class.dead_flags, "config", "debug", "help"]
     leaves = [path for path in known if path.endswith(f".{name}")]
     return next(iter(leaves or get_close_matches(name, known, n=1)), None)
 
 
-def raw_values(source: str, words: Sequence[str], targets: Sequence[Target]) -> dict[str, Any]:
-    """What these words set: leaf path -> raw value; ConfigError if they make no sense."""
-    if targets[0].meanings is not None:
-        return dict(_translated(source, words, targets))
-    return {target.option.path: _raw_value(source, words, target.option) for target in targets}
+def raw_values(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:
+    """Return what these words set, by leaf path; raise ConfigError if they make no sense."""
+    if targets[0][1] is not None:
+        return _translated(source, words, targets)
+    return {option.path: _raw_value(source, words, option) for option, _ in targets}
 
 
 def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
+    bare = True if option.is_switch else option.info.bare
     if not words or (option.info.bare and list(words) == [""]):
-        if option.is_switch:
-            return True
-        if option.info.bare is None:
+        if bare is None:
             raise ConfigError(f"{source} stands without a value. Type a value after it.")
-        return option.info.bare
-    if is_sequence(option):
-        parts = [part for word in words for part in word.split(",") if part]
-        return tuple(as_number(part, option) for part in parts)
+        return bare
+    if NoneType in option.kinds and [word.lower() for word in words] in (["none"], ["null"]):
+        return None
+    if option.members:
+        return tuple(part for word in words for part in word.split(",") if part)
     if len(words) > 1:
         seen = "***" if option.info.secret_env else " ".join(words)
         raise ConfigError(
             f"{source} takes one value: {seen}. Put quotes around a text with spaces."
         )
-    word = words[0]
-    if NoneType in leaf_types(option) and (
-        word.lower() in ("none", "null") or (option.info.bare and word.lower() == "false")
-    ):
-        return None
-    return as_number(word, option)
+    word, plain = words[0], words[0].lower()
+    if option.info.bare and plain in ("true", "false"):
+        return bare if plain == "true" else None
+    if option.is_whole and re.fullmatch(r"-?[\d.]+(e\+?\d+)?", plain) and float(word).is_integer():
+        return int(float(word))  # `1e8`, and `3` of a `Literal`
+    return word
 
 
-def _translated(
-    source: str, words: Sequence[str], targets: Sequence[Target]
-) -> Iterator[tuple[str, Any]]:
+def _translated(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:
+    found = {}
     for word in words or ("true",):
         plain = word.lower()
-        plain = "true" if plain in TRUE_WORDS else "false" if plain in ("0", "no", "off") else plain
-        meanings = [target.meanings or {} for target in targets]
-        if plain not in FALSE_WORDS and not any(plain in meaning for meaning in meanings):
-            known = [key for key in dict.fromkeys(k for m in meanings for k in m) if key != "false"]
-            choices = ", ".join([*known, "false" if "true" in known else "none"])
+        plain = "true" if plain in TRUE_WORDS else "false" if plain in FALSE_WORDS else plain
+        known = dict.fromkeys(key for _, meanings in targets for key in meanings or {})
+        if plain not in (*known, "false", "none"):
+            off = "false" if "true" in known else "none"
+            choices = ", ".join([*(key for key in known if key != "false"), off])
             raise ConfigError(f"{source} is unknown: {word}. Type one of {choices}.")
-        for target, meaning in zip(targets, meanings, strict=True):
-            if plain in meaning:
-                yield target.option.path, meaning[plain]
+        for option, meanings in targets:
+            if plain in (meanings or {}):
+                found[option.path] = (meanings or {})[plain]
+    return found
 
 
-def yaml_words(value: object) -> list[str] | None:
-    """A YAML value as words of a command line; None when it must be taken as it is."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        return list(value)
-    return None
-
-
-def is_sequence(option: Option) -> bool:
-    """Whether the leaf holds several values."""
-    annotation = option.field.annotation
-    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
-
-
-def leaf_types(option: Option) -> set[type]:
-    """The plain types of this leaf: of `Literal` those of its values, of a tuple its members'."""
-
-    def flatten(annotation: Any) -> Iterator[type]:
-        if get_origin(annotation) is Literal:
-            yield from (type(value) for value in get_args(annotation))
-        elif get_args(annotation):
-            for part in get_args(annotation):
-                yield from flatten(part)
-        elif isinstance(annotation, type):
-            yield annotation
-
-    return set(flatten(option.field.annotation))
-
-
-def as_number(word: str, option: Option) -> str | int:
-    """The word, as an int where the leaf holds ints (`1e8` and `3` in a `Literal` included)."""
-    if not leaf_types(option) <= {int, NoneType}:
-        return word
-    try:
-        number = float(word)
-    except ValueError:
-        return word
-    return int(number) if number.is_integer() else word
-
-
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """A raw value for one leaf, and the name under which the user gave it."""
 
     raw: Any
     source: str  # "--max_len", "run.yaml: data.max_len" or "OPENRLHF_ASYNC_QUEUE_SIZE"
 
 
-@dataclass
 class Reading:
-    """Everything read so far, by leaf path; filled by the `read_...` functions in turn."""
+    """Everything read so far, by leaf path."""
 
-    config_class: type[CommandConfig]
-    values: dict[str, Given] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    def __init__(self, config_class: type[CommandConfig]) -> None:
+        self.config_class = config_class
+        self.table = flag_table(config_class)
+        self.values: dict[str, Given] = {}
+        self.problems: list[str] = []
+        self.notices: list[str] = []
 
-    def take(self, name: str, source: str, words: Sequence[str]) -> None:
-        """Note what a name with these words sets."""
-        targets = flag_table(self.config_class).get(name)
-        if targets is not None:
+    def take_all(self, settings: Iterable[Setting]) -> None:
+        """Take the settings of one source; of the same name the last one counts."""
+        last = {name: (name, source, words) for name, source, words in settings}
+        said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
+        for name, source, words in sorted(
+            last.values(), key=lambda setting: -len(self.table.get(setting[0], "?"))
+        ):
+            targets = self.table.get(name, ())
+            if not targets:
+                self._note_unknown(name, source)
+                continue
             try:
                 found = raw_values(source, words, targets)
             except ConfigError as error:
                 self.problems += error.problems
-            else:
-                self.values |= {path: Given(raw, source) for path, raw in found.items()}
-        elif name in self.config_class.dead_flags:
+                continue
+            is_secret = any(option.info.secret_env for option, _ in targets)
+            typed = source if is_secret else " ".join([source, *words])
+            paths = frozenset(option.path for option, _ in targets)
+            first, before = said.setdefault(paths, (typed, found))
+            if any(not _is_same(raw, before.get(path, raw)) for path, raw in found.items()):
+                both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
+                self.problems.append(f"{both}. Leave one of them out.")
+            self.values |= {path: Given(raw, source) for path, raw in found.items()}
+
+    def _note_unknown(self, name: str, source: str) -> None:
+        if name in self.config_class.dead_flags:
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
-        else:
-            near = nearest_name(name, self.config_class)
-            remedy = f"Did you mean --{near}?" if near else "--help lists all of them."
-            self.problems.append(f"{source} is not a known name. {remedy}")
+            return
+        near = nearest_name(name, self.config_class)
+        remedy = f"Did you mean --{near}?" if near else "--help lists all of them."
+        self.problems.append(f"{source} is not a known name. {remedy}")
 
 
 def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:
-    """Environment, then each `--config` file, then flags."""
+    """Read the environment, then each `--config` file, then the flags."""
     reading = Reading(config_class)
-    read_environment(reading)
+    environment = {
+        option.path: Given(os.environ[option.info.env], option.info.env)
+        for option in walk(config_class)
+        if option.info.env and os.environ.get(option.info.env)
+    }
+    reading.values |= environment
     flags = list(split_flags(argv, reading))
-    for name, _, words in flags:
-        if name == "config":
-            if len(words) != 1:
-                reading.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
-            else:
-                read_yaml(reading, Path(words[0]))
-    table = flag_table(config_class)
-    settings = [flag for flag in flags if flag[0] != "config"]
-    for name, source, words in sorted(settings, key=lambda flag: -len(table.get(flag[0], "?"))):
-        reading.take(name, source, words)
-    reading.problems += contradictions(config_class, settings)
-    read_environment(reading, is_after=True)
+    for _, _, words in (flag for flag in flags if flag[0] == "config"):
+        if len(words) == 1:
+            reading.take_all(file_settings(Path(words[0]), reading))
+        else:
+            reading.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
+    reading.take_all(flag for flag in flags if flag[0] != "config")
+    for option in walk(config_class):  # a flag typed bare means what the environment says
+        if option.path in environment and reading.values[option.path].raw == option.info.bare:
+            reading.values[option.path] = environment[option.path]
     return reading
 
 
-def contradictions(
-    config_class: type[CommandConfig], flags: Sequence[tuple[str, str, list[str]]]
-) -> Iterator[str]:
-    """Two names of the same leaves with different values; of the same name the last one counts."""
-    said: dict[frozenset[str], tuple[str, dict[str, Any]]] = {}
-    for name, source, words in {flag[0]: flag for flag in flags}.values():
-        targets = flag_table(config_class).get(name, ())
-        try:
-            found = raw_values(source, words, targets) if targets else {}
-        except ConfigError:  # said already
-            continue
-        paths = frozenset(target.option.path for target in targets)
-        is_secret = any(target.option.info.secret_env for target in targets)
-        typed = source if is_secret else " ".join([source, *words])
-        first, before = said.setdefault(paths, (typed, found))
-        if any(not _is_same(raw, before.get(path, raw)) for path, raw in found.items()):
-            both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
-            yield f"{both}. Leave one of them out."
-
-
 def _is_same(one: object, other: object) -> bool:
-    """Whether two raw values mean the same: `1e-6` and `0.000001`, `True` and `true`."""
-    if str(one).lower() == str(other).lower():
-        return True
+    """Return True if two raw values mean the same: `1e-6` and `0.000001`, `True` and `true`."""
     try:
         return float(str(one)) == float(str(other))
     except ValueError:
-        return False
+        return str(one).lower() == str(other).lower()
 
 
-def read_environment(reading: Reading, *, is_after: bool = False) -> None:
-    """Defaults from the variables that fields name; `is_after` flags, for those typed bare."""
-    for option in walk(reading.config_class):
-        variable, bare = option.info.env, option.info.bare
-        if not variable or not os.environ.get(variable):
-            continue
-        given = reading.values.get(option.path)
-        is_bare = given is not None and bare is not None and str(given.raw).lower() == bare
-        if is_bare or not is_after:
-            reading.values[option.path] = Given(os.environ[variable], variable)
-
-
-def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, str, list[str]]]:
-    """Each flag of a command line: name with `_` for `-`, as typed, the words after it."""
-    current: tuple[str, str, list[str]] | None = None
+def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[Setting]:
+    """Yield each flag of a command line with the words after it."""
+    current: Setting | None = None
     is_lost = False  # what follows a flag that is written wrong is not looked at
     for token in argv:
         if meant := _one_dash_name(token, reading.config_class):
@@ -272,7 +209,7 @@ def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[tuple[str, st
 
 
 def _one_dash_name(token: str, config_class: type[CommandConfig]) -> str | None:
-    """The known name that is meant by `-name`; None for numbers and other values."""
+    """Return the known name that is meant by `-name`; None for numbers and other values."""
     is_word = re.fullmatch(r"-[A-Za-z][\w.-]*(=.*)?", token)
     if not is_word or token.lower() in ("-inf", "-infinity", "-nan"):
         return None
@@ -280,11 +217,10 @@ def _one_dash_name(token: str, config_class: type[CommandConfig]) -> str | None:
     return name if name in flag_table(config_class) else nearest_name(name, config_class)
 
 
-def read_yaml(reading: Reading, path: Path) -> None:
-    """Values of a YAML file whose keys are the nested tree, dotted names or flat names."""
+def file_settings(path: Path, reading: Reading) -> Iterator[Setting]:
+    """Yield what a YAML file sets; its keys are the nested tree, dotted names or flat names."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = yaml.safe_load(text)
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         reading.problems.append(f"--config cannot be read: {path} ({reason}). Type a YAML file.")
@@ -293,56 +229,25 @@ def read_yaml(reading: Reading, path: Path) -> None:
         where = " ".join(str(error).split())
         reading.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
         return
-    if tree is None:
-        return
-    if not isinstance(tree, Mapping):
+    if isinstance(tree, Mapping):
+        for name, value in _leaves(tree):
+            yield name, f"{path.name}: {name}", _words(value, reading.table.get(name, ()))
+    elif tree is not None:
         reading.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
-        return
-    table = flag_table(reading.config_class)
-    said: dict[frozenset[str], str] = {}  # the key that set these leaves
-    for name, value in _settings_in(tree, table):
-        source, targets = f"{path.name}: {name}", table.get(name, ())
-        paths = frozenset(target.option.path for target in targets)
-        if paths and paths in said:
-            first = said[paths]
-            both = f"and {first} set the same" if first != name else "stands twice"
-            reading.problems.append(f"{source} {both}. Leave one out.")
-        said[paths] = name
-        if not targets or targets[0].meanings is not None:
-            words = yaml_words(value)
-            reading.take(name, source, words if words is not None else [str(value)])
-        else:
-            _read_value(reading, name, source, value)
 
 
-def _settings_in(
-    tree: Mapping[Any, Any], known: Iterable[str], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of every key that is no section."""
     for key, value in tree.items():
         name = prefix + str(key).replace("-", "_")
-        is_section = any(path.startswith(f"{name}.") for path in known)
-        if isinstance(value, Mapping) and is_section:
-            yield from _settings_in(value, known, f"{name}.")
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.")
         else:
             yield name, value
 
 
-def _read_value(reading: Reading, name: str, source: str, value: object) -> None:
-    """Take what stands after a known key: as words where it is text, else as it is."""
-    options = [target.option for target in flag_table(reading.config_class)[name]]
-    option = options[0]
-    if isinstance(value, list) and not is_sequence(option):
-        if option.info.opens not in LISTS and not option.path.endswith("_probs"):
-            seen = "***" if option.info.secret_env else ", ".join(map(str, value))
-            reading.problems.append(f"{source} takes one value: {seen}. Write one.")
-            return
-        value = ",".join(map(str, value))
-    if isinstance(value, bool) and option.info.bare:
-        value = option.info.bare if value else None
-    words = yaml_words(value)
-    if words is not None:
-        reading.take(name, source, words)
-    else:
-        raw = tuple(value) if isinstance(value, list) else value
-        reading.values |= {option.path: Given(raw, source) for option in options}
+def _words(value: object, targets: Targets) -> list[str]:
+    """Return a YAML value as words of a command line; a list is joined where commas may stand."""
+    words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    is_list = any(o.info.opens in LISTS or o.path.endswith("_probs") for o, _ in targets)
+    return [",".join(words)] if is_list else words

@@ -13,28 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.base import Opens, is_blank, is_given, value_at, walk
+from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, is_blank, is_given, value_at, walk
 from openrlhf.config.run import CommandConfig, RunConfig
 
-DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".parquet", ".arrow")
 MODEL_FILES = ("config.json", "adapter_config.json")
-LISTS: tuple[Opens, ...] = ("models", "data", "code")  # with commas between
-REMEDIES: dict[Opens, str] = {
-    "model": "a folder with a config.json, or a hub id such as org/name",
-    "models": "a folder with a config.json, or a hub id such as org/name",
-    "data": f"a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub id",
-    "code": "the path of a .py file",
-    "template": "the template itself, or the path of a .jinja file",
-    "file": "the path of a file",
-    "json": "the path of a JSON file of DeepSpeed",
-    "folder": "the path of a folder",
-    "output": "the path of a folder that can be written",
-    "output_file": "the path of a file that can be written",
-}
+LISTS = ("models", "data", "code")  # with commas between
 
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
-    """One line for every file or folder that is named and not there, with its flag."""
+    """Yield a line for every file or folder that is named and not there, with its flag."""
     for option in walk(type(config)):
         opens, value = option.info.opens, value_at(config, option.path)
         if option.path == "ckpt.path" and _writes_checkpoints(config):
@@ -49,7 +36,7 @@ def path_problems(config: CommandConfig) -> Iterator[str]:
 
 
 def _writes_checkpoints(config: CommandConfig) -> bool:
-    """Whether the root of checkpoints is named, or written to without being named."""
+    """Return True if the root of checkpoints is named, or written to without being named."""
     is_written = isinstance(config, RunConfig) and config.ckpt.save_steps > 0
     return is_written or is_given(config, "ckpt.path")
 
@@ -67,70 +54,65 @@ def reads_from(config: CommandConfig, folder: Path) -> bool:
     return False
 
 
-def names_local_data(config: CommandConfig) -> bool:
-    """Return True if a data set of this config is on this machine."""
-    options = [option for option in walk(type(config)) if option.info.opens == "data"]
-    return any(is_local_data(value_at(config, option.path)) for option in options)
-
-
 def is_local_data(spec: str | None) -> bool:
     """Return True if all data sets of a comma list are on this machine."""
     if spec is None or is_blank(spec):
         return False
     paths = [_path_of("data", name) for name in names_in("data", spec)]
-    return all(path is not None and not _is_missing(path) for path in paths)
+    return all(path is not None and os.path.exists(path) for path in paths)
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be that of a file or folder: no hub id is written like it."""
+    """Return True if a name can only be that of a file or folder: no hub id is like it."""
     if name.startswith(("/", ".", "~")) or name.endswith((*DATA_SUFFIXES, ".py")):
         return True
     return "\\" in name or name.partition("@")[0].count("/") > 1
 
 
-def is_hub_id(opens: Opens, name: str) -> bool:
+def is_hub_id(opens: str, name: str) -> bool:
     """Return True for the name of a model or data set that is not on this machine."""
     is_fetched = opens in ("model", "models", "data")
     return is_fetched and "://" not in name and _path_of(opens, name) is None
 
 
 def is_template_text(template: str) -> bool:
-    """Whether a chat template is given as Jinja text, rather than as the path of a file."""
+    """Return True if a chat template is given as Jinja text, not as the path of a file."""
     return len(template) >= 1024 or "\n" in template or "{" in template
 
 
-def names_in(opens: Opens, value: str) -> list[str]:
-    """The parts of a comma list, unless the whole is a path that exists."""
+def names_in(opens: str, value: str) -> list[str]:
+    """Return the parts of a comma list, unless the whole is a path that exists."""
     if opens not in LISTS or os.path.exists(_expanded(value)):
         return [value]
     return [name.strip() for name in value.split(",") if name.strip()]
 
 
-def _problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
-    """What is wrong with one name, and what to type instead; `typed` is the flag with it."""
+def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
+    """Yield what is wrong with one name and what to type instead; `typed` is the flag with it."""
     path = _path_of(opens, name)
     if path is None:
         return
-    is_model, remedy = opens in ("model", "models"), REMEDIES[opens]
-    is_file = opens in ("code", "template", "file", "json")
-    if _is_missing(path) and path.is_symlink():
-        yield f"{typed} is a link to {path.readlink()}, which does not exist. Type {remedy}."
-    elif _is_missing(path):
-        yield f"{typed} does not exist. Type {remedy}."
-    elif is_file and os.path.isdir(path):
-        yield f"{typed} is a folder. Type {remedy}."
-    elif opens == "json" and (reason := _why_not_json(path)):
-        yield f"{typed} {reason}. Type {remedy}."
-    elif opens == "folder" and os.path.isfile(path):
-        yield f"{typed} is a file. Type {remedy}."
-    elif is_model and os.path.isfile(path):
-        yield f"{typed} is a file. Type the folder that save_pretrained wrote."
-    elif is_model and os.access(path, os.X_OK) and not _holds_model(path):
-        yield f"{typed} holds no config.json. Type the folder that save_pretrained wrote."
+    problem = None
+    if not os.path.exists(path):
+        problem = f"is a link to {path.readlink()}, which" if path.is_symlink() else ""
+        problem = f"{problem} does not exist".lstrip()
+    elif opens in ("model", "models") and not any((path / file).is_file() for file in MODEL_FILES):
+        problem = "holds no config.json"
+    elif opens in ("code", "template", "file", "json") and not path.is_file():
+        problem = "is a folder"
+    elif opens == "folder" and not path.is_dir():
+        problem = "is a file"
+    elif opens == "json":
+        try:
+            read_json_object(path)
+        except ValueError as error:
+            problem = str(error)
+    if problem:
+        yield f"{typed} {problem}. Type {REMEDIES[opens]}."
 
 
-def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
-    """Why nothing could be written there; the config has expanded its `~`."""
+def _output_problems(opens: str, name: str, typed: str) -> Iterator[str]:
+    """Yield why nothing could be written there; the config has expanded its `~`."""
     path, remedy = Path(name), REMEDIES[opens]
     if opens == "output_file" and path.is_dir():
         yield f"{typed} is a folder. Type {remedy}."
@@ -145,7 +127,7 @@ def _output_problems(opens: Opens, name: str, typed: str) -> Iterator[str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object a file holds; raises ValueError, as the end of a sentence on the file."""
+    """Return the JSON object in a file; raise ValueError, the end of a sentence on the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -157,17 +139,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _why_not_json(path: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object; None if nothing is."""
-    try:
-        read_json_object(path)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _path_of(opens: Opens, name: str) -> Path | None:
-    """The path a name stands for; None where it is a hub id, a URL, a module or a text."""
+def _path_of(opens: str, name: str) -> Path | None:
+    """Return the path a name stands for; None for a hub id, a URL, a module or a text."""
     path = _expanded(name)
     if opens in ("file", "json", "folder"):
         return path
@@ -185,20 +158,5 @@ def _path_of(opens: Opens, name: str) -> Path | None:
 
 
 def _expanded(name: str) -> Path:
-    """The path with its `~`, which stays where nobody has that name."""
+    """Return the path with its `~` expanded, which stays where nobody has that name."""
     return Path(os.path.expanduser(name))
-
-
-def _holds_model(folder: Path) -> bool:
-    return any(os.path.isfile(folder / file) for file in MODEL_FILES)
-
-
-def _is_missing(path: Path) -> bool:
-    """Whether nothing is there; what cannot be looked at is left to whoever opens it."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
-    return False

@@ -6,11 +6,13 @@ users type.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import field_validator
 
-from openrlhf.config.base import Alias, Base, option, switch
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckedDataConfig,
@@ -47,6 +49,20 @@ KNOWN_AS = {
 POLICY_LOSS_NAMES = ("ppo", "gspo", "cispo", "sapo")
 
 
+def rising(value: tuple[float, float]) -> tuple[float, float]:
+    """Raise ValueError unless the first is smaller."""
+    if value[0] >= value[1]:
+        raise ValueError(f"the first must be smaller. Type {value[1]:g} {value[0]:g}")
+    return value
+
+
+def positive(value: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Raise ValueError unless both are above 0."""
+    if value is not None and min(value) <= 0:
+        raise ValueError("both must be above 0. Leave it out, or type two such numbers")
+    return value
+
+
 class PlacementConfig(Base):
     """Where a model runs."""
 
@@ -74,6 +90,7 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
         "Policy to start from: hub id or path.",
         "pretrain",
         "model_name_or_path",
+        needed="policy model",
         opens="model",
         at_resume="refused",
     )
@@ -92,7 +109,7 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
     @field_validator("policy_loss_type")
     @classmethod
     def check_policy_loss_type(cls, value: str) -> str:
-        """A name that is known, or an import path."""
+        """Raise ValueError for a name that is neither known nor an import path."""
         if value not in POLICY_LOSS_NAMES and ":" not in value:
             names = ", ".join(POLICY_LOSS_NAMES)
             near = value.lower() if value.lower() in POLICY_LOSS_NAMES else f"one of {names}"
@@ -101,21 +118,16 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
             )
         return value
 
-    @field_validator("sapo_tau")
-    @classmethod
-    def check_sapo_tau(cls, value: tuple[float, float]) -> tuple[float, float]:
-        """A gate that closes."""
-        if min(value) <= 0:
-            raise ValueError("both must be above 0. Type 1.0 1.05")
-        return value
-
     eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
         None, "Clip ranges below and above; unset: --eps_clip twice.", "eps_clip_low_high"
     )
     dual_clip: float | None = option(
-        None, "Bound c > 1 of the loss for negative advantages.", "dual_clip"
+        None, "Bound c > 1 of the loss for negative advantages.", "dual_clip", gt=1
     )
+
+    _positive = field_validator("sapo_tau", "eps_clip_low_high")(positive)
+
     entropy_coef: float | None = option(
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
@@ -163,6 +175,15 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         "When a reward cannot be had: fail, drop_group, retry or retry(n).",
         "reward_failure",
     )
+
+    @field_validator("failure")
+    @classmethod
+    def check_failure(cls, value: str) -> str:
+        """Raise ValueError for a policy that is not one of three."""
+        if not re.fullmatch(r"fail|drop_group|retry(\(0*[1-9]\d*\))?", value):
+            raise ValueError("it is not known. Type fail, drop_group, retry or 'retry(5)'")
+        return value
+
     max_dropped: float = option(
         0.01,
         "Share of a step's prompts that --reward_failure drop_group may drop; more end the run.",
@@ -194,8 +215,13 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     clip_range: tuple[float, float] = option(
         (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
     )
+    _rising = field_validator("clip_range")(rising)
+
     overlong_buffer_len: float | None = option(
-        None, "Tokens before the limit in which a penalty grows (DAPO).", "overlong_buffer_len"
+        None,
+        "Tokens before the limit in which a penalty grows (DAPO).",
+        "overlong_buffer_len",
+        gt=0,
     )
     overlong_penalty_factor: float = option(
         1.0, "The penalty at the limit.", "overlong_penalty_factor", ge=0
@@ -371,13 +397,32 @@ class AdvantageConfig(Base):
         """Read a single value as the upper bound."""
         return (0.0, *value) if isinstance(value, tuple) and len(value) == 1 else value
 
-    @field_validator("is_correction_threshold")
-    @classmethod
-    def check_band(cls, value: tuple[float, float]) -> tuple[float, float]:
-        """A band that lets something pass."""
-        if not 0 <= value[0] < value[1]:
-            raise ValueError("the first must be smaller and not negative. Type 0.5 5.0")
-        return value
+    _rising = field_validator("is_correction_threshold")(rising)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each pair of settings of the correction that contradict each other."""
+        level, mode = self.correction_level_and_mode
+        gating, (_, high) = self.is_correction_gating, self.is_correction_threshold
+        if self.is_correction_enable and level == "off":
+            yield "--is_correction_level off and --enable_vllm_is_correction: leave one out."
+        if level == "off" or not self.is_corrected:
+            return
+        if mode != "mask" and (level == "seq" or gating != "ratio"):
+            what = "level seq" if level == "seq" else f"gating {gating}"
+            yield (
+                f"--is_correction_mode {mode} holds ratios of tokens in a band, and "
+                f"--is_correction_{what} is something else. Type --is_correction_mode mask."
+            )
+        if gating != "ratio" and level not in ("token", "seq"):
+            yield (
+                f"--is_correction_gating {gating} weighs tokens, and --is_correction_level {level} "
+                "weighs sequences. Type --is_correction_level seq."
+            )
+        if gating == "tv" and high >= 1:
+            yield (
+                f"--is_correction_gating tv is at most 1, and --is_correction_threshold {high:g} "
+                "lets everything pass. Type --is_correction_threshold 0.1."
+            )
 
 
 class KLConfig(Base):
@@ -413,7 +458,7 @@ class AlgoConfig(Base):
         "token_mean",
         "What a loss is averaged over.",
         "loss_aggregation",
-        Alias("actor.loss_agg_mode", LOSS_AGG_MODES),
+        meanings={"actor.loss_agg_mode": LOSS_AGG_MODES},
     )
     dynamic_filtering_enable: bool = switch(
         "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
@@ -421,6 +466,8 @@ class AlgoConfig(Base):
     dynamic_filtering_range: tuple[float, float] = option(
         (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
     )
+    _rising = field_validator("dynamic_filtering_range")(rising)
+
     dynamic_filtering_max_empty: int = option(
         10, "Batches without a kept group before stopping.", "dynamic_filtering_max_empty", gt=0
     )
@@ -480,6 +527,7 @@ class PPODataConfig(CheckedDataConfig, PromptTemplateConfig):
         "Prompts: hub ids or paths, with commas between.",
         "prompt_data",
         "dataset_name",
+        needed="prompt data",
         opens="data",
     )
     prompt_probs: str | None = option(
@@ -531,6 +579,7 @@ class PPOEvalConfig(EvalConfig):
         "Evaluate every N global steps; before the first and after the last in any case, with -1 "
         "only then.",
         "eval_steps",
+        ge=-1,
     )
     temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
     n_samples_per_prompt: int = option(

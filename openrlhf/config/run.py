@@ -1,7 +1,7 @@
 """What the config of every command has at its top, and how its rules are collected.
 
-A rule is a method `check_...` that yields one line for each problem; `note_...` yields lines that
-do not stop a run.
+`problems` yields one line for each way in which a config contradicts itself, `notices` one for each
+thing to say before a run starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from typing import ClassVar
 from pydantic import model_validator
 from typing_extensions import Self
 
-from openrlhf.config.base import Base, Caution, is_given, option, switch, with_default
+from openrlhf.config.base import (
+    REMEDIES,
+    Base,
+    Caution,
+    is_blank,
+    is_given,
+    option,
+    switch,
+    value_at,
+    walk,
+    with_default,
+)
 from openrlhf.config.common import (
     CheckpointConfig,
     EvalConfig,
@@ -32,7 +43,7 @@ class CommandConfig(Base):
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Leaves whose default follows from the rest; each pair is applied before the next."""
+        """Yield leaves whose default follows from the rest; each is applied before the next."""
         yield from ()
 
     @model_validator(mode="after")
@@ -45,21 +56,14 @@ class CommandConfig(Base):
         return self
 
     def problems(self) -> Iterator[str]:
-        """Every way in which this config contradicts itself, one line each."""
-        yield from self._lines("check_")
+        """Yield one line for everything that is missing or contradicts something else."""
+        for leaf in walk(type(self)):
+            if leaf.info.needed and is_blank(value_at(self, leaf.path)):
+                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.info.opens or "", "a text")
+                yield f"No {leaf.info.needed} is named. Type {leaf.flag} with {remedy}."
 
     def notices(self) -> Iterator[str]:
-        """What a user should know before the run starts, one line each."""
-        yield from self._lines("note_")
-
-    def _lines(self, prefix: str) -> Iterator[str]:
-        names = [name for part in reversed(type(self).__mro__) for name in vars(part)]
-        for name in dict.fromkeys(names):
-            if name.startswith(prefix):
-                yield from getattr(self, name)()
-
-    def note_remote_code(self) -> Iterator[str]:
-        """Code from a hub is said loudly."""
+        """Yield one line for everything a user should know before the run starts."""
         if self.trust_remote_code:
             yield Caution("--trust_remote_code: Python files that come with the models are run.")
 
@@ -74,30 +78,18 @@ class RunConfig(CommandConfig):
     logger: LoggerConfig = LoggerConfig()
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Defaults that follow: run folder, folder of TensorBoard, micro-batches within batches."""
-        yield from super().derived()
+        """Yield the run folder and the folder of TensorBoard."""
         if not is_given(self, "ckpt.output_dir"):
-            yield (
-                "ckpt.output_dir",
-                timed_folder(type(self).__name__.removesuffix("Config").lower()),
-            )
+            stem = type(self).__name__.removesuffix("Config").lower()
+            yield "ckpt.output_dir", timed_folder(stem)
         if self.logger.tensorboard_dir == "true":
             yield "logger.tensorboard_dir", f"{self.ckpt.output_dir}/tensorboard"
-        if self.train.micro_batch_size > self.train.batch_size and not is_given(
-            self, "train.micro_batch_size"
-        ):
-            yield "train.micro_batch_size", self.train.batch_size
 
-    def check_checkpoints_hold_something(self) -> Iterator[str]:
-        """A checkpoint is what training goes on from, an exported model, or both."""
+    def problems(self) -> Iterator[str]:
+        """Add checkpoints that hold neither what training goes on from nor a model."""
+        yield from super().problems()
         if self.ckpt.save_steps > 0 and self.ckpt.disable_ds and not self.ckpt.save_hf:
             yield (
                 f"--save_steps {self.ckpt.save_steps} with --disable_ds_ckpt saves nothing. "
                 "Add --save_hf_ckpt, or leave one of them out."
             )
-
-    def check_step_intervals(self) -> Iterator[str]:
-        """-1 is off; there is no every-zeroth step."""
-        for name, steps in (("eval_steps", self.eval.steps), ("save_steps", self.ckpt.save_steps)):
-            if steps == 0 or steps < -1:
-                yield f"--{name} must be -1 or above 0: {steps}. Type --{name} -1 to switch it off."

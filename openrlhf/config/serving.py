@@ -32,7 +32,12 @@ class ServedModelConfig(Base):
     """`model.*`: the model that is used."""
 
     model_name_or_path: str | None = option(
-        None, "Model: hub id or path.", "pretrain", "model_name_or_path", opens="model"
+        None,
+        "Model: hub id or path.",
+        "pretrain",
+        "model_name_or_path",
+        needed="model",
+        opens="model",
     )
 
 
@@ -134,9 +139,13 @@ class BatchInferenceConfig(CommandConfig):
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = option(
-        None, "Answer with vLLM, answer with Hugging Face, or score with a reward model."
+        None,
+        "Answer with vLLM, answer with Hugging Face, or score with a reward model.",
+        needed="task",
     )
-    output_path: str | None = option(None, "The .jsonl file to write.", opens="output_file")
+    output_path: str | None = option(
+        None, "The .jsonl file to write.", needed="output", opens="output_file"
+    )
     micro_batch_size: int = option(16, "Rows in a forward pass of one device.", gt=0)
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
@@ -150,68 +159,44 @@ class BatchInferenceConfig(CommandConfig):
 
     _home = field_validator("output_path")(expand_home)
 
-    def check_what_is_needed_is_named(self) -> Iterator[str]:
-        """Task, model, rows and output have no defaults."""
-        if self.eval_task is None:
-            yield "No task is named. Type --eval_task generate_vllm, generate or rm."
-        if is_blank(self.model.model_name_or_path):
-            yield "No model is named. Type --pretrain with a hub id or a path."
-        if is_blank(self.data.dataset):
-            yield "No data is named. Type --dataset with a hub id or a path."
-        if is_blank(self.output_path):
-            yield "No output is named. Type --output_path with the .jsonl file to write."
-
-    def check_post_processor_has_rewards(self) -> Iterator[str]:
-        """Answers are sorted by their scores."""
-        name = self.reward.post_processor
-        if name is not None and self.eval_task in ("generate_vllm", "generate"):
+    def problems(self) -> Iterator[str]:
+        """Add what the task does not have, and answers or templates without a use."""
+        yield from super().problems()
+        post_processor, count = self.reward.post_processor, self.rollout.best_of_n
+        if post_processor is not None and self.eval_task in ("generate_vllm", "generate"):
             yield (
-                f"--post_processor {name} needs rewards, and --eval_task {self.eval_task} makes "
-                "none. Leave it out, and type it with --eval_task rm on the output."
+                f"--post_processor {post_processor} needs rewards, and --eval_task "
+                f"{self.eval_task} makes none. Leave it out, and type it with --eval_task rm on "
+                "the output."
             )
-
-    def check_vllm_quantizes_nothing(self) -> Iterator[str]:
-        """The base in four bits is bitsandbytes' work in the Hugging Face model."""
         if self.ds.load_in_4bit and self.eval_task == "generate_vllm":
             yield "--load_in_4bit does not reach vLLM. Type --eval_task generate, or leave it out."
-
-    def check_several_answers_can_differ(self) -> Iterator[str]:
-        """Without chance every answer is the same."""
-        count = self.rollout.best_of_n
         if count > 1 and self.rollout.is_greedy:
             cause = "--greedy_sampling" if self.rollout.greedy_sampling else "--temperature 0"
             yield f"--best_of_n {count} with {cause} gives one answer {count} times. Leave one out."
-
-    def check_reward_template_has_its_places(self) -> Iterator[str]:
-        """Prompt and reward are both written into it."""
-        template = self.reward.template
         for name in ("{input}", "{reward}"):
-            if template is not None and name not in template:
-                yield f"--reward_template has no {name}: {template}. Write {name} into it."
+            if self.reward.template is not None and name not in self.reward.template:
+                yield f"--reward_template has no {name}. Write {name} into it."
 
 
 class LoraCombinerConfig(CommandConfig):
     """Merge an adapter into its base model (lora_combiner)."""
 
-    model_path: str | None = option(None, "Base model: hub id or path.", opens="model")
-    lora_path: str | None = option(None, "Folder of the adapter.", opens="folder")
-    output_path: str | None = option(None, "Folder to write the merged model to.", opens="output")
+    model_path: str | None = option(
+        None, "Base model: hub id or path.", needed="base model", opens="model"
+    )
+    lora_path: str | None = option(None, "Folder of the adapter.", needed="adapter", opens="folder")
+    output_path: str | None = option(
+        None, "Folder to write the merged model to.", needed="output", opens="output"
+    )
     is_rm: bool = switch("The model is a reward model.")
     ds: PrecisionConfig = PrecisionConfig()
 
     _home = field_validator("output_path")(expand_home)
 
-    def check_models_are_named(self) -> Iterator[str]:
-        """Base, adapter and output have no defaults."""
-        if is_blank(self.model_path):
-            yield "No base model is named. Type --model_path with a hub id or a path."
-        if is_blank(self.lora_path):
-            yield "No adapter is named. Type --lora_path with its folder."
-        if is_blank(self.output_path):
-            yield "No output is named. Type --output_path with the folder to write."
-
-    def check_output_is_another_folder(self) -> Iterator[str]:
-        """The merged model does not overwrite what it is made of."""
+    def problems(self) -> Iterator[str]:
+        """Add an output that would overwrite what it is made of."""
+        yield from super().problems()
         for name, path in (("model_path", self.model_path), ("lora_path", self.lora_path)):
             if path and self.output_path and path.rstrip("/") == self.output_path.rstrip("/"):
                 yield f"--output_path is --{name}: {path}. Type another folder."
@@ -235,11 +220,6 @@ class ChatConfig(CommandConfig):
     csft: CSFTConfig = CSFTConfig()
     ds: LoadConfig = LoadConfig()
 
-    def check_model_is_named(self) -> Iterator[str]:
-        """There is no default model."""
-        if is_blank(self.model.model_name_or_path):
-            yield "No model is named. Type --pretrain with a hub id or a path."
-
 
 class ServedRewardConfig(RewardModelsConfig):
     """`reward.*`: the models that score."""
@@ -249,6 +229,7 @@ class ServedRewardConfig(RewardModelsConfig):
         "Reward model: hub id or path; with commas several, whose weighted scores are added.",
         "reward_pretrain",
         "model_name_or_path",
+        needed="reward model",
         opens="models",
     )
 
@@ -331,21 +312,9 @@ class ServeRewardConfig(CommandConfig):
         except ValueError:  # a name, which may mean any address
             return False
 
-    def check_models_are_named(self) -> Iterator[str]:
-        """There is no default model."""
-        if any(is_blank(path) for path in self.reward.model_paths):
-            yield "No reward model is named. Type --reward_pretrain with a hub id or a path."
-
-    def check_weights_match_the_models(self) -> Iterator[str]:
-        """One weight for each model."""
-        weights, count = self.reward.weights, len(self.reward.model_paths)
-        if weights is not None and len(weights) != count:
-            yield (
-                f"--reward_weights has {len(weights)} values for {count} models of "
-                f"--reward_pretrain. Type {count}."
-            )
-
-    def check_host_is_named(self) -> Iterator[str]:
-        """An empty host would mean every address."""
+    def problems(self) -> Iterator[str]:
+        """Add weights that do not match the models, and a host that would mean every address."""
+        yield from super().problems()
+        yield from self.reward.weight_problems(len(self.reward.model_paths))
         if is_blank(self.host):
             yield "--host is empty. Type --host 127.0.0.1, or another address of this machine."

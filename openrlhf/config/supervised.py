@@ -2,7 +2,7 @@
 train_kd.
 
 Field path = dotted flag; the names after the help text are the flat flag and what Hugging Face
-users type. A rule is a method `check_...` (refused) or `note_...` (said, then on we go).
+users type.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, Caution, is_blank, is_given, option, switch
-from openrlhf.config.checks import (
-    batch_problems,
-    router_loss_problems,
-    schedule_problems,
-    weight_problems,
-)
+from openrlhf.config.base import Base, Caution, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckedDataConfig,
@@ -58,6 +52,7 @@ class ModelConfig(TrainedModelConfig):
         "Model to start from: hub id or path.",
         "pretrain",
         "model_name_or_path",
+        needed="model",
         opens="model",
         at_resume="refused",
     )
@@ -73,6 +68,12 @@ class SFTModelConfig(ModelConfig):
         "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
     )
 
+    def plain_text_problems(self, **others: bool) -> Iterator[str]:
+        """Yield a line for each setting that contradicts learning text as it is."""
+        for name, is_set in others.items():
+            if self.pretrain_mode_enable and is_set:
+                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+
 
 class DatasetConfig(CheckedDataConfig, TemplateConfig):
     """`data.*`: where rows come from, and how their text becomes tokens."""
@@ -82,6 +83,7 @@ class DatasetConfig(CheckedDataConfig, TemplateConfig):
         "Rows: hub ids or paths, with commas between.",
         "dataset",
         "dataset_name",
+        needed="data set",
         opens="data",
     )
     dataset_probs: str | None = option(
@@ -144,28 +146,11 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     train: TrainConfig = TrainConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
-    def check_model_is_named(self) -> Iterator[str]:
-        """There is no default model."""
-        if is_blank(self.model.model_name_or_path):
-            yield "No model is named. Type --pretrain with a hub id or a path."
-
-    def check_dataset_is_named(self) -> Iterator[str]:
-        """There is no default dataset."""
-        if is_blank(self.data.dataset):
-            yield "No training data is named. Type --dataset with a hub id or a path."
-
-    def check_batch_sizes(self) -> Iterator[str]:
-        """A micro-batch is a part of a batch."""
-        yield from batch_problems(self.train.micro_batch_size, self.train.batch_size)
-
-    def check_weights_can_be_trained(self) -> Iterator[str]:
-        """In this number of bits, split like this, summed like this."""
-        yield from weight_problems(self.ds, self)
-        yield from router_loss_problems(self.model.aux_loss_coef, self.model)
-
-    def check_learning_rate_schedule(self) -> Iterator[str]:
-        """The schedule has a name that exists."""
-        yield from schedule_problems(self.lr_scheduler)
+    def problems(self) -> Iterator[str]:
+        """Add weights that cannot be trained as they are held, and losses without a gradient."""
+        yield from super().problems()
+        yield from self.ds.problems(self)
+        yield from self.model.router_loss_problems(self.model.aux_loss_coef)
 
 
 class SFTConfig(SupervisedConfig):
@@ -179,17 +164,15 @@ class SFTConfig(SupervisedConfig):
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_sft")
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
-    def check_multiturn_has_a_template(self) -> Iterator[str]:
-        """Turns are found from the chat template, which message lists take unasked."""
-        is_refused = is_given(self, "data.apply_chat_template")
-        if self.data.multiturn and is_refused and not self.data.apply_chat_template:
+    def problems(self) -> Iterator[str]:
+        """Add settings of dialogues that contradict each other."""
+        yield from super().problems()
+        is_template_given = is_given(self, "data.apply_chat_template")
+        if self.data.multiturn and is_template_given and not self.data.apply_chat_template:
             yield "--multiturn is set with --apply_chat_template false. Leave one of them out."
-
-    def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
-        """Continued pre-training reads text, not conversations."""
-        for name in ("multiturn", "apply_chat_template"):
-            if self.model.pretrain_mode_enable and getattr(self.data, name):
-                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
+        yield from self.model.plain_text_problems(
+            multiturn=self.data.multiturn, apply_chat_template=self.data.apply_chat_template
+        )
 
 
 class PairDataConfig(SupervisedDataConfig, PromptTemplateConfig):
@@ -282,7 +265,7 @@ class DPOConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "exp")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Defaults that follow: the loss of --ipo, and label smoothing where a loss needs some."""
+        """Add the loss of --ipo, and label smoothing where a loss needs some."""
         yield from super().derived()
         if self.model.ipo_enable and not is_given(self, "model.loss_type"):
             yield "model.loss_type", "ipo"
@@ -295,24 +278,18 @@ class DPOConfig(SupervisedConfig):
         """Whether the loss compares the policy with a reference model."""
         return self.model.loss_type not in REFERENCE_FREE_LOSSES
 
-    def check_ipo_is_the_loss(self) -> Iterator[str]:
-        """--ipo and --loss_type name one loss."""
-        loss_type = self.model.loss_type
+    def problems(self) -> Iterator[str]:
+        """Add a loss that is named twice, and label smoothing that does not fit the loss."""
+        yield from super().problems()
+        value, loss_type = self.model.label_smoothing, self.model.loss_type
         if self.model.ipo_enable and loss_type != "ipo":
             yield f"--ipo is set with --loss_type {loss_type}. Leave one of them out."
-
-    def check_label_smoothing_has_a_loss_that_takes_it(self) -> Iterator[str]:
-        """Other losses have no formula for labels that may be wrong."""
-        value, loss_type = self.model.label_smoothing, self.model.loss_type
         if value and loss_type not in SMOOTHED_LOSSES:
             yield (
                 f"--label_smoothing {value} is set with --loss_type {loss_type}, which takes "
                 f"none. Leave it out or type one of {', '.join(SMOOTHED_LOSSES)}."
             )
-
-    def check_exo_smooths_its_labels(self) -> Iterator[str]:
-        """The logarithm of the label smoothing is a part of the loss."""
-        if self.model.loss_type == "exo_pair" and self.model.label_smoothing == 0:
+        if loss_type == "exo_pair" and value == 0:
             yield (
                 "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type "
                 f"--label_smoothing {EXO_LABEL_SMOOTHING}."
@@ -348,16 +325,15 @@ class KTOConfig(SupervisedConfig):
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
 
-    def check_batch_has_mismatched_pairs(self) -> Iterator[str]:
-        """The reference point pairs a prompt with the answer to another of its batch."""
+    def problems(self) -> Iterator[str]:
+        """Add a batch that has no other prompt whose answer the reference point could take."""
+        yield from super().problems()
         if self.train.batch_size < 2:
-            yield (
-                f"--train_batch_size must be at least 2: {self.train.batch_size}. Type "
-                "--train_batch_size 2."
-            )
+            yield "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."
 
-    def note_default_model(self) -> Iterator[str]:
-        """A model that nobody typed is named."""
+    def notices(self) -> Iterator[str]:
+        """Add the name of a model that nobody typed."""
+        yield from super().notices()
         if not is_given(self, "model.model_name_or_path"):
             yield f"--pretrain is not set: starting from {self.model.model_name_or_path}."
 
@@ -366,13 +342,14 @@ class PRMModelConfig(ModelConfig):
     """`model.*` of train_prm."""
 
     placeholder_token: str | None = option(
-        None, "The one token at which a step ends.", "placeholder_token"
+        None, "The one token at which a step ends.", "placeholder_token", needed="step end"
     )
     reward_tokens: tuple[str, ...] | None = option(
         None,
         "Tokens a label may be, the good one first; labels that are numbers need exactly two. "
         "Unset: any token.",
         "reward_tokens",
+        min_length=2,
     )
 
 
@@ -394,24 +371,9 @@ class PRMConfig(SupervisedConfig):
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: LoggerConfig = logger_of("openrlhf_train_prm", "prm")
 
-    def check_step_end_is_named(self) -> Iterator[str]:
-        """Nothing else in a text says where a step ends."""
-        if not self.model.placeholder_token:
-            yield "No step end is named. Type --placeholder_token with a token of the tokenizer."
-
-    def check_reward_tokens_can_differ(self) -> Iterator[str]:
-        """Among one token there is nothing to choose."""
-        tokens = self.model.reward_tokens
-        if tokens is None:
-            return
-        if len(tokens) < 2:
-            yield (
-                f"--reward_tokens needs at least two tokens: {' '.join(tokens)}. Type two, the "
-                "good one first, or leave it out."
-            )
-
-    def check_text_is_taken_as_it_is(self) -> Iterator[str]:
-        """The step ends stand in the text already, so no template is put around it."""
+    def problems(self) -> Iterator[str]:
+        """Add a template: the step ends stand in the text already."""
+        yield from super().problems()
         if self.data.apply_chat_template:
             yield (
                 "--apply_chat_template is set, and train_prm takes --input_key as it is. Leave "
@@ -427,6 +389,7 @@ class TeacherConfig(Base):
         "Teacher model: hub id or path.",
         "teacher_model",
         "teacher_model_name_or_path",
+        needed="teacher",
         opens="model",
     )
     offload: bool = switch("Keep its weights in CPU memory.", "teacher_offload")
@@ -472,7 +435,7 @@ class KDConfig(SupervisedConfig):
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
 
     def derived(self) -> Iterator[tuple[str, object]]:
-        """Defaults that follow: no language-model loss on own answers, room for the prompt."""
+        """Add no language-model loss on own answers, and room for the prompt."""
         yield from super().derived()
         if not self.kd.on_policy_enable:
             return
@@ -482,23 +445,13 @@ class KDConfig(SupervisedConfig):
             room = max(1, self.data.max_len // 2)
             yield "kd.max_new_tokens", min(self.kd.max_new_tokens, room)
 
-    def check_teacher_is_named(self) -> Iterator[str]:
-        """There is no default teacher."""
-        if is_blank(self.teacher.model_name_or_path):
-            yield "No teacher is named. Type --teacher_model with a hub id or a path."
-
-    def check_pretrain_mode_is_plain_text(self) -> Iterator[str]:
-        """Text as it is has no conversations, and no prompts to answer."""
-        unfit = {
-            "apply_chat_template": self.data.apply_chat_template,
-            "kd_on_policy": self.kd.on_policy_enable,
-        }
-        for name, is_set in unfit.items():
-            if self.model.pretrain_mode_enable and is_set:
-                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
-
-    def check_answers_leave_room_for_prompts(self) -> Iterator[str]:
-        """Prompt and answer share the row."""
+    def problems(self) -> Iterator[str]:
+        """Add text without prompts to answer, and answers that leave no room for a prompt."""
+        yield from super().problems()
+        yield from self.model.plain_text_problems(
+            apply_chat_template=self.data.apply_chat_template,
+            kd_on_policy=self.kd.on_policy_enable,
+        )
         answer, total = self.kd.max_new_tokens, self.data.max_len
         if self.kd.on_policy_enable and answer >= total:
             yield (
@@ -506,8 +459,9 @@ class KDConfig(SupervisedConfig):
                 f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
             )
 
-    def note_answers_of_the_student(self) -> Iterator[str]:
-        """The rest of the loss would learn them as if they were data."""
+    def notices(self) -> Iterator[str]:
+        """Add a loss that learns the student's own answers as if they were data."""
+        yield from super().notices()
         if self.kd.on_policy_enable and self.kd.coef < 1:
             yield Caution(
                 f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from openrlhf.config.checks import four_bit_problems
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.backend import (
@@ -191,7 +190,7 @@ class DeepSpeedStrategy:
             return
         hf_model = hf_model_of(model)
         can_learn = not is_trained or base_model_of(hf_model) is not hf_model
-        problems = list(four_bit_problems(self.ds, can_learn=can_learn))
+        problems = list(self.ds.four_bit_problems(can_learn=can_learn))
         if problems:
             raise ConfigError(problems)
 

@@ -36,7 +36,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
 
     A killed run that is started again with the same settings and data goes on where it stopped.
     """
-    assert config.output_path is not None, "check_what_is_needed_is_named"
+    assert config.output_path is not None, "an output is needed"
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path)
     check_gpus()

@@ -65,7 +65,7 @@ class BatchTask(ABC):
         the others read what it leaves in the cache.
         """
         path = config.model.model_name_or_path
-        assert path is not None, "BatchInferenceConfig.check_what_is_needed_is_named"
+        assert path is not None, "a model is needed"
         self.config = config
         self.model_path = path
         gathered, data = Gathered(), config.data

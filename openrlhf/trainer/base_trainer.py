@@ -423,7 +423,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return self.global_step % interval == 0 or self.global_step == self.num_updates
 
     def _is_evaluation_due(self) -> bool:
-        if self.settings.eval_steps == -1:
+        if self.settings.eval_steps < 1:
             return self.position.num_samples == 0  # an epoch has just ended
         return self.is_due(self.settings.eval_steps)
 

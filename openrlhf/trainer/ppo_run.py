@@ -98,9 +98,8 @@ MISMATCH_KL_HALF = 0.1
 Groups = dict[str, WorkerGroup]
 
 
-def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
+def run_ppo_ray(config: PPOConfig) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
-    say_notices(notices)
     inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     with inputs, holding_folders(config.ckpt):
@@ -120,15 +119,13 @@ def run_ppo_ray(config: PPOConfig, notices: Sequence[str] = ()) -> None:
                 _run(config, inputs, cluster, opened)
 
 
-def run_ppo_local(config: PPOConfig, notices: Sequence[str] = ()) -> None:
+def run_ppo_local(config: PPOConfig) -> None:
     """Train in this process, without Ray."""
     topology = Topology.from_env(local_rank=config.local_rank)
     gathered = Gathered()
     gathered.attempt(lambda: check_runs_without_ray(config, topology.world_size))
     # On Ray models are elsewhere: each worker looks at its own machine.
     gathered.attempt(lambda: check_here(config.ds))
-    if topology.is_main:
-        say_notices(notices)
     has_engines = bool(config.vllm.num_engines)
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)

@@ -143,7 +143,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
 def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
     """Read tokenizer and data; raise what a user can get wrong in them."""
     model_path = config.model.model_name_or_path
-    assert model_path is not None, "SupervisedConfig.check_model_is_named"
+    assert model_path is not None, "a model is needed"
     gathered = Gathered()
     gathered.attempt(partial(check_here, config.ds))
     configs = _configs(recipe, config, model_path, gathered)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from openrlhf.config.base import Alias, Base, option, switch, walk
+from openrlhf.config.base import Base, option, switch, walk
 from openrlhf.config.flags import names_of
 from openrlhf.config.help import help_text
 from openrlhf.config.run import CommandConfig
@@ -16,7 +16,7 @@ from tests.config.test_settings import CONFIGS
 class WheelConfig(Base):
     """`wheel.*`: what it rolls on."""
 
-    size: int = option(26, "Inches.", "wheel_size", Alias(".large", {"true": 29}), gt=0)
+    size: int = option(26, "Inches.", "wheel_size", meanings={".large": {"true": 29}}, gt=0)
     pressures: tuple[float, float] = option((2.5, 3.0), "Front and back, in bar.")
 
 
@@ -41,7 +41,9 @@ general options:
   --gears INT               How many. Environment: BIKE_GEARS. (default: 7)
   --words STR               What the bell says. (default: ring\\n)
 
-wheel options:  `wheel.*`: what it rolls on.
+wheel options:
+  `wheel.*`: what it rolls on.
+
   --wheel.size INT          Inches. Also --wheel_size --wheel.large. (default:
                             26)
   --wheel.pressures FLOAT FLOAT
@@ -52,7 +54,7 @@ wheel options:  `wheel.*`: what it rolls on.
 def test_flags_stand_in_groups_with_values_help_names_and_defaults():
     text = help_text(BikeConfig, "openrlhf bike")
     assert text.startswith("usage: openrlhf bike [-h] [OPTIONS]\n\nRide a bike.\n")
-    assert text.endswith(EXPECTED)
+    assert text.endswith(EXPECTED), text
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)

@@ -87,7 +87,11 @@ def test_all_of_a_line_are_said_with_its_other_problems() -> None:
     ("config_class", "line", "wrong"),
     [
         (PPOConfig, PPO_NEEDS + "--pretrain ../gone", ["--pretrain ../gone does not exist."]),
-        (PPOConfig, PPO_NEEDS + "--pretrain rows.jsonl", ["--pretrain rows.jsonl is a file."]),
+        (
+            PPOConfig,
+            PPO_NEEDS + "--pretrain rows.jsonl",
+            ["--pretrain rows.jsonl holds no config.json."],
+        ),
         (PPOConfig, PPO_NEEDS + "--pretrain empty", ["--pretrain empty holds no config.json."]),
         (
             PPOConfig,

@@ -7,11 +7,34 @@ import pytest
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SFTConfig
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    ChatConfig,
+    LoraCombinerConfig,
+    ServeRewardConfig,
+)
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+)
 from openrlhf.errors import ConfigError
 
-PPO_NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py "
-SFT_NEEDS = "--pretrain m --dataset d "
+ROWS = "--pretrain m --dataset d "
+NEEDS = {
+    PPOConfig: "--pretrain m --prompt_data d --remote_rm_url r.py ",
+    SFTConfig: ROWS,
+    DPOConfig: ROWS,
+    KTOConfig: ROWS,
+    PRMConfig: ROWS + "--placeholder_token <step> ",
+    KDConfig: ROWS + "--teacher_model t ",
+    BatchInferenceConfig: ROWS + "--output_path o.jsonl --eval_task ",
+    LoraCombinerConfig: "--model_path m --lora_path l --output_path ",
+    ServeRewardConfig: "--reward_pretrain m ",
+}
 
 
 def problems(config_class, line):
@@ -20,158 +43,159 @@ def problems(config_class, line):
     return caught.value.problems
 
 
-def notices(line):
-    return list(parse_config(PPOConfig, (PPO_NEEDS + line).split()).notices)
+def notices(config_class, line):
+    return list(parse_config(config_class, (NEEDS[config_class] + line).split()).notices)
+
+
+PPO_PROBLEMS = [
+    ("--advantage_estimator rloo --n_samples_per_prompt 1",
+     "--advantage_estimator rloo compares the samples of a prompt, and --n_samples_per_prompt is "
+     "1. Type --n_samples_per_prompt 8 (or any number above 1)."),
+    ("--advantage_estimator dr_grpo --gamma 0.9",
+     "--advantage_estimator dr_grpo needs --gamma 1: 0.9. Type --gamma 1."),
+    ("--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 128",
+     "--train_batch_size 128 is more than the 64 samples of a step (--rollout_batch_size 16 x "
+     "--n_samples_per_prompt 4). Type --train_batch_size 64 or --rollout_batch_size 32."),
+    ("--colocate_all_models --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4",
+     "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two models share "
+     "their GPUs. Type --ref_num_gpus_per_node 8."),
+    ("--eps_clip_low_high 0 0.2",
+     "--eps_clip_low_high cannot be 0 0.2: both must be above 0. Leave it out, or type two such "
+     "numbers."),
+    ("--reward_clip_range 10 -10",
+     "--reward_clip_range cannot be 10 -10: the first must be smaller. Type -10 10."),
+    ("--max_len 512 --prompt_max_len 300 --generate_max_len 300",
+     "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type --max_len "
+     "600."),
+    ("--overlong_buffer_len 2000",
+     "--overlong_buffer_len 2000 is more than --generate_max_len 1024. Type --overlong_buffer_len "
+     "256."),
+    ("--reward_pretrain a",
+     "--reward_pretrain a and --remote_rm_url r.py both give rewards. Leave one out "
+     "(--critic_pretrain names the model that a critic starts from)."),
+    ("--reward_failure ignore",
+     "--reward_failure cannot be ignore: it is not known. Type fail, drop_group, retry or "
+     "'retry(5)'."),
+    ("--lr_scheduler cosin",
+     "--lr_scheduler cannot be cosin: it is no known schedule. Type cosine."),
+    ("--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant",
+     "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would have no "
+     "gradient. Type --gradient_checkpointing alone."),
+    ("--advantage_estimator grpo",
+     "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
+     "reinforce_baseline, group_norm, dr_grpo: grpo. Type group_norm."),
+    ("--report_to slack",
+     "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
+    ("--rollout_batchsize 4",
+     "--rollout_batchsize is not a known name. Did you mean --rollout_batch_size?"),
+    ("--qqqq 1", "--qqqq is not a known name. --help lists all of them."),
+    ("--policy_loss_type PPO",
+     "--policy_loss_type cannot be PPO: it is not known. Type ppo, or module:name or file.py:name "
+     "of a function."),
+    ("--dynamic_filtering",
+     "--dynamic_filtering keeps prompts whose samples score differently, and "
+     "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8."),
+    ("--enable_vllm_is_correction --is_correction_level off",
+     "--is_correction_level off and --enable_vllm_is_correction: leave one out."),
+    ("--is_correction_level seq --is_correction_mode clip",
+     "--is_correction_mode clip holds ratios of tokens in a band, and --is_correction_level seq is "
+     "something else. Type --is_correction_mode mask."),
+    ("--is_correction_level seq --is_correction_gating tv",
+     "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
+     "pass. Type --is_correction_threshold 0.1."),
+    ("--partial_rollout",
+     "--partial_rollout changes weights under running samples, and without --async_train none run "
+     "then. Add --async_train."),
+    ("--rollout_batch_size 128 --vllm_generate_batch_size 256",
+     "--vllm_generate_batch_size 256 is more than --rollout_batch_size 128: only --async_train "
+     "generates ahead. Add it, or type --vllm_generate_batch_size 128."),
+    ("--async_train --vllm_num_engines 0",
+     "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy cannot "
+     "generate while it is trained. Type --vllm_num_engines 1."),
+    ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
+    # Two names of one setting must agree.
+    ("--bf16 --ds.param_dtype fp16",
+     "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them out."),
+    ("--attn_implementation eager --flash_attn",
+     "--flash_attn contradicts --attn_implementation eager: both set ds.attn_implementation. Leave "
+     "one of them out."),
+    ("--use_wandb abc --logger.wandb.key def",
+     "--logger.wandb.key contradicts --use_wandb: both set logger.wandb.key. Leave one of them "
+     "out."),
+]  # fmt: skip
+PROBLEMS = [
+    (SFTConfig, "--ds_tensor_parallel_size 2 --zero_stage 3",
+     "--ds_tensor_parallel_size 2 with --zero_stage 3: not supported. Leave one of them out."),
+    (SFTConfig, "--use_ds_universal_ckpt --optim muon",
+     "--use_ds_universal_ckpt with --optim muon: not supported. Leave one of them out."),
+    (SFTConfig, "--grad_accum_dtype bf16 --ds.param_dtype fp32",
+     "--grad_accum_dtype bf16 with fp32: not supported. Leave one of them out."),
+    (SFTConfig, "--load_in_4bit",
+     "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
+     "--load_in_4bit out."),
+    (SFTConfig, "--load_in_4bit --lora_rank 8 --zero_stage 3",
+     "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. Type "
+     "--zero_stage 2."),
+    (SFTConfig, "--save_steps 10 --disable_ds_ckpt",
+     "--save_steps 10 with --disable_ds_ckpt saves nothing. Add --save_hf_ckpt, or leave one of "
+     "them out."),
+    (SFTConfig, "--pretrain_mode --multiturn",
+     "--pretrain_mode is set together with --multiturn. Leave one of them out."),
+    (DPOConfig, "--loss_type exo_pair --label_smoothing 0",
+     "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type --label_smoothing 0.001."),
+    (DPOConfig, "--ipo --label_smoothing 0.1",
+     "--label_smoothing 0.1 is set with --loss_type ipo, which takes none. Leave it out or type "
+     "one of sigmoid, robust, exo_pair."),
+    (KTOConfig, "--train_batch_size 1",
+     "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."),
+    (PRMConfig, "--apply_chat_template",
+     "--apply_chat_template is set, and train_prm takes --input_key as it is. Leave it out and "
+     "write the template into the data."),
+    (PRMConfig, "--reward_tokens +",
+     "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
+    (KDConfig, "--pretrain_mode --kd_on_policy",
+     "--pretrain_mode is set together with --kd_on_policy. Leave one of them out."),
+    (KDConfig, "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
+     "--kd_max_new_tokens 64 leaves no room for a prompt in --max_len 64. Type "
+     "--kd_max_new_tokens 32 or --max_len 128."),
+    (BatchInferenceConfig, "generate --post_processor rs",
+     "--post_processor rs needs rewards, and --eval_task generate makes none. Leave it out, and "
+     "type it with --eval_task rm on the output."),
+    (BatchInferenceConfig, "generate --best_of_n 4 --temperature 0",
+     "--best_of_n 4 with --temperature 0 gives one answer 4 times. Leave one out."),
+    (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",
+     "--reward_template has no {reward}. Write {reward} into it."),
+    (LoraCombinerConfig, "m/", "--output_path is --model_path: m. Type another folder."),
+    (ServeRewardConfig, "--reward_weights 1 2",
+     "--reward_weights has 2 values for 1 models of --reward_pretrain. Type one weight for each "
+     "model."),
+    (ServeRewardConfig, "--host= ",
+     "--host is empty. Type --host 127.0.0.1, or another address of this machine."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "--advantage_estimator rloo --n_samples_per_prompt 1",
-            "--advantage_estimator rloo compares the samples of a prompt, and "
-            "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8 (or any number above 1).",
-        ),
-        (
-            "--advantage_estimator dr_grpo --gamma 0.9",
-            "--advantage_estimator dr_grpo needs --gamma 1: 0.9. Type --gamma 1.",
-        ),
-        (
-            "--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 128",
-            "--train_batch_size 128 is more than the 64 samples of a step (--rollout_batch_size 16 "
-            "x --n_samples_per_prompt 4). Type --train_batch_size 64 or --rollout_batch_size 32.",
-        ),
-        (
-            "--rollout_batch_size 128 --micro_rollout_batch_size 256",
-            "--micro_rollout_batch_size 256 is more than the 128 samples of a step. Type "
-            "--micro_rollout_batch_size 128.",
-        ),
-        (
-            "--colocate_all_models --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4",
-            "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two "
-            "models share their GPUs. Type --ref_num_gpus_per_node 8.",
-        ),
-        (
-            "--eps_clip_low_high 1.5 0.2",
-            "--eps_clip_low_high needs a low between 0 and 1 and a high above 0: 1.5 0.2. Type "
-            "--eps_clip_low_high 0.2 0.27.",
-        ),
-        (
-            "--reward_clip_range 10 -10",
-            "--reward_clip_range needs low < high: 10.0 -10.0. Type --reward_clip_range -10.0 "
-            "10.0.",
-        ),
-        (
-            "--max_len 512 --prompt_max_len 300 --generate_max_len 300",
-            "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type "
-            "--max_len 600.",
-        ),
-        (
-            "--overlong_buffer_len 2000",
-            "--overlong_buffer_len must be above 0 and at most --generate_max_len 1024: 2000.0. "
-            "Type --overlong_buffer_len 256.",
-        ),
-        (
-            "--reward_pretrain a",
-            "--reward_pretrain a and --remote_rm_url r.py both give rewards. Leave one out "
-            "(--critic_pretrain names the model that a critic starts from).",
-        ),
-        (
-            "--reward_failure ignore",
-            "--reward_failure is unknown: ignore. Type fail, drop_group, retry or 'retry(5)'.",
-        ),
-        (
-            "--lr_scheduler cosin",
-            "--lr_scheduler is not a known schedule: cosin. Type --lr_scheduler cosine.",
-        ),
-        (
-            "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant",
-            "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would "
-            "have no gradient. Type --gradient_checkpointing alone.",
-        ),
-        (
-            "--advantage_estimator grpo",
-            "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
-            "reinforce_baseline, group_norm, dr_grpo: grpo. Type group_norm.",
-        ),
-        (
-            "--report_to slack",
-            "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none.",
-        ),
-        ("--rollout_batchsize 4", "--rollout_batchsize is not a known name. Did you mean "
-         "--rollout_batch_size?"),
-        (
-            "--policy_loss_type PPO",
-            "--policy_loss_type cannot be PPO: it is not known. Type ppo, or module:name or "
-            "file.py:name of a function.",
-        ),
-        (
-            "--vllm_is_truncated_threshold 5 2",
-            "--vllm_is_truncated_threshold cannot be 5 2: the first must be smaller and not "
-            "negative. Type 0.5 5.0.",
-        ),
-        (
-            "--dynamic_filtering",
-            "--dynamic_filtering keeps prompts whose samples score differently, and "
-            "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8.",
-        ),
-        (
-            "--enable_vllm_is_correction --is_correction_level off",
-            "--is_correction_level off and --enable_vllm_is_correction: leave one out.",
-        ),
-        (
-            "--is_correction_level seq --is_correction_mode clip",
-            "--is_correction_mode clip holds ratios of tokens in a band, and --is_correction_level "
-            "seq is something else. Type --is_correction_mode mask.",
-        ),
-        (
-            "--is_correction_level seq --is_correction_gating tv",
-            "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets "
-            "everything pass. Type --is_correction_threshold 0.1.",
-        ),
-        ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
-    ],
-)  # fmt: skip
-def test_one_problem_is_one_line_with_flag_value_and_remedy(line, expected):
-    assert problems(PPOConfig, PPO_NEEDS + line) == [expected]
+    ("config_class", "line", "expected"),
+    [*((PPOConfig, *case) for case in PPO_PROBLEMS), *PROBLEMS],
+)
+def test_one_problem_is_one_line_with_flag_value_and_remedy(config_class, line, expected):
+    assert problems(config_class, NEEDS[config_class] + line) == [expected]
 
 
 def test_all_problems_are_listed_together():
-    line = "--pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 1 "
+    line = "train --pretrian m --prompt_data d --train_batch_size x --gamma 0.5 --adam_betas 1 "
     assert problems(PPOConfig, line + "--advantage_estimator rloo --remote_rm_url r.py stray") == [
+        "train stands before any flag. Type --NAME before a value.",
         "--pretrian is not a known name. Did you mean --pretrain?",
         "--remote_rm_url takes one value: r.py stray. Put quotes around a text with spaces.",
         "--train_batch_size must be a whole number: x. Type a whole number.",
         "--adam_betas takes 2 values: 1. Type them with spaces between.",
-        "No policy model is named. Type --pretrain with a hub id or a path.",
+        "No policy model is named. Type --pretrain with a folder with a config.json, or a hub id "
+        "such as org/name.",
         "There is no reward. Type --reward_pretrain with a model, --remote_rm_url with a .py "
         "file or a URL, or --agent_func_path.",
         "--advantage_estimator rloo needs --gamma 1: 0.5. Type --gamma 1.",
     ]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "--bf16 --ds.param_dtype fp16",
-            "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them "
-            "out.",
-        ),
-        (
-            "--attn_implementation eager --flash_attn",
-            "--flash_attn contradicts --attn_implementation eager: both set "
-            "ds.attn_implementation. Leave one of them out.",
-        ),
-        (
-            "--use_wandb abc --logger.wandb.key def",
-            "--logger.wandb.key contradicts --use_wandb: both set logger.wandb.key. Leave one of "
-            "them out.",
-        ),
-    ],
-)
-def test_two_names_of_one_setting_must_agree(line, expected):
-    assert problems(SFTConfig, SFT_NEEDS + line) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -180,29 +204,31 @@ def test_two_names_of_one_setting_must_agree(line, expected):
         "--bf16 --ds.param_dtype bf16",
         "--learning_rate 1e-6 --adam.lr 0.000001",
         "--bf16 false --ds.param_dtype fp16",
+        "--load_in_4bit --lora_rank 8",
+        "--save_steps 10 --disable_ds_ckpt --save_hf_ckpt",
+        "--aux_loss_coef 0.1 --gradient_checkpointing_use_reentrant",
     ],
 )
-def test_two_names_of_one_setting_may_agree(line):
-    parse_config(SFTConfig, (SFT_NEEDS + line).split())
+def test_settings_that_fit_together_pass(line):
+    parse_config(SFTConfig, (ROWS + line).split())
 
 
-def test_a_name_like_no_other_gets_no_suggestion():
-    assert problems(SFTConfig, SFT_NEEDS + "--qqqq 1") == [
-        "--qqqq is not a known name. --help lists all of them."
-    ]
-
-
-def test_an_agent_and_a_reward_model_both_give_rewards():
-    line = "--pretrain m --prompt_data d --reward_pretrain r --agent_func_path a.py"
-    assert problems(PPOConfig, line) == [
-        "--agent_func_path a.py and --reward_pretrain r both give rewards. Leave one out."
-    ]
-
-
-def test_a_word_before_any_flag_is_named():
-    assert problems(SFTConfig, "train " + SFT_NEEDS) == [
-        "train stands before any flag. Type --NAME before a value."
-    ]
+@pytest.mark.parametrize(
+    ("config_class", "missing"),
+    [
+        (RMConfig, {"model", "data set"}),
+        (KTOConfig, {"data set"}),
+        (PRMConfig, {"model", "data set", "step end"}),
+        (KDConfig, {"model", "data set", "teacher"}),
+        (ChatConfig, {"model"}),
+        (BatchInferenceConfig, {"task", "output", "model", "data set"}),
+        (LoraCombinerConfig, {"base model", "adapter", "output"}),
+        (ServeRewardConfig, {"reward model"}),
+    ],
+)
+def test_what_is_missing_is_named(config_class, missing):
+    found = problems(config_class, "")
+    assert {line.split(" is named. Type --")[0] for line in found} == {f"No {w}" for w in missing}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +240,23 @@ def test_a_word_before_any_flag_is_named():
         ("--use_wandb secret", True),
         ("--advantage_estimator rloo", False),
         ("--actor_init_on_gpu", False),
+        ("--perf", False),
     ],
 )
 def test_a_notice_is_a_caution_only_where_something_is_at_stake(line, is_caution):
-    assert [isinstance(notice, Caution) for notice in notices(line)] == [is_caution]
+    assert [isinstance(notice, Caution) for notice in notices(PPOConfig, line)] == [is_caution]
+
+
+def test_notices_of_kto_and_distillation():
+    assert notices(KTOConfig, "") == []
+    assert list(parse_config(KTOConfig, ["--dataset", "d"]).notices) == [
+        "--pretrain is not set: starting from bigscience/bloomz-1b7."
+    ]
+    assert notices(KDConfig, "--kd_on_policy --temperature 0.7 --kd_max_new_tokens 8") == []
+    assert notices(KDConfig, "--kd_on_policy --kd_coef 0.5") == [
+        "--kd_coef 0.5 with --kd_on_policy: the rest of the loss learns the student's own "
+        "answers. Type --kd_coef 1."
+    ]
+    assert notices(SFTConfig, "--train_split train") == [
+        "--train_split has no effect; it is accepted for old commands."
+    ]

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from openrlhf.config.base import Option, value_at, walk
-from openrlhf.config.cli import build, literal_choices, parse_config
-from openrlhf.config.flags import flag_table, leaf_types, read_all
+from openrlhf.config.base import Option, is_given, value_at, walk
+from openrlhf.config.cli import build, parse_config
+from openrlhf.config.flags import flag_table, read_all
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import (
@@ -29,6 +29,7 @@ from openrlhf.config.serving import (
     ServeRewardConfig,
 )
 from openrlhf.config.supervised import (
+    SMOOTHED_LOSSES,
     DPOConfig,
     KDConfig,
     KTOConfig,
@@ -63,16 +64,12 @@ def defaults(config_class: type[CommandConfig]) -> CommandConfig:
 def described(config_class: type[CommandConfig]) -> Iterator[str]:
     """One line a setting: path, type and default, other names."""
     config = defaults(config_class)
-    others: dict[str, list[str]] = {}
-    for name, targets in flag_table(config_class).items():
-        for target in targets:
-            if name != target.option.path:
-                others.setdefault(target.option.path, []).append(f"--{name}")
     for option in walk(config_class):
         default = TIME.sub("TIME", repr(value_at(config, option.path)))
         kind = str(option.field.annotation).replace("typing.", "").removeprefix("<class '")
-        names = " ".join(sorted(others.get(option.path, [])))
-        yield f"--{option.path}: {kind.removesuffix(chr(39) + '>')} = {default} {names}".rstrip()
+        others = sorted(f"--{name}" for name in dict(option.names) if name != option.path)
+        line = f"--{option.path}: {kind.removesuffix(chr(39) + '>')} = {default}"
+        yield " ".join([line, *others])
     yield from (f"--{name}: without effect" for name in config_class.dead_flags)
 
 
@@ -89,15 +86,13 @@ def test_settings_have_the_names_and_defaults_that_users_know(command, monkeypat
     assert list(described(COMMANDS[command])) == known[command].splitlines()
 
 
-SAMPLES = ("7", "0.25", "3", "2", "true", "gspo", "0.5 0.75", "7 9", "a b")
+SAMPLES = ("7", "0.25", "3", "2", "true", "gspo", "cosine", "drop_group", "0.5 0.75", "7 9", "a b")
 
 
 def sample_of(config_class: type[CommandConfig], option: Option) -> list[str] | None:
     """Words that give the setting another value than its default."""
-    kind = str(option.field.annotation)
-    choices = re.findall(r"'([^']*)'", kind) if "Literal" in kind else []
     before = value_at(defaults(config_class), option.path)
-    for words in ("false", *choices, *SAMPLES):
+    for words in ("false", *map(str, option.choices), *SAMPLES):
         reading = read_all(config_class, [f"--{option.path}", *words.split()])
         if reading.problems:
             continue
@@ -121,9 +116,10 @@ def test_every_name_of_a_setting_sets_it(command):
     samples = {option.path: sample_of(config_class, option) for option in walk(config_class)}
     assert [path for path, words in samples.items() if words is None] == []
     for name, targets in flag_table(config_class).items():
-        for path in (target.option.path for target in targets):
-            words = samples[path]
-            if targets[0].meanings is None and words is not None:
+        for option, meanings in targets:
+            words = samples[option.path]
+            if meanings is None and words is not None:
+                path = option.path
                 assert value(name, words, path) == value(path, words, path), name
 
 
@@ -154,7 +150,7 @@ def said_of(config_class: type[CommandConfig], option: Option, word: object) -> 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_value_is_one_line_with_flag_value_and_remedy(command):
     for option in walk(COMMANDS[command]):
-        if str in leaf_types(option) and not literal_choices(option.field.annotation):
+        if str in (*option.kinds, *option.members):
             continue  # any text will do
         [line] = said_of(COMMANDS[command], option, "nonsense")
         assert re.fullmatch(rf"--{option.path} (must be|takes) .*: nonsense\. Type .*\.", line)
@@ -163,7 +159,7 @@ def test_a_wrong_value_is_one_line_with_flag_value_and_remedy(command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_value_out_of_range_is_one_line_that_names_the_bound(command):
     for option in walk(COMMANDS[command]):
-        kind = float if float in leaf_types(option) else int
+        kind = int if option.is_whole else float
         for bound in option.field.metadata:
             for name, (words, step) in BOUNDS.items():
                 if (limit := getattr(bound, name, None)) is not None:
@@ -172,6 +168,125 @@ def test_a_value_out_of_range_is_one_line_that_names_the_bound(command):
                         f"--{option.path} must be {words} {limit}: {typed}. Type a value {words} "
                         f"{limit}."
                     ]
+
+
+def tree(config_class, line=""):
+    reading = read_all(config_class, line.split())
+    config, wrong = build(config_class, reading.values)
+    assert (reading.problems, wrong) == ([], {})
+    return config
+
+
+def test_names_that_set_several_fields_are_these_and_no_others():
+    def both(leaf):
+        return {f"actor.{leaf}", f"critic.{leaf}"}
+
+    several = {
+        "optim": both("optim"),
+        "adam_betas": both("adam.betas"),
+        "l2": both("adam.weight_decay"),
+        "max_norm": both("max_norm"),
+        "lr_scheduler": both("lr_scheduler"),
+        "lr_warmup_ratio": both("lr_warmup_ratio"),
+        "min_lr_ratio": both("min_lr_ratio"),
+        "gradient_checkpointing": both("gradient_checkpointing_enable"),
+        "gradient_checkpointing_use_reentrant": both("gradient_checkpointing_reentrant"),
+        "ref_reward_offload": {"ref.offload", "reward.offload"},
+    }
+    for config_class in CONFIGS:
+        table = flag_table(config_class)
+        found = {n: {option.path for option, _ in t} for n, t in table.items() if len(t) > 1}
+        report = {"report_to": {"logger.wandb.key", "logger.tensorboard_dir"}}
+        expected = (several if config_class is PPOConfig else {}) | report
+        assert found == (expected if "report_to" in table else {})
+
+
+PPO_TREES = [
+    # Switches, and names that translate what follows them.
+    ("--packing_samples", "ds.packing_samples", True),
+    ("--packing_samples False", "ds.packing_samples", False),
+    ("--bf16", "ds.param_dtype", "bf16"),
+    ("--bf16 false", "ds.param_dtype", "auto"),
+    ("--critic.muon.no_nesterov", "critic.muon.nesterov", False),
+    ("--flash_attn", "ds.attn_implementation", "flash_attention_2"),
+    ("--flash_attn=0", "ds.attn_implementation", "sdpa"),
+    ("--actor.loss_agg_mode token-mean", "algo.loss_aggregation", "token_mean"),
+    ("--report_to none", "logger.wandb.key", None),
+    ("--report_to wandb tensorboard", "logger.wandb.key", "true"),
+    ("--output_dir o --report_to all", "logger.tensorboard_dir", "o/tensorboard"),
+    ("--use_wandb abc --report_to wandb", "logger.wandb.key", "abc"),
+    # Numbers: negative, scientific, lists.
+    ("--train-batch-size 16", "train.batch_size", 16),
+    ("--actor.adam.weight-decay=0.5", "actor.adam.weight_decay", 0.5),
+    ("--freezing_actor_steps -1", "critic.freezing_steps", -1),
+    ("--reward_clip_range -10 10", "reward.clip_range", (-10, 10)),
+    ("--max_samples 1e5", "data.max_samples", 100_000),
+    ("--reward_weights 0.25,0.75", "reward.weights", (0.25, 0.75)),
+    ("--vllm_is_truncated_threshold 2", "algo.advantage.is_correction_threshold", (0, 2)),
+    ("--init_kl_coef -1", "algo.kl.init_coef", 0),
+    # Which of two wins: the last, and one name of one setting.
+    ("--seed 1 --seed 4", "train.seed", 4),
+    ("--actor.max_norm 3 --max_norm 2", "actor.max_norm", 3),
+    ("--actor.max_norm 3 --max_norm 2", "critic.max_norm", 2),
+    # What follows from the rest.
+    ("", "rollout.n_samples_per_prompt", 1),
+    ("--advantage_estimator reinforce", "rollout.n_samples_per_prompt", 1),
+    ("--advantage_estimator rloo", "rollout.n_samples_per_prompt", 8),
+    ("--advantage_estimator group_norm", "rollout.n_samples_per_prompt", 8),
+    ("--max_len 2048 --generate_max_len 1500", "data.prompt_max_len", 548),
+    ("--max_len 512", "rollout.max_new_tokens", 256),
+    ("--max_len 512 --prompt_max_len 100", "rollout.max_new_tokens", 412),
+    ("--max_len 4096", "data.prompt_max_len", 3072),
+    ("--gradient_checkpointing", "critic.gradient_checkpointing_enable", True),
+    ("--actor_num_nodes 2 --colocate_all_models", "reward.num_nodes", 2),
+    ("--ref_num_gpus_per_node 2 --colocate_actor_ref", "actor.num_gpus_per_node", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "path", "expected"), PPO_TREES)
+def test_words_become_values(line, path, expected):
+    assert value_at(tree(PPOConfig, line), path) == expected
+
+
+@pytest.mark.parametrize(
+    ("config_class", "line", "path", "expected"),
+    [
+        (SFTConfig, "--local-rank 1", "local_rank", 1),
+        (DPOConfig, "--ipo", "model.loss_type", "ipo"),
+        (DPOConfig, "--loss_type exo_pair", "model.label_smoothing", 1e-3),
+        (DPOConfig, "--loss_type exo_pair --label_smoothing 0.1", "model.label_smoothing", 0.1),
+        (KDConfig, "--kd_on_policy", "kd.coef", 1),
+        (KDConfig, "--kd_on_policy --kd_coef 0.5", "kd.coef", 0.5),
+        (KDConfig, "--kd_on_policy --max_len 300", "kd.max_new_tokens", 150),
+        (KDConfig, "", "kd.max_new_tokens", 512),
+    ],
+)
+def test_words_of_other_commands_become_values(config_class, line, path, expected):
+    assert value_at(tree(config_class, line), path) == expected
+
+
+def test_a_default_that_follows_does_not_count_as_given():
+    config = tree(PPOConfig, "--rollout_batch_size 16 --advantage_estimator rloo")
+    assert is_given(config, "rollout.batch_size")
+    assert not is_given(config, "rollout.n_samples_per_prompt")
+
+
+def test_the_choices_are_those_of_the_formulas():
+    from openrlhf.algorithms.distillation import DIVERGENCES
+    from openrlhf.algorithms.preference_loss import PREFERENCE_LOSSES
+    from openrlhf.algorithms.reward_loss import PAIRWISE_LOSSES
+
+    def choices(config_class, flag):
+        return set(flag_table(config_class)[flag][0][0].choices)
+
+    assert choices(DPOConfig, "loss_type") == PREFERENCE_LOSSES.keys()
+    smoothed = {name for name, loss in PREFERENCE_LOSSES.items() if loss.takes_label_smoothing}
+    assert smoothed == set(SMOOTHED_LOSSES)
+    assert choices(RMConfig, "loss") == PAIRWISE_LOSSES.keys()
+    assert choices(KDConfig, "kd_divergence") == DIVERGENCES.keys()
+    losses = choices(DPOConfig, "loss_type")
+    free = {loss for loss in losses if not tree(DPOConfig, f"--loss_type {loss}").has_reference}
+    assert free == {"simpo", "orpo", "cpo"}
 
 
 def test_default_run_folders_differ_by_command_and_time(monkeypatch):

@@ -160,12 +160,6 @@ SFT_CASES = {
         "none of 2 rows can be learned from (no assistant turn: 2). Check --input_key, "
         "--output_key and --max_len.",
     ),
-    "a micro-batch larger than the batch": (
-        "--output_key output --micro_train_batch_size 4",
-        ROWS,
-        "--micro_train_batch_size 4 is more than --train_batch_size 2. Type "
-        "--micro_train_batch_size 2 or --train_batch_size 4.",
-    ),
 }
 
 

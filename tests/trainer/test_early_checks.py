@@ -188,11 +188,11 @@ def test_all_columns_that_are_not_there_are_named(
 
 
 def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse_rows) -> None:
-    more = "--micro_train_batch_size 16 --train_batch_size 4 --label_key gold"
+    more = "--train_batch_size 1 --label_key gold"
     code, error = refuse_rows("kto", Path("/nowhere/model"), [make_row("a")], *more.split())
     sizes, model, label = error.splitlines()
     assert code == 2
-    assert sizes.startswith("error: --micro_train_batch_size 16 is more than --train_batch_size 4")
+    assert sizes.startswith("error: --train_batch_size must be at least 2: 1.")
     assert model.startswith("error: --pretrain /nowhere/model does not exist")
     assert label.startswith("error: column 'gold' is not in the data set")
 
