@@ -85,10 +85,8 @@ def reward_words(config: PPOConfig) -> str:
     reward = config.reward
     if config.train.agent_func_path:
         return f"agents of {config.train.agent_func_path}"
-    if reward.is_function_file:
-        return f"reward_func of {reward.remote_url}"
     if reward.remote_url:
-        return f"servers {', '.join(url.strip() for url in reward.remote_url.split(','))}"
+        return reward.remote_url
     weights = f", weights {' '.join(f'{w:g}' for w in reward.weights)}" if reward.weights else ""
     return f"the model(s) {', '.join(reward_roles(config))}{weights}"
 
