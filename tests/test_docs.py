@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from openrlhf.cli.main import COMMANDS
 from openrlhf.config.cli import Parsed, parse_config
@@ -232,12 +231,6 @@ def examples_of(config: Any) -> Sized:
     return supervised_run.prepare_inputs(recipes[type(config)], config).samples
 
 
-@pytest.mark.parametrize("block", cases("yaml"))
-def test_every_yaml_file_is_valid(block: Block) -> None:
-    assert named(block) is not None, "say the file's name in the first line"
-    assert isinstance(yaml.safe_load(block.text), dict)
-
-
 @pytest.mark.parametrize("block", cases("python"))
 def test_every_reward_function_scores(block: Block, folder: Path) -> None:
     from openrlhf.rewards.base import RewardBatch
@@ -366,12 +359,3 @@ def test_the_local_grpo_command_of_the_readme_trains(folder: Path, tiny_model_di
         "step_000001.parquet",
         "step_000002.parquet",
     ]
-
-
-def test_all_say_the_same_of_idle_threads() -> None:
-    places = [*DOCUMENTS, *(ROOT / "examples/scripts").glob("*.sh")]
-    lines = [line for path in places for line in path.read_text().splitlines()]
-    names = {"KMP_BLOCKTIME", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-    told = [line for line in lines if any(f"{name}=" in line for name in names)]
-    assert len(told) > 2
-    assert all(names <= set(re.findall(r"[A-Z_]+(?==)", line)) for line in told)

@@ -12,7 +12,6 @@ from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.ds_config import (
     ModelFacts,
     effective_stage,
-    inference_config,
     training_config,
 )
 from openrlhf.errors import ConfigError
@@ -49,15 +48,6 @@ def test_sixteen_bit_gradients_are_summed_in_fp32_unless_the_user_says_otherwise
     assert config["bf16"]["enabled"] and config["data_types"] == {"grad_accum_dtype": "fp32"}
     asked = training_config(DeepSpeedConfig(grad_accum_dtype="bf16"), OptimizerConfig(), BF16)
     assert asked["data_types"] == {"grad_accum_dtype": "bf16"}
-
-
-def test_a_frozen_model_is_offloaded_when_asked():
-    stays, leaves = (
-        inference_config(DeepSpeedConfig(), BF16, offload=offload)["zero_optimization"]
-        for offload in (False, True)
-    )
-    assert leaves["stage"] == 3 and leaves["offload_param"]["device"] == "cpu"
-    assert "offload_param" not in stays
 
 
 def test_auto_is_filled_and_other_keys_are_kept(tmp_path: Path):
@@ -97,14 +87,6 @@ def test_every_contradiction_is_named_with_its_flag(tmp_path: Path):
     assert "zero_optimization.stage is 3, but --zero_stage gives 2" in lines[0]
     assert "gradient_clipping is 5.0, but --max_norm gives 1.0" in lines[1]
     assert "--lr_scheduler" in lines[2]
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str):
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="JSON"):
-        training_config(DeepSpeedConfig(config=str(path)), OptimizerConfig(), FP32)
 
 
 def test_sixteen_bit_accumulation_of_fp32_weights_is_refused():

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.export import export_hf, mend_generation_config, without_folders
+from openrlhf.distributed.export import export_hf, without_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.models.actor import Actor
@@ -67,7 +67,7 @@ def given(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(("kind", "stage"), CASES)
-def test_the_export_loads_with_every_weight_in_place(
+def test_exports_and_what_engines_are_given_hold_every_weight(
     folder: Path, given: list[dict], kind: str, stage: int
 ) -> None:
     path = out_dir(folder, kind, stage)
@@ -78,12 +78,6 @@ def test_the_export_loads_with_every_weight_in_place(
     for mine, theirs in zip(model.parameters(), start.parameters(), strict=True):
         assert mine.dtype == dtype
         assert torch.equal(mine, theirs.to(dtype))
-
-
-@pytest.mark.parametrize(("kind", "stage"), CASES)
-def test_engines_are_given_what_a_saved_file_holds(
-    folder: Path, given: list[dict], kind: str, stage: int
-) -> None:
     stored = load_file(folder / kind / "model.safetensors")
     for tensors in given:
         assert tensors[kind, stage].keys() == stored.keys()
@@ -139,14 +133,6 @@ def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.Pef
     loaded = peft.PeftModel.from_pretrained(base, path)
     token_ids = torch.arange(10)[None]
     torch.testing.assert_close(loaded(token_ids).logits, lora(token_ids).logits)
-
-
-def test_a_published_config_that_forgets_do_sample_can_be_written(tmp_path: Path) -> None:
-    config = transformers.GenerationConfig(temperature=0.6, top_p=0.9)
-    config.do_sample = False
-    mend_generation_config(config)
-    config.save_pretrained(tmp_path)
-    assert config.do_sample
 
 
 def test_the_model_card_names_no_folder_of_the_machine() -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import EvalEngine
-from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
@@ -93,13 +93,3 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
             batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
             scores = model(**batch).logits[:, 0]
             torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_language_model_keeps_its_padding(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "unknown")
-    model = load_causal_lm(base)
-    engine = EvalEngine(model, torch.device("cpu"))
-    export_hf(engine, model, load_tokenizer(str(base)), tmp_path / "policy", command="c")
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "policy").pad_token_id == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert tokenizer.pad_token == EOS

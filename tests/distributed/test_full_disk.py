@@ -8,13 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from openrlhf.cli import train_sft
 from openrlhf.distributed import checkpoints, export
-from openrlhf.distributed.export import check_room
-from openrlhf.errors import ConfigError
 from tests.tiny import write_jsonl
 
 
@@ -83,18 +80,3 @@ def test_a_disk_without_room_for_the_model_is_said_before_training(
         "room, or type the path of a folder on another disk."
     )
     assert "step 1/" not in said.out
-
-
-def test_an_adapter_needs_room_for_itself_alone(tmp_path: Path, monkeypatch) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: Usage)
-    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(10, 10, bias=False))  # 40 kB and 400 B
-    model[0].requires_grad_(requires_grad=False)
-    with pytest.raises(ConfigError, match=r"has 0\.00 GB free"):
-        check_room(model, tmp_path)
-    model.peft_config = {}
-    check_room(model, tmp_path)
-    with pytest.raises(ConfigError):
-        check_room(model.to(torch.float64), tmp_path, num_copies=2)

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
-from openrlhf.distributed.ds_config import ModelFacts, training_config
 from openrlhf.distributed.optimizer import muon_groups, parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.errors import ConfigError
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model as make_tiny_model
 
@@ -154,14 +152,3 @@ def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> N
         assert {f"{head}.weight", "model.norm.weight"} <= by_optimizer[1]
         assert [group["lr"] for group in groups] == [0.05, 0.01, 0.01]
         assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
-
-
-def test_deepspeed_is_given_no_optimizer_of_its_own_and_clips_nothing(tmp_path: Path) -> None:
-    facts = ModelFacts(dtype=torch.float32, num_parameters=1000)
-    config = training_config(DeepSpeedConfig(), OPTIM, facts)
-    assert "optimizer" not in config
-    assert config["gradient_clipping"] == 0.0
-    user_file = tmp_path / "ds.json"
-    user_file.write_text('{"optimizer": {"type": "AdamW"}}')
-    with pytest.raises(ConfigError, match=r"optimizer\.type is AdamW, but --optim gives Muon"):
-        training_config(DeepSpeedConfig(config=str(user_file)), OPTIM, facts)

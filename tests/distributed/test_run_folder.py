@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_sft
-from openrlhf.config.common import CheckpointConfig
 from openrlhf.distributed import run_folder
-from openrlhf.distributed.run_folder import HOLDER, holding, holding_folders
+from openrlhf.distributed.run_folder import HOLDER, holding
 from openrlhf.errors import ConfigError
 from tests.tiny import write_jsonl
 
@@ -55,33 +54,12 @@ def test_a_holder_on_another_machine_counts_as_gone_after_a_minute_of_silence(tm
         pass
 
 
-def test_the_checkpoint_root_is_held_where_the_run_uses_it(tmp_path):
-    root, first, second = tmp_path / "root", tmp_path / "first", tmp_path / "second"
-    saving = [
-        CheckpointConfig(output_dir=str(folder), path=str(root), save_steps=1)
-        for folder in (first, second)
-    ]
-    refused = pytest.raises(ConfigError, match=r"--ckpt_path .* in use")
-    with holding_folders(saving[0]), refused, holding_folders(saving[1]):
-        pass
-    alone = [c.model_copy(update={"save_steps": -1}) for c in saving]
-    with holding_folders(alone[0]), holding_folders(alone[1]):
-        pass
-
-
 @pytest.fixture
 def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a b", "completion": "c d"}] * 8)
     flags = "--train_batch_size 4 --micro_train_batch_size 4 --max_epochs 1"
     named = {"pretrain": tiny_model_dir, "dataset": tmp_path / "rows.jsonl"}
     return [*(w for name, v in named.items() for w in (f"--{name}", str(v))), *flags.split()]
-
-
-def test_a_run_in_a_folder_that_another_run_holds_ends_in_one_line(words, tmp_path, capsys):
-    with holding(tmp_path / "run", "--save_path"), pytest.raises(SystemExit) as stopped:
-        train_sft.main([*words, "--save_path", str(tmp_path / "run")])
-    assert stopped.value.code == 2
-    assert f"error: --save_path {tmp_path / 'run'} is in use" in capsys.readouterr().err
 
 
 def test_the_run_before_is_moved_aside_with_its_model_and_said(words, tmp_path, capsys):

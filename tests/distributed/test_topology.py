@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
-from tests.source import modules
 
 
 def test_a_process_without_a_launcher_is_a_world_of_one():
@@ -20,16 +17,6 @@ def test_a_process_without_a_launcher_is_a_world_of_one():
 def test_a_rank_outside_the_world_is_refused():
     with pytest.raises(ConfigError, match=r"RANK is 1 in the environment, of WORLD_SIZE 1.*Unset"):
         Topology.from_env(env={"RANK": "1"})
-
-
-def test_no_other_module_reads_the_rank_or_the_size_of_the_world():
-    readers = {
-        module.name
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE")
-    }
-    assert readers == {"openrlhf.distributed.topology"}
 
 
 def test_eight_ranks_are_two_by_two_by_two():

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.ds_config import inference_config
-from openrlhf.distributed.strategy import DeepSpeedStrategy, split
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from tests.distributed.spawn import run_ranks
 
@@ -100,18 +99,3 @@ def test_a_model_is_never_moved_as_a_whole_and_answers_as_before(
             assert found["held"] == [320 // num_ranks, 64 // num_ranks, 8 // num_ranks], name
             assert found["dtypes"] == {torch.bfloat16}, name
             assert found["full"].keys() == {"embed.weight", "middle.weight", "middle.bias"}, name
-
-
-def test_buffers_are_placed_on_the_device_and_keep_their_type() -> None:
-    strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=3), seed=1)
-    strategy.setup()
-    model = make_model()
-    facts = strategy.facts_of(model)
-    split(
-        model,
-        inference_config(strategy.ds, facts),
-        dtype=torch.bfloat16,
-        device=torch.device("meta"),  # stands for a GPU
-    )
-    assert (model.scale.device.type, model.scale.dtype) == ("meta", torch.bfloat16)
-    assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())

@@ -10,92 +10,10 @@ from textwrap import dedent
 
 import pytest
 
-from openrlhf.cli import train_ppo, train_ppo_ray
+from openrlhf.cli import train_ppo
 from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import argv
 from tests.rollout.agent_files import OPENAI_EXECUTOR
 from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
-
-AGENT = """
-from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
-
-
-class AgentInstance(AgentInstanceBase):
-    def __init__(self):
-        self.num_turns = 0
-
-    async def reset(self, states):
-        return {"observation": states["observation"]}
-
-    async def step(self, states):
-        self.num_turns += 1
-        reward = sum(map(ord, states["action_text"])) % 7 / 7
-        return {
-            "rewards": reward,
-            "scores": min(reward, 1.0),
-            "environment_feedback": " again:",
-            "done": self.num_turns == 2,
-            "extra_logs": {"num_turns": self.num_turns},
-        }
-
-
-class AgentExecutor(MultiTurnAgentExecutor):
-    def __init__(self):
-        super().__init__(AgentInstance)
-
-    async def execute(self, prompt, label, sampling_params, **more):
-        sampling_params.max_tokens = 6
-        return await super().execute(prompt, label, sampling_params, **more)
-"""
-
-
-def command(folder: Path, model: Path, prompts: Path) -> list[str]:
-    agent = folder / "agent.py"
-    agent.write_text(AGENT)
-    return argv(
-        "--advantage_estimator group_norm --n_samples_per_prompt 2 --init_kl_coef 0 "
-        "--generate_max_len 24 --reward_clip_range -10 10",
-        pretrain=model,
-        prompt_data=prompts,
-        agent_func_path=agent,
-        save_path=folder / "run",
-    )
-
-
-def check(folder: Path) -> None:
-    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]
-    assert len(steps) == 2
-    for step in steps:
-        assert step["extra/num_turns"] == 2
-        assert step["vllm_kl"] < 1e-6 and step["logprobs_diff_max"] < 1e-3
-    assert (folder / "run" / "model.safetensors").exists()
-
-
-def test_an_agent_trains_the_policy_in_one_process(
-    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path
-) -> None:
-    train_ppo.main(command(tmp_path, tiny_model_dir, prompt_file))
-    check(tmp_path)
-
-
-@pytest.mark.slow
-def test_agents_act_beside_vllm_engines_on_ray(
-    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, ray_cluster: None
-) -> None:
-    train_ppo_ray.main(command(tmp_path, tiny_model_dir, prompt_file))
-    check(tmp_path)
-
-
-def test_a_file_without_an_agent_is_one_line(
-    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = command(tmp_path, tiny_model_dir, prompt_file)
-    (tmp_path / "agent.py").write_text("x = 1\n")
-    with pytest.raises(SystemExit) as stopped:
-        train_ppo.main(words)
-    assert stopped.value.code == 2
-    assert "has no AgentExecutor; found: nothing public" in capsys.readouterr().err
-
 
 ONE_TURN = """
 from openrlhf.utils.agent import AgentExecutorBase
@@ -149,24 +67,52 @@ FILES = {
 }
 
 
+def command(name: str, model: Path, prompts: Path, folder: Path) -> tuple[str, list[str]]:
+    """Module and words of a command, whose agent file lies in the folder."""
+    module, code, flags, _ = FILES[name]
+    (folder / "agent_func.py").write_text(code)
+    places = {"model": model, "data": prompts, "out": folder / "run"}
+    return module, flags.format(agent=folder / "agent_func.py", **places).split()
+
+
+def check(name: str, folder: Path) -> None:
+    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]
+    assert len(steps) == 2
+    assert 1 <= steps[0]["agent/num_turns"] <= FILES[name][3]
+    assert steps[0]["vllm_kl"] < 1e-6
+    assert not any(key.startswith("agent/num_failed") for step in steps for key in step)
+    assert (folder / "run" / "model.safetensors").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FILES)
 def test_agent_commands_of_the_documents_run_from_a_shell(
     name: str, tiny_model_dir: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
-    module, code, flags, most_turns = FILES[name]
-    (tmp_path / "agent_func.py").write_text(code)
-    places = {"model": tiny_model_dir, "data": prompt_file, "out": tmp_path / "run"}
-    line = flags.format(agent=tmp_path / "agent_func.py", **places)
-    root = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONPATH": root}
-    command = [sys.executable, "-m", f"openrlhf.cli.{module}", *line.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+    module, words = command(name, tiny_model_dir, prompt_file, tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    line = [sys.executable, "-m", f"openrlhf.cli.{module}", *words]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in r]
-    assert len(steps) == 2
-    assert 1 <= steps[0]["agent/num_turns"] <= most_turns
-    assert steps[0]["vllm_kl"] < 1e-6
-    assert not any(key.startswith("agent/num_failed") for step in steps for key in step)
-    assert (tmp_path / "run" / "model.safetensors").exists()
+    check(name, tmp_path)
+
+
+def test_an_agent_trains_the_policy_in_one_process(
+    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    name = "0.11, several turns"
+    _, words = command(name, tiny_model_dir, prompt_file, tmp_path)
+    train_ppo.main([*words, "--vllm_num_engines", "0"])
+    check(name, tmp_path)
+
+
+def test_a_file_without_an_agent_is_one_line(
+    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, words = command("0.11, one turn", tiny_model_dir, prompt_file, tmp_path)
+    (tmp_path / "agent_func.py").write_text("x = 1\n")
+    with pytest.raises(SystemExit) as stopped:
+        train_ppo.main([*words, "--vllm_num_engines", "0"])
+    assert stopped.value.code == 2
+    assert "has no AgentExecutor; found: nothing public" in capsys.readouterr().err

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from openrlhf.cli import train_ppo, train_ppo_ray
+from openrlhf.cli import train_ppo_ray
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.tracking import read_metrics
@@ -44,6 +48,18 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> list[PPOTrainerAsync]:
 
     monkeypatch.setattr(PPOTrainerAsync, "fit", fit_and_tell)
     return seen
+
+
+@pytest.fixture
+def given(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path) -> dict:
+    """The paths of a command."""
+    return {
+        "pretrain": tiny_model_dir,
+        "prompt_data": prompt_file,
+        "remote_rm_url": reward_file,
+        "save_path": tmp_path / "run",
+        "ckpt_path": tmp_path / "ckpt",
+    }
 
 
 def run(flags: str, **given: Path | str) -> list[dict[str, float]]:
@@ -96,21 +112,13 @@ def check(steps: list[dict[str, float]], trainer: PPOTrainerAsync, *, limit: int
 
 
 def test_an_asynchronous_run_is_bounded_and_balanced(
-    ray_cluster: None,
-    tiny_model_dir: Path,
-    reward_file: Path,
-    prompt_file: Path,
-    tmp_path: Path,
-    trainers: list[PPOTrainerAsync],
+    ray_cluster: None, given: dict, tmp_path: Path, trainers: list[PPOTrainerAsync]
 ) -> None:
     steps = run(
         FLAGS + "--num_episodes 2 --eval_temperature 0 --eval_n_samples_per_prompt 1 "
         "--eval_steps 2 --async_queue_size 2",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        eval_dataset=prompt_file,
-        remote_rm_url=reward_file,
-        save_path=tmp_path / "run",
+        eval_dataset=given["prompt_data"],
+        **given,
     )
     check(steps, trainers[0], limit=2)
     assert all(step["mixed_version_ratio"] == 0 for step in steps)
@@ -121,20 +129,13 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
 
 @pytest.mark.slow
 def test_weights_change_under_running_samples(
-    ray_cluster: None,
-    tiny_model_dir: Path,
-    reward_file: Path,
-    tmp_path: Path,
-    trainers: list[PPOTrainerAsync],
+    ray_cluster: None, given: dict, tmp_path: Path, trainers: list[PPOTrainerAsync]
 ) -> None:
     rows = [{"input": f"{k}+{k}=", "answer": str(2 * k)} for k in range(48)]
     steps = run(
         FLAGS + "--partial_rollout --vllm_generate_batch_size 8 --generate_max_len 200 "
         "--enable_vllm_is_correction --enable_prefix_caching",
-        pretrain=tiny_model_dir,
-        prompt_data=write_jsonl(tmp_path / "prompts.jsonl", rows),
-        remote_rm_url=reward_file,
-        save_path=tmp_path / "run",
+        **given | {"prompt_data": write_jsonl(tmp_path / "prompts.jsonl", rows)},
     )
     check(steps, trainers[0], limit=1)
     assert sum(step["mixed_version_ratio"] > 0 for step in steps) >= 2
@@ -144,31 +145,15 @@ def test_weights_change_under_running_samples(
 @pytest.mark.slow
 def test_a_run_that_was_ended_goes_on_with_what_was_pending(
     ray_cluster: None,
-    tiny_model_dir: Path,
-    reward_file: Path,
-    prompt_file: Path,
-    tmp_path: Path,
+    given: dict,
     trainers: list[PPOTrainerAsync],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settle = PPOTrainerAsync.settle
-
-    def settle_or_end(trainer: PPOTrainerAsync) -> None:
-        settle(trainer)
-        if trainer.state.global_step == 4:
-            raise NumericsError("ended by the test")
+    def end() -> None:
+        raise NumericsError("ended by the test")
 
     flags = FLAGS + "--num_episodes 3 --save_steps 3 --partial_rollout --async_queue_size 2"
-    given = {
-        "pretrain": tiny_model_dir,
-        "prompt_data": prompt_file,
-        "remote_rm_url": reward_file,
-        "save_path": tmp_path / "run",
-        "ckpt_path": tmp_path / "ckpt",
-    }
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(PPOTrainerAsync, "settle", settle_or_end)
+    with at_step(4, end), pytest.raises(SystemExit):
         run(flags, **given)
     steps = run(f"{flags} --load_checkpoint", **given)
     ledger = trainers[-1].sampler.ledger
@@ -179,64 +164,7 @@ def test_a_run_that_was_ended_goes_on_with_what_was_pending(
     assert steps[3]["staleness_max"] > 0
     assert steps[3].get("vllm_kl/stale_0", 0.0) < 1e-6
     assert max(histogram(steps)) <= 2
-    assert sorted(trained_rows(tmp_path / "run")) == sorted([*range(11)] * 6)
-
-
-@pytest.mark.slow
-def test_samples_without_a_signal_are_replaced(
-    ray_cluster: None,
-    tiny_model_dir: Path,
-    prompt_file: Path,
-    tmp_path: Path,
-    trainers: list[PPOTrainerAsync],
-) -> None:
-    steps = run(
-        FLAGS + "--dynamic_filtering --dynamic_filtering_reward_range -1 2 --num_episodes 3",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=write_parity(tmp_path),
-        save_path=tmp_path / "run",
-    )
-    ledger = trainers[0].sampler.ledger
-    assert ledger.num_drawn == 33 == sum(ledger.outcomes.values())
-    assert ledger.outcomes["filtered:no signal"] > 0 and ledger.outcomes["trained"] > 0
-    assert max(histogram(steps)) <= 1
-    assert sum(histogram(steps).values()) == 2 * ledger.outcomes["trained"]
-
-
-def write_parity(folder: Path) -> Path:
-    """A reward of 1 for an even first letter: about half of the pairs differ."""
-    path = folder / "parity.py"
-    path.write_text(
-        "def reward_func(queries, prompts, labels):\n"
-        "    parts = [query[len(prompt):] or 'a' for query, prompt in zip(queries, prompts)]\n"
-        "    return {'rewards': [float(ord(part[0]) % 2) for part in parts]}\n"
-    )
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("flags", ["", "--partial_rollout --async_queue_size 2"])
-def test_an_asynchronous_run_learns(
-    ray_cluster: None,
-    values: dict,  # noqa: F811
-    tmp_path: Path,
-    trainers: list[PPOTrainerAsync],
-    flags: str,
-) -> None:
-    (tmp_path / "reward_func.py").write_text(REWARD_FUNC)
-    steps = train(
-        "--async_train --enable_vllm_is_correction --vllm_num_engines 1 --enforce_eager "
-        f"--advantage_estimator reinforce_baseline --init_kl_coef 0 {flags}",
-        remote_rm_url=tmp_path / "reward_func.py",
-        label_key="answer",
-        **values,
-    )
-    assert len(steps) == NUM_STEPS
-    assert steps[0]["reward"] < 0.2
-    assert gain(steps) > MIN_GAIN
-    assert 0 < max(histogram(steps)) <= trainers[0].limits.max_staleness
+    assert sorted(trained_rows(given["save_path"])) == sorted([*range(11)] * 6)
 
 
 @pytest.mark.slow
@@ -261,81 +189,62 @@ def test_the_asynchronous_agent_of_the_documents_learns(
     assert trainers[0].sampler.ledger.outcomes == {"trained": 16 * NUM_STEPS}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("is_agent", [False, True], ids=["reward_model", "agent"])
-def test_ppo_with_its_critic_and_reference_runs_asynchronously(
-    ray_cluster: None,
-    tiny_model_dir: Path,
-    reward_model_dir: Path,
-    prompt_file: Path,
-    tmp_path: Path,
-    trainers: list[PPOTrainerAsync],
-    is_agent: bool,
-) -> None:
-    (tmp_path / "agent_func.py").write_text(AGENT_FUNC)
-    source = (
-        {"agent_func_path": tmp_path / "agent_func.py"}
-        if is_agent
-        else {"reward_pretrain": reward_model_dir}
-    )
-    steps = run(
-        SIZES + "--advantage_estimator gae --init_kl_coef 0.01 --critic_learning_rate 1e-3 "
-        "--num_episodes 3 --max_len 128",
-        pretrain=tiny_model_dir,
-        critic_pretrain=reward_model_dir,
-        prompt_data=prompt_file,
-        save_path=tmp_path / "run",
-        **source,
-    )
-    check(steps, trainers[0], limit=1)
-    for step in steps:
-        assert math.isfinite(step["critic_loss"]) and step["critic_grad_norm"] > 0
-    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-4)
-    assert abs(steps[-1]["kl"]) > 1e-4  # the policy has left its reference
+@contextmanager
+def at_step(step: int, act: Callable[[], None]) -> Iterator[None]:
+    """A block in which something is done once, when a step is trained on."""
+    settle = PPOTrainerAsync.settle
+
+    def settle_and_act(trainer: PPOTrainerAsync) -> None:
+        settle(trainer)
+        if trainer.state.global_step == step:
+            act()
+
+    PPOTrainerAsync.settle = settle_and_act  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PPOTrainerAsync.settle = settle  # type: ignore[method-assign]
+
+
+def workers(title: str) -> list[psutil.Process]:
+    """The living Ray workers of a class."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if " ".join(process.cmdline()).startswith(f"ray::{title}"):
+                found.append(process)
+    return found
 
 
 @pytest.mark.slow
-def test_agents_act_while_weights_change_and_are_evaluated(
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("title", "who"), [("LLMRayActor", "vllm-0"), ("PolicyModelActor", "actor rank 0 of 1")]
+)
+def test_a_killed_process_is_named_and_the_same_command_goes_on(
     ray_cluster: None,
-    tiny_model_dir: Path,
-    prompt_file: Path,
-    tmp_path: Path,
+    given: dict,
     trainers: list[PPOTrainerAsync],
-) -> None:
-    (tmp_path / "agent_func.py").write_text(AGENT_FUNC)
-    steps = run(
-        FLAGS + "--partial_rollout --async_queue_size 2 --num_episodes 2 --max_len 128 "
-        "--eval_temperature 0 --eval_n_samples_per_prompt 1 --eval_steps 3",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        eval_dataset=prompt_file,
-        agent_func_path=tmp_path / "agent_func.py",
-        save_path=tmp_path / "run",
-    )
-    assert trainers[0].sampler.ledger.outcomes == {"trained": 22}
-    assert len(steps) == 6 and 0 < max(histogram(steps)) <= 2
-    assert sorted(set(trained_rows(tmp_path / "run"))) == list(range(11))
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert sum("eval/eval_odd_pass1" in record for record in records) == 3
-
-
-def test_one_process_says_that_it_cannot(
-    tiny_model_dir: Path,
-    reward_file: Path,
-    prompt_file: Path,
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    title: str,
+    who: str,
 ) -> None:
-    words = argv(
-        "--async_train --train_batch_size 8",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=reward_file,
-        save_path=tmp_path / "run",
-    )
-    with pytest.raises(SystemExit) as stopped:
-        train_ppo.main(words)
-    assert stopped.value.code == 2
-    assert "error: --async_train needs processes of their own" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    flags = FLAGS + "--num_episodes 2 --save_steps 2 --partial_rollout --async_queue_size 2"
+    struck_at: list[float] = []
+
+    def strike() -> None:
+        [process] = workers(title)
+        process.kill()
+        struck_at.append(time.monotonic())
+
+    with at_step(3, strike), pytest.raises(SystemExit) as stopped:
+        run(flags, **given)
+    assert time.monotonic() - struck_at[0] < 30
+    said = capsys.readouterr().err
+    assert stopped.value.code == 3 and f"error: {who}" in said and "died" in said, said
+    steps = run(f"{flags} --load_checkpoint", **given)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert max(histogram(steps)) <= 2
+    ledger = trainers[-1].sampler.ledger
+    assert ledger.outcomes == {"trained": 22} and not ledger.pending
+    assert len(trained_rows(given["save_path"])) == 44

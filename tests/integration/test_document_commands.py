@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 import transformers
 
@@ -20,7 +16,6 @@ from tests.integration.commands import GRPO, PPO_HYBRID, SMALL
 from tests.tiny import as_openrlhf_saves, make_reward_model, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-QUERIES = ["<|user|>hi<|end|><|assistant|>yes<|end|>", "no"]
 OFFLINE = """
 set -e
 infer="python3 -m openrlhf.cli.batch_inference"
@@ -104,32 +99,3 @@ def test_rejection_sampling_iterative_dpo_and_conditional_sft(
                and row["answer"] for row in rows)  # fmt: skip
     for name in ("best", "conditional", "pairs"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-
-
-def test_a_served_reward_model_scores(names: dict[str, str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = f"--reward_pretrain {names['RM']} --port {port} --flash_attn --normalize_reward"
-    flags += " --max_len 2048 --batch_size 16"
-    command = [sys.executable, "-m", "openrlhf.cli.serve_rm", *shlex.split(flags)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            for _ in range(600):
-                assert server.poll() is None
-                try:
-                    if client.get("/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.5)
-            found = client.post("/get_reward", json={"query": QUERIES}, timeout=60).json()
-    finally:
-        server.terminate()
-        server.wait(30)
-    made = Path(names["RM"]).with_name("made")  # the same weights in the Hugging Face format
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(made)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
-    for text, reward in zip(QUERIES, found["rewards"], strict=True):
-        score = model(tokenizer(text, return_tensors="pt").input_ids).logits.item()
-        assert reward == pytest.approx((score - 0.1) / 0.5, abs=1e-4)

@@ -84,9 +84,12 @@ def saved_step(error: str, root: Path) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "command", ["train_ppo --vllm_num_engines 0", "train_ppo_ray --vllm_num_engines 1"]
+    ("command", "number"),
+    [
+        ("train_ppo --vllm_num_engines 0", signal.SIGINT),
+        ("train_ppo_ray --vllm_num_engines 1", signal.SIGTERM),
+    ],
 )
 def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     command: str,
@@ -128,36 +131,9 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
 
 
-def test_own_generation_that_outlasts_the_grace_time_ends_with_a_line(
-    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
-) -> None:
-    words = argv(
-        FLAGS.format(episodes=20) + "--vllm_num_engines 0 --grace_s 2",
-        sizes="--rollout_batch_size 8 --micro_train_batch_size 2 --micro_rollout_batch_size 2 "
-        "--prompt_max_len 64 --generate_max_len 400 --n_samples_per_prompt 256",
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=reward_file,
-        train_batch_size="16",
-        save_path=tmp_path / "run",
-    )
-    with started([sys.executable, "-m", "openrlhf.cli.train_ppo", *words]) as process:
-        while not (tmp_path / "run" / "config.yaml").exists():  # generation comes next
-            assert process.poll() is None, process.communicate()[1][-3000:]
-            time.sleep(0.5)
-        time.sleep(5)
-        start = time.monotonic()
-        error = interrupt(process, signal.SIGINT)
-    assert time.monotonic() - start < 20, error[-3000:]
-    assert process.returncode == 130, error[-3000:]
-    last = error.strip().splitlines()[-1]
-    assert "the step did not end in 2 s (--grace_s); it was not saved" in last, error[-3000:]
-
-
 @pytest.mark.parametrize(
     "launcher",
     [
-        "{python} -m {module}",
         "torchrun --nproc_per_node 2 --master_port {port} -m {module}",
         "deepspeed --num_gpus 2 --master_port {port} --module {module}",
     ],
@@ -176,7 +152,5 @@ def test_supervised_training_saves_when_it_is_told_to_end(
         send = os.killpg if "deepspeed" in launcher else os.kill
         error = interrupt(process, signal.SIGTERM, send)
     step = saved_step(error, root)
-    if "python" in launcher:
-        assert process.returncode == 130
     position = json.loads((root / f"global_step{step}" / "state.json").read_text())["loop"]
     assert position["position"]["num_samples"] == 8 * step

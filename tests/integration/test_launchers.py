@@ -17,32 +17,12 @@ import torch
 import transformers
 
 from tests.integration.heads import free_ports
-from tests.integration.test_resume_methods import CASES, make_inputs, make_row
+from tests.integration.test_resume_methods import make_inputs
 from tests.tiny import write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# What each command logs, how much that changes on held-out rows from the first evaluation to the
-# last one, and the class its export loads in.
-METHODS = {
-    "sft": ("gpt_loss", -1.0, transformers.AutoModelForCausalLM),
-    "rm": ("loss", -0.3, transformers.AutoModelForSequenceClassification),
-    "dpo": ("reward_margin", 0.3, transformers.AutoModelForCausalLM),
-    "kto": ("kto_loss", -0.05, transformers.AutoModelForCausalLM),
-    "prm": ("prm_loss", -0.05, transformers.AutoModelForCausalLM),
-    "kd": ("gpt_loss", -0.5, transformers.AutoModelForCausalLM),
-}
-FLAGS = (
-    "--train_batch_size 4 --micro_train_batch_size 2 --max_epochs 3 --learning_rate 2e-3 "
-    "--lr_warmup_ratio 0 --eval_steps 2"
-)
-NUM_ROWS, NUM_STEPS = 30, 24  # the last batch of an epoch is smaller
-# ZeRO stages by turns; one process alone runs either as it can.
-LAUNCHERS = {
-    "torchrun": ("torchrun --nproc_per_node 2 --master_port {port} -m {module}", 3),
-    "python": ("{python} -m {module}", 2),
-}
-
+AUTO_CLASSES = {"rm": transformers.AutoModelForSequenceClassification}
 
 # What guides to these commands type: only names, batch size and rate are others, so that a model of
 # a hundred thousand weights learns from 256 rows. The metric is that of the first step's rows,
@@ -112,19 +92,9 @@ def documented_row(i: int) -> dict:
     }
 
 
-def kto_row(i: int) -> dict:
-    """A row whose answer is wanted if it is the right one."""
-    row = make_row(i)
-    return {**row, "output": row["chosen"] if row["label"] else row["rejected"]}
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_inputs(tmp_path_factory.mktemp("launchers"))
-    held_out = range(NUM_ROWS, 2 * NUM_ROWS)
-    for name, make in (("rows", make_row), ("kto", kto_row)):
-        write_jsonl(root / f"{name}.jsonl", [make(i) for i in range(NUM_ROWS)])
-        write_jsonl(root / f"{name}_held_out.jsonl", [make(i) for i in held_out])
     rows = [documented_row(i) for i in random.Random(0).sample(range(1000), NUM_DOCUMENTED + 33)]
     write_jsonl(root / "documented.jsonl", rows[:NUM_DOCUMENTED])
     write_jsonl(root / "documented_held_out.jsonl", rows[NUM_DOCUMENTED:])
@@ -177,47 +147,33 @@ def check_steps(records: list[dict], num_steps: int) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_command_learns_and_exports_under_every_launcher(
-    root: Path, tmp_path: Path, method: str, launcher: str
-) -> None:
-    metric, change, auto_class = METHODS[method]
-    run_dir = tmp_path / "run"
-    template, stage = LAUNCHERS[launcher]
-    case = {"sft": "sft_lora"}.get(method, method)
-    own = CASES[case].format(root=root).split(" --lora_rank")[0].split()[1:]
-    rows = "rows"
-    if method == "kto":
-        rows, own = "kto", [*own, "--beta", "0.1"]
-    flags = [*paths(root, rows, run_dir), *own, *FLAGS.split(), "--zero_stage", str(stage)]
-    printed = run_command([*launched(method, template), *flags], tmp_path)
-    records = read_log(run_dir)
-    check_steps(records, NUM_STEPS)
-    values = [record[f"eval/{metric}"] for record in records if f"eval/{metric}" in record]
-    assert len(values) == NUM_STEPS // 2
-    assert (values[-1] - values[0]) / change > 1, values
-    num_ranks = 1 if launcher == "python" else 2
-    assert f"ranks       {num_ranks} on" in printed
-    _, info = auto_class.from_pretrained(run_dir, output_loading_info=True)
-    assert not any(info.values())
+LAUNCHERS = {
+    "torchrun": "torchrun --nproc_per_node 2 --master_port {port} -m {module}",
+    "deepspeed": "deepspeed --num_gpus 2 --master_port {port} --module {module}",
+    "python": "{python} -m {module}",
+}
+# A launcher for each method by turns.
+LAUNCHED_BY = dict(zip(DOCUMENTED, ["deepspeed", "torchrun", "python"] * 2, strict=True))
 
 
 @pytest.mark.parametrize("method", DOCUMENTED)
 def test_a_command_as_it_is_documented_learns(root: Path, tmp_path: Path, method: str) -> None:
     own, metric, change = DOCUMENTED[method]
     run_dir = tmp_path / "run"
-    words = launched(method, "deepspeed --num_gpus 2 --master_port {port} --module {module}")
+    words = launched(method, LAUNCHERS[LAUNCHED_BY[method]])
     flags = [*own.format(root=root).split(), *EVERYWHERE.split()]
     if method in ("sft", "kd"):
         flags += ["--input_template", "User: {}\nAssistant: "]
     printed = run_command([*words, *paths(root, "documented", run_dir), *flags], tmp_path)
-    assert "ranks       2 on" in printed
+    num_ranks = 1 if LAUNCHED_BY[method] == "python" else 2
+    assert f"ranks       {num_ranks} on" in printed
     records = read_log(run_dir)
     first = check_steps(records, NUM_DOCUMENTED_STEPS)[0]
     start = 0.0 if metric == "reward_margin" else first[metric]  # policy and reference are one
     [held_out] = [record[f"eval/{metric}"] for record in records if f"eval/{metric}" in record]
     assert (held_out - start) / change > 1, (start, held_out)
-    model, info = METHODS[method][2].from_pretrained(run_dir, output_loading_info=True)
+    model, info = AUTO_CLASSES.get(method, transformers.AutoModelForCausalLM).from_pretrained(
+        run_dir, output_loading_info=True
+    )
     assert not any(info.values())
     assert model.dtype == torch.bfloat16

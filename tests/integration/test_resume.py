@@ -78,30 +78,3 @@ def test_the_same_command_goes_on_exactly_after_a_kill(
     assert [step for step, _, _ in losses[1]] == list(range(1, 31))
     kept = sorted(path.name for path in (killed / "ckpt").glob("global_step*"))
     assert kept == ["global_step27", "global_step27_hf", "global_step30", "global_step30_hf"]
-
-
-@pytest.mark.slow
-def test_a_refused_resume_leaves_the_run_folder_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model(tmp_path / "model")
-    rows = [{"input": f"{i}+{i}=", "output": str(2 * i)} for i in range(4)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    start = command(tmp_path, "run", "--max_epochs", "3")[3:]
-    train_sft.main(start)
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    more = ["--load_checkpoint", "--max_epochs", "6"]
-    for refused, code, words in (
-        (["--train_batch_size", "2"], 2, "train_batch_size"),
-        (["--seed", "7"], 2, "seed"),
-        (["--zero_stage", "3"], 3, "zero_stage"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            train_sft.main([*start, *more, *refused])
-        shut_down()
-        assert stop.value.code == code
-        [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-        assert words in line
-        assert (tmp_path / "run" / "config.yaml").read_text() == before
-    train_sft.main([*start, *more, "--learning_rate", "1e-4"])
-    assert "max_epochs: 6" in (tmp_path / "run" / "config.yaml").read_text()

@@ -31,37 +31,6 @@ def train(folder: Path) -> None:
     main(words.split())
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trackers")
-    make_model(folder / "model")
-    rows = [{"input": f"{i}+{i}=", "output": str(2 * i)} for i in range(4 * NUM_STEPS)]
-    write_jsonl(folder / "rows.jsonl", rows)
-    run_ranks(train, 1, folder)
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def records(run_dir: Path) -> list[dict]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
-    return records
-
-
-def test_the_event_file_holds_the_values_of_every_step(run_dir: Path, records: list[dict]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (folder,) = (run_dir / "tensorboard").iterdir()  # named as the run
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    for name in METRICS:
-        scalars = events.Scalars(name)
-        assert [event.step for event in scalars] == [record["step"] for record in records]
-        expected = [record[name] for record in records]
-        assert [event.value for event in scalars] == pytest.approx(expected, rel=1e-6)
-
-
 def log_records(content: bytes) -> Iterator[bytes]:
     """Records of a LevelDB log: blocks of 32 KiB, pieces of (checksum, length, kind, bytes)."""
     position, parts = 7, []  # behind the file's own header
@@ -77,11 +46,22 @@ def log_records(content: bytes) -> Iterator[bytes]:
             parts = []
 
 
-def test_an_offline_run_of_wandb_holds_the_values_of_every_step(
-    run_dir: Path, records: list[dict]
-) -> None:
+def test_both_trackers_hold_the_values_of_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from wandb.proto.wandb_internal_pb2 import Record
 
+    make_model(tmp_path / "model")
+    rows = [{"input": f"{i}+{i}=", "output": str(2 * i)} for i in range(4 * NUM_STEPS)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    run_ranks(train, 1, tmp_path)
+    run_dir = tmp_path / "run"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = list(range(1, NUM_STEPS + 1))
+    assert [record["step"] for record in records] == steps
+
+    (folder,) = (run_dir / "tensorboard").iterdir()  # named as the run
+    events = EventAccumulator(str(folder))
+    events.Reload()
     [path] = (run_dir / "wandb").glob("offline-run-*/*.wandb")
     history = []
     for data in log_records(path.read_bytes()):
@@ -90,6 +70,10 @@ def test_an_offline_run_of_wandb_holds_the_values_of_every_step(
         if record.HasField("history"):
             items = record.history.item
             history.append({i.key or i.nested_key[0]: json.loads(i.value_json) for i in items})
-    assert [row["step"] for row in history] == [record["step"] for record in records]
+    assert [row["step"] for row in history] == steps
     for name in METRICS:
-        assert [row[name] for row in history] == [record[name] for record in records]
+        expected = [record[name] for record in records]
+        assert [row[name] for row in history] == expected
+        scalars = events.Scalars(name)
+        assert [event.step for event in scalars] == steps
+        assert [event.value for event in scalars] == pytest.approx(expected, rel=1e-6)

@@ -84,36 +84,19 @@ def run_in_cluster(program: str, *words: str) -> subprocess.CompletedProcess[str
     return result
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What happened in the cluster."""
-    result = run_in_cluster(SCENARIO, str(tmp_path_factory.mktemp("run")))
-    return json.loads([x for x in result.stdout.splitlines() if x.startswith("{")][-1])
-
-
-def test_threads_of_a_rank_are_the_cores_of_its_node_over_its_ranks(told: dict) -> None:
-    threads = sorted(
-        (told["address_of"][rank["node"]], rank["OMP_NUM_THREADS"]) for rank in told["ranks"]
-    )
+def test_ranks_of_two_nodes_have_addresses_threads_and_gpus_of_their_own(tmp_path: Path) -> None:
+    result = run_in_cluster(SCENARIO, str(tmp_path))
+    told = json.loads([x for x in result.stdout.splitlines() if x.startswith("{")][-1])
+    ranks, address_of = told["ranks"], told["address_of"]
+    threads = sorted((address_of[rank["node"]], rank["OMP_NUM_THREADS"]) for rank in ranks)
     assert threads == [("127.0.0.2", "4"), ("127.0.0.2", "4"), ("127.0.0.3", "3")]
-
-
-def test_all_meet_at_the_address_that_ray_knows_of_the_first_ranks_node(told: dict) -> None:
-    first = told["address_of"][told["ranks"][0]["node"]]
-    assert [rank["MASTER_ADDR"] for rank in told["ranks"]] == [first] * 3
-
-
-def test_every_rank_takes_a_gpu_of_its_own_where_ray_hides_none(told: dict) -> None:
-    assert not any("CUDA_VISIBLE_DEVICES" in rank for rank in told["ranks"])
-    assert [rank["LOCAL_RANK"] for rank in told["ranks"]] == [str(r["gpu"]) for r in told["ranks"]]
-    assert len({(rank["node"], rank["LOCAL_RANK"]) for rank in told["ranks"]}) == 3
-
-
-def test_ranks_have_the_callers_network(told: dict) -> None:
-    assert [rank["GLOO_SOCKET_IFNAME"] for rank in told["ranks"]] == ["lo"] * 3
-
-
-def test_gpus_that_torch_cannot_use_are_named_with_their_node(told: dict) -> None:
+    # All meet at the address that Ray knows of the first rank's node.
+    assert {rank["MASTER_ADDR"] for rank in ranks} == {address_of[ranks[0]["node"]]}
+    # Where Ray hides no GPU, each takes its own.
+    assert not any("CUDA_VISIBLE_DEVICES" in rank for rank in ranks)
+    assert [rank["LOCAL_RANK"] for rank in ranks] == [str(rank["gpu"]) for rank in ranks]
+    assert len({(rank["node"], rank["LOCAL_RANK"]) for rank in ranks}) == 3
+    assert [rank["GLOO_SOCKET_IFNAME"] for rank in ranks] == ["lo"] * 3  # as the caller has it
     assert "Ray gives out GPUs on node 127.0.0." in told["error"]
     assert "driver >= 580" in told["error"]
 
