@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algorithms import advantages
 from openrlhf.algorithms.advantages import ESTIMATORS, estimator
+from openrlhf.config.ppo_parts import GROUP_ESTIMATORS, Estimator
 
 WIDE = (-1e9, 1e9)
 
@@ -182,3 +184,8 @@ def test_flash_reinforce_subtracts_the_mean_of_the_batch_and_nothing_else():
 def test_discounting_a_group_estimator_is_refused():
     with pytest.raises(AssertionError, match="gamma"):
         estimator("rloo", gamma=0.9)
+
+
+def test_the_flag_has_every_estimator():
+    assert set(get_args(Estimator)) == set(ESTIMATORS)
+    assert set(GROUP_ESTIMATORS) <= set(ESTIMATORS)

@@ -64,4 +64,5 @@ def test_every_name_of_every_flag_is_in_the_help(config_class):
     for leaf in walk(config_class):
         assert leaf.field.description.split()[0] in text
         assert {f"--{name}" for name in names_of(config_class, leaf.path)} <= words, leaf.path
-    assert max(map(len, text.splitlines())) <= 104  # the notes at the top are not broken
+    broken = [line for line in text.splitlines() if "{" not in line]  # choices stay on one line
+    assert max(map(len, broken)) <= 104  # the notes at the top are not broken

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_parts import Estimator
 from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,
@@ -82,8 +85,8 @@ PPO_PROBLEMS = [
      "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would have no "
      "gradient. Type --gradient_checkpointing alone."),
     ("--advantage_estimator grpo",
-     "--advantage_estimator must be one of gae, reinforce, flash_reinforce, rloo, "
-     "reinforce_baseline, group_norm, dr_grpo: grpo. Type group_norm."),
+     f"--advantage_estimator must be one of {', '.join(get_args(Estimator))}: grpo. Type "
+     "group_norm."),
     ("--report_to slack",
      "--report_to is unknown: slack. Type one of wandb, all, tensorboard, none."),
     ("--rollout_batchsize 4",
