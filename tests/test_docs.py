@@ -267,7 +267,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "AGENTS.md"], ids=lambda path: path.name)
 def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
     text = FENCE.sub("", document.read_text())
     roots = (ROOT, ROOT / "openrlhf", document.parent)
@@ -279,6 +279,12 @@ def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
     # `--module` belongs to the launchers.
     for flag in re.findall(r"(?<![\w-])--([a-z][\w.]*)", text):
         assert flag.rstrip(".") in known | {"module"}, flag
+
+
+def test_names_of_the_architecture_exist() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "openrlhf").rglob("*.py"))
+    names = re.findall(r"`(\w+)`", FENCE.sub("", (ROOT / "docs/architecture.md").read_text()))
+    assert set(names) <= set(re.findall(r"\w+", source))
 
 
 def test_the_readme_lists_what_is_refused_as_not_yet_implemented() -> None:
