@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import rich.console
@@ -59,12 +60,12 @@ Values = Mapping[str, float]
 
 
 def make_console(*, is_error: bool = False) -> rich.console.Console:
-    """A console on the current stdout (or stderr) that colours only what the caller marks."""
+    """Return a console on stdout (or stderr) that colours only what the caller marks."""
     return rich.console.Console(stderr=is_error, highlight=False, soft_wrap=True, markup=False)
 
 
 def is_terminal() -> bool:
-    """Whether a person watches: progress bars are drawn only then."""
+    """Return True if a person watches: progress bars are drawn only then."""
     return make_console().is_terminal
 
 
@@ -81,7 +82,7 @@ def warn(message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """The same, once in the life of the process for one text."""
+    """Warn, once in the life of the process for one text."""
     if message not in _WARNED:
         _WARNED.add(message)
         warn(message)
@@ -101,7 +102,7 @@ def say_notices(lines: Iterable[str], *, about: str = "") -> None:
 
 
 def format_count(number: float) -> str:
-    """Short form of a count: 950, 1.8k, 3.1M, 7.2B."""
+    """Return the short form of a count: 950, 1.8k, 3.1M, 7.2B."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.1f}{suffix}"
@@ -109,7 +110,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Short form of a duration: 45s, 3m20s, 2h05m, 1d04h."""
+    """Return the short form of a duration: 45s, 3m20s, 2h05m, 1d04h."""
     whole = round(seconds)
     for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
         if whole >= size:
@@ -127,30 +128,20 @@ def print_banner(sections: Mapping[str, Mapping[str, object]]) -> None:
     notice("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class _Field:
-    label: str
-    names: tuple[str, ...]  # the first one that was logged is shown
-    show: Callable[[float], str]
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
 _LOSSES = ("policy_loss", "loss", "gpt_loss", "kto_loss", "prm_loss", "distil_loss")
+# Label on the step line, metrics of which the first one that was logged is shown, form of a number.
 STEP_FIELDS = (
-    _Field("reward", ("reward",), "{:.3f}".format),
-    _Field("score", ("score",), "{:.3f}".format),
-    _Field("loss", _LOSSES, "{:.4f}".format),
-    _Field("acc", ("acc",), "{:.3f}".format),
-    _Field("len", ("response_length",), "{:.1f}".format),
-    _Field("kl", ("kl",), "{:.2g}".format),
-    _Field("clip", ("ppo_clip_ratio",), _percent),
-    _Field("grad", ("actor_grad_norm", "grad_norm"), "{:.2g}".format),
-    _Field("lr", ("actor_lr", "lr"), "{:.2g}".format),
-    _Field("stale", ("staleness_mean",), "{:.2g}".format),
-    _Field("tok/s", ("tokens_per_s",), format_count),
+    ("reward", ("reward",), "{:.3f}"),
+    ("score", ("score",), "{:.3f}"),
+    ("loss", _LOSSES, "{:.4f}"),
+    ("acc", ("acc",), "{:.3f}"),
+    ("len", ("response_length",), "{:.1f}"),
+    ("kl", ("kl",), "{:.2g}"),
+    ("clip", ("ppo_clip_ratio",), "{:.1%}"),
+    ("grad", ("actor_grad_norm", "grad_norm"), "{:.2g}"),
+    ("lr", ("actor_lr", "lr"), "{:.2g}"),
+    ("stale", ("staleness_mean",), "{:.2g}"),
+    ("tok/s", ("tokens_per_s",), ""),
 )
 PHASES = (
     ("wait", "timing/wait"),
@@ -177,21 +168,19 @@ class RunClock:
 
 
 def step_line(step: int, total: int, metrics: Values, clock: RunClock | None = None) -> str:
-    """One compact line: the numbers of `STEP_FIELDS` that were logged, seconds, and their split.
+    """Return one line: the numbers of `STEP_FIELDS` that were logged, seconds, and their split.
 
     Example: `step 12/60 | reward 0.412 | len 5.3 | 2.1s: gen 0.9 train 1.2 | elapsed 26s | eta
     1m45s`.
     """
     parts = [f"step {step}/{total}"]
-    for shown in STEP_FIELDS:
-        name = next((name for name in shown.names if name in metrics), None)
-        if name is not None:
-            parts.append(f"{shown.label} {shown.show(metrics[name])}")
+    for label, names, form in STEP_FIELDS:
+        if value := [metrics[name] for name in names if name in metrics]:
+            parts.append(f"{label} {form.format(*value) if form else format_count(value[0])}")
     split = " ".join(f"{label} {metrics[name]:.1f}" for label, name in PHASES if name in metrics)
-    seconds = metrics.get("timing/step_total")
-    if seconds is not None:
-        parts.append(f"{seconds:.1f}s: {split}" if split else f"{seconds:.1f}s")
-    elif split:
+    if (seconds := metrics.get("timing/step_total")) is not None:
+        split = f"{seconds:.1f}s: {split}".removesuffix(": ")
+    if split:
         parts.append(split)
     if clock is not None:
         parts.append(clock.words(step, total))
@@ -199,7 +188,7 @@ def step_line(step: int, total: int, metrics: Values, clock: RunClock | None = N
 
 
 def eval_line(step: int, metrics: Values) -> str:
-    """One line of the evaluation's numbers: `eval at step 20 | math_pass1 0.412 ±0.011 | ...`."""
+    """Return one line of an evaluation: `eval at step 20 | math_pass1 0.412 ±0.011 | ...`."""
     shown = []
     for name, value in metrics.items():
         if name.startswith("eval") and "timing" not in name and not name.endswith(STDERR):
@@ -220,61 +209,44 @@ MIN_ENTROPY_RATIO = 0.1  # of the entropy at the start of the run
 NUM_START_STEPS = 5
 
 
-def _has_equal_rewards(metrics: Values, history: Sequence[Values]) -> bool:
-    return metrics.get("group_reward_std", 1.0) < 1e-6
-
-
-def _is_mostly_cut(metrics: Values, history: Sequence[Values]) -> bool:
-    return metrics.get("response_clip_ratio", 0.0) > MAX_TRUNCATED_RATIO
-
-
-def _engine_disagrees(metrics: Values, history: Sequence[Values]) -> bool:
+def _red_flags(metrics: Values, history: Sequence[Values], *, example: str) -> dict[str, str]:
+    """Return what is wrong at a step, by the metric that shows it."""
+    found = {}
+    if metrics.get("group_reward_std", 1.0) < 1e-6:
+        found["group_reward_std"] = (
+            "all samples of every prompt got the same reward, so this step teaches nothing. "
+            f"Try other prompts, a higher --temperature or more --n_samples_per_prompt.{example}"
+        )
+    if (cut := metrics.get("response_clip_ratio", 0.0)) > MAX_TRUNCATED_RATIO:
+        found["response_clip_ratio"] = (
+            f"{cut:.0%} of the responses were cut at the length limit. "
+            "Raise --generate_max_len or check that the model emits its EOS token."
+        )
+    mismatch = metrics.get("vllm_kl", 0.0)
     is_expected = metrics.get("staleness_max", 0.0) > 0  # older weights sampled
-    return not is_expected and abs(metrics.get("vllm_kl", 0.0)) > MAX_MISMATCH_KL
-
-
-def _entropy_collapsed(metrics: Values, history: Sequence[Values]) -> bool:
+    if abs(mismatch) > MAX_MISMATCH_KL and not is_expected:
+        found["vllm_kl"] = (
+            f"engine and trainer disagree about log-probs (mismatch KL {mismatch:.3g}). "
+            "Check dtype and temperature on both sides."
+        )
     start = [past["entropy"] for past in history[:NUM_START_STEPS] if "entropy" in past]
-    if "entropy" not in metrics or not start:
-        return False
-    return metrics["entropy"] < MIN_ENTROPY_RATIO * statistics.median(start)
-
-
-_RED_FLAGS: tuple[tuple[Callable[[Values, Sequence[Values]], bool], str], ...] = (
-    (
-        _has_equal_rewards,
-        "all samples of every prompt got the same reward, so this step teaches nothing. "
-        "Try other prompts, a higher --temperature or more --n_samples_per_prompt.{example}",
-    ),
-    (
-        _is_mostly_cut,
-        "{response_clip_ratio:.0%} of the responses were cut at the length limit. "
-        "Raise --generate_max_len or check that the model emits its EOS token.",
-    ),
-    (
-        _engine_disagrees,
-        "engine and trainer disagree about log-probs (mismatch KL {vllm_kl:.3g}). "
-        "Check dtype and temperature on both sides.",
-    ),
-    (
-        _entropy_collapsed,
-        "entropy fell to {entropy:.3g}, under a tenth of its start. "
-        "Try a smaller learning rate, a larger --init_kl_coef or --entropy_loss_coef.",
-    ),
-)
+    entropy = metrics.get("entropy", math.inf)
+    if start and entropy < MIN_ENTROPY_RATIO * statistics.median(start):
+        found["entropy"] = (
+            f"entropy fell to {entropy:.3g}, under a tenth of its start. "
+            "Try a smaller learning rate, a larger --init_kl_coef or --entropy_loss_coef."
+        )
+    return found
 
 
 def hints(metrics: Values, history: Sequence[Values], *, example: str = "") -> list[str]:
-    """One line for each red flag new at this step; `history` holds earlier steps' metrics.
+    """Return a line for each red flag new at this step; `history` holds earlier steps' metrics.
 
     `example`: a sentence about one sample, for a hint that is about rewards.
     """
-    found = []
-    for is_red, text in _RED_FLAGS:
-        was_red = bool(history) and is_red(history[-1], history[:-1])
-        if is_red(metrics, history) and not was_red:
-            found.append("hint: " + text.format_map({**metrics, "example": example}))
-    return found
+    before = _red_flags(history[-1], history[:-1], example="") if history else {}
+    found = _red_flags(metrics, history, example=example)
+    return [f"hint: {text}" for name, text in found.items() if name not in before]
 
 
 def needed_history(history: Sequence[Values]) -> list[Values]:
@@ -296,8 +268,8 @@ def quiet_frameworks() -> None:
     """
     for name, value in FRAMEWORK_SWITCHES.items():
         os.environ.setdefault(name, value)
-    for name, words in FALSE_ALARMS.items():
-        logging.getLogger(name).addFilter(_without(words))
+    for name in FALSE_ALARMS:
+        logging.getLogger(name).addFilter(_is_no_false_alarm)
     for start in FALSE_WARNINGS:
         warnings.filterwarnings("ignore", message=start, category=RuntimeWarning)
     imported = sys.modules.get("transformers.utils.logging")
@@ -305,13 +277,12 @@ def quiet_frameworks() -> None:
         imported.disable_progress_bar()
 
 
-@lru_cache  # the same filter is taken once by a logger
-def _without(words: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: words not in record.getMessage()
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    return FALSE_ALARMS[record.name] not in record.getMessage()
 
 
 def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:
-    """Where an attempt of a role logs: `logs/actor.log`, then `logs/actor.attempt1.log`."""
+    """Return where a role logs: `logs/actor.log`, then `logs/actor.attempt1.log`."""
     suffix = f".attempt{attempt}" if attempt else ""
     return Path(run_dir) / "logs" / f"{role}{suffix}.log"
 
@@ -320,17 +291,13 @@ def new_log(run_dir: Path | str, role: str) -> Path:
     """Make the log of a role's next attempt: an empty file that no earlier attempt has, and that
     no other process is given.
     """
-    paths = (log_path(run_dir, role, attempt=attempt) for attempt in itertools.count())
-    return next(path for path in paths if _is_made_now(path))
-
-
-def _is_made_now(path: Path) -> bool:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    Path(run_dir, "logs").mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count():
+        path = log_path(run_dir, role, attempt=attempt)
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("unreachable")
 
 
 def redirect_framework_logs(

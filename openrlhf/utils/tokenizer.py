@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OverdueError
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,7 +23,7 @@ from openrlhf.config.local_paths import is_template_text, looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.threads import OverdueError, time_limit
+from openrlhf.utils.threads import start_thread
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
@@ -135,17 +137,21 @@ def render_chat(
     import jinja2  # noqa: PLC0415 - transformers itself needs it for templates only
 
     template = chat_template_of(tokenizer)
+    render = partial(
+        _render_jinja,
+        [list(messages)],
+        tools=list(tools) if tools else None,
+        chat_template=template,
+        return_assistant_tokens_mask=wants_spans,
+        add_generation_prompt=add_generation_prompt,
+        **tokenizer.special_tokens_map,
+    )
+    # In a thread that is left behind when it takes too long: the command ends with the error.
+    rendered: Future[tuple[list[str], list[list[tuple[int, int]]]]] = Future()
     try:
         _refuse_powers(template)
-        with time_limit(RENDER_S):
-            texts, spans = _render_jinja(
-                [list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=template,
-                return_assistant_tokens_mask=wants_spans,
-                add_generation_prompt=add_generation_prompt,
-                **tokenizer.special_tokens_map,
-            )
+        start_thread("template", lambda: rendered.set_result(render()), rendered.set_exception)
+        texts, spans = rendered.result(RENDER_S)
     except OverdueError as error:
         raise ConfigError(
             f"the chat template takes longer than {RENDER_S:g} s to write one dialogue. "

@@ -10,66 +10,23 @@ from __future__ import annotations
 import json
 import math
 import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TypeAlias
 
+from openrlhf.config.common import LoggerConfig, WandbConfig
+from openrlhf.errors import first_line
 from openrlhf.utils.logging import warn
+from openrlhf.utils.threads import start_thread
 
-if TYPE_CHECKING:
-    from openrlhf.config.common import LoggerConfig
+Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
+Reader: TypeAlias = Callable[[Iterator[Record]], None]
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_SIZE = 256  # log calls a sink may lag behind before it is given up
 CLOSE_TIMEOUT_S = 15.0
-
-
-class Tracker(Protocol):
-    """A sink of metrics."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the metrics of one step."""
-
-    def close(self) -> None:
-        """Write out what is pending; no further call follows."""
-
-
-class NullTracker:
-    """Keeps nothing: for ranks that do not log, and for tests."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _Tolerate:
-    """A block whose failure costs the record, not the run; `error` keeps it for one warning."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> _Tolerate:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        self.error = error
-        return isinstance(error, Exception)
-
-
-def _describe(error: BaseException) -> str:
-    """One line of an exception: its type and the first line of its text."""
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text}"
 
 
 def _strict_json(value: object) -> object:
@@ -92,22 +49,35 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
     return records
 
 
-class JsonlTracker:
-    """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`.
+class Tracker:
+    """One JSON object a step in `metrics.jsonl`: `{"step": 3, "time": 1.7e9, "reward": 0.5, ...}`;
+    the same to further sinks.
 
     `resume_step` is the step of the checkpoint a run goes on from: later records of the run before
     are dropped, so that steps never appear twice.
     """
 
-    def __init__(self, run_dir: Path | str, *, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        resume_step: int | None = None,
+        sinks: Sequence[BackgroundSink] = (),
+    ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
+        self.sinks = sinks
         self.num_lost = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
-            self._take_over(resume_step)
+            kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
+            unfinished = self.path.with_suffix(".partial")
+            unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            unfinished.replace(self.path)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a full disk costs the line and one warning."""
+        for sink in self.sinks:
+            sink.offer((step, dict(values)))
         record: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
         record.update({name: _strict_json(value) for name, value in values.items()})
         line = json.dumps(record)
@@ -120,143 +90,106 @@ class JsonlTracker:
                 warn(f"metrics cannot be written to {self.path} ({error}); training goes on.")
 
     def close(self) -> None:
-        """Nothing is pending: every line was written when it came."""
-
-    def _take_over(self, resume_step: int) -> None:
-        kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(self.path)
+        """Let the sinks write out what is pending; no further call follows."""
+        for sink in self.sinks:
+            sink.close()
 
 
-class TensorBoardTracker:
-    """Scalars for TensorBoard in `log_dir`."""
+class NullTracker(Tracker):
+    """Keeps nothing: for ranks that do not log, and for tests."""
 
-    def __init__(self, log_dir: Path | str) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - heavy, optional
-
-        self.writer = SummaryWriter(str(log_dir))
+    def __init__(self) -> None:
+        self.sinks = ()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add every value as a scalar at `step`."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, float(value), step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self.writer.close()
+        """Do nothing."""
 
 
-class WandbTracker:
-    """Metrics and configuration in Weights & Biases; the API key comes from the environment."""
-
-    def __init__(self, logger: LoggerConfig, run_dir: Path | str, config: Mapping) -> None:
-        import wandb  # noqa: PLC0415 - heavy, optional
-
-        settings = logger.wandb
-        self.run = wandb.init(
-            entity=settings.org,
-            project=settings.project,
-            group=settings.group,
-            name=settings.run_name,
-            dir=str(run_dir),
-            config=dict(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send one record; `step` is a metric, so that a resumed run may go back."""
-        self.run.log({"step": step, **values})
-
-    def close(self) -> None:
-        """Upload the rest."""
-        self.run.finish()
-
-
-class BackgroundTracker:
-    """Another tracker, made, fed and closed in a daemon thread; given up if it fails or hangs.
-
-    `make_sink` runs in the thread as well, since a sink may hang while it connects.
+class BackgroundSink:
+    """A function that reads records until they end, in a daemon thread; given up if it fails or
+    hangs.
     """
 
-    def __init__(
-        self, name: str, make_sink: Callable[[], Tracker], *, queue_size: int = QUEUE_SIZE
-    ) -> None:
+    def __init__(self, name: str, read: Reader, *, queue_size: int = QUEUE_SIZE) -> None:
         self.name = name
         self.num_lost = 0
-        self._make_sink = make_sink
         self._is_given_up = False
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(queue_size)
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        self._queue: queue.Queue[Record | None] = queue.Queue(queue_size)
+        self._thread = start_thread(
+            f"tracker-{name}",
+            lambda: read(iter(self._queue.get, None)),
+            lambda error: self._give_up(f"failed ({type(error).__name__}: {first_line(error)})"),
+        )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the metrics over without waiting."""
-        self._offer((step, dict(values)))
-
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the sink finish for at most `timeout_s`, then leave it."""
-        self._offer(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._give_up(f"did not finish within {timeout_s:g} s")
-
-    def _offer(self, item: tuple[int, dict[str, float]] | None) -> None:
+    def offer(self, record: Record | None) -> None:
+        """Hand a record over without waiting; None is the end."""
         if self._is_given_up:
             self.num_lost += 1
             return
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(record)
         except queue.Full:
             self.num_lost += 1
             self._give_up(f"hangs with {self._queue.qsize()} records waiting")
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let the sink finish for at most `timeout_s`, then leave it."""
+        self.offer(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._give_up(f"did not finish within {timeout_s:g} s")
 
     def _give_up(self, reason: str) -> None:
         if not self._is_given_up:
             self._is_given_up = True
             warn(f"{self.name} {reason}; it gets no more metrics, training goes on.")
 
-    def _run(self) -> None:
-        with _Tolerate() as outcome:
-            sink = self._make_sink()
-            while (item := self._queue.get()) is not None:
-                sink.log(*item)
-            sink.close()
-        if outcome.error is not None:
-            self._give_up(f"failed ({_describe(outcome.error)})")
+
+def write_tensorboard(records: Iterator[Record], log_dir: Path) -> None:
+    """Add every value as a scalar to an event file in `log_dir`."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - heavy, optional
+
+    with SummaryWriter(str(log_dir)) as writer:
+        for step, values in records:
+            for name, value in values.items():
+                writer.add_scalar(name, float(value), step)
+            writer.flush()
 
 
-class MultiTracker:
-    """Several trackers as one."""
+def write_wandb(
+    records: Iterator[Record], settings: WandbConfig, run_dir: Path | str, config: Mapping
+) -> None:
+    """Send records and config to Weights & Biases; the API key comes from the environment."""
+    import wandb  # noqa: PLC0415 - heavy, optional
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = tuple(trackers)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand the metrics to each."""
-        for tracker in self.trackers:
-            tracker.log(step, values)
-
-    def close(self) -> None:
-        """Close each."""
-        for tracker in self.trackers:
-            tracker.close()
+    run = wandb.init(
+        entity=settings.org,
+        project=settings.project,
+        group=settings.group,
+        name=settings.run_name,
+        dir=str(run_dir),
+        config=dict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    run.define_metric("*", step_metric="step")
+    for step, values in records:  # the step is a metric, so that a resumed run may go back
+        run.log({"step": step, **values})
+    run.finish()
 
 
 def make_tracker(
     logger: LoggerConfig, run_dir: Path | str, config: Mapping, *, resume_step: int | None = None
 ) -> Tracker:
-    """The trackers a run asked for, as one; `config` is the resolved tree as nested dicts."""
-    trackers: list[Tracker] = [JsonlTracker(run_dir, resume_step=resume_step)]
+    """Return the tracker a run asked for; `config` is the resolved tree as nested dicts."""
+    sinks = []
     if logger.tensorboard_dir:
         # One folder a run, for comparisons.
         log_dir = Path(logger.tensorboard_dir) / logger.wandb.run_name.lstrip("/")
-        trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(log_dir)))
+        sinks.append(BackgroundSink("TensorBoard", partial(write_tensorboard, log_dir=log_dir)))
     if logger.wandb.key:
-        trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(logger, run_dir, config)))
-    return MultiTracker(trackers)
+        write = partial(write_wandb, settings=logger.wandb, run_dir=run_dir, config=config)
+        sinks.append(BackgroundSink("wandb", write))
+    return Tracker(run_dir, resume_step=resume_step, sinks=sinks)
 
 
 class RolloutWriter:
@@ -277,11 +210,11 @@ class RolloutWriter:
         import pyarrow.parquet  # noqa: PLC0415 - heavy
 
         path = self._path(step)
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            pyarrow.parquet.write_table(_as_table(rows), partial)
-            partial.replace(path)
+            pyarrow.parquet.write_table(_as_table(rows), unfinished)
+            unfinished.replace(path)
             self._path(step - self.num_kept).unlink(missing_ok=True)
         except OSError as error:
             self.num_lost += 1

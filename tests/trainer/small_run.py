@@ -17,7 +17,7 @@ from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
 from openrlhf.trainer.supervised_run import Checkpointer
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.tracking import JsonlTracker, NullTracker
+from openrlhf.utils.tracking import NullTracker, Tracker
 
 # 21 samples are batches of 8, 8, 5: step 2 is inside the first epoch, step 3 is its end. Steps are
 # logged in pairs: what is logged at step 4 began before a checkpoint of step 3.
@@ -84,7 +84,7 @@ def make_trainer(options: dict, run_dir: Path, resume_step: int | None, seed: in
     optim = OptimizerConfig(
         adam=AdamConfig(lr=1e-2, weight_decay=0.1), max_norm=0.5, lr_scheduler="cosine"
     )
-    tracker = JsonlTracker(run_dir, resume_step=resume_step) if strategy.is_main else NullTracker()
+    tracker = Tracker(run_dir, resume_step=resume_step) if strategy.is_main else NullTracker()
     return VectorTrainer(
         strategy,
         strategy.prepare_train(model, optim, num_updates=NUM_STEPS),
