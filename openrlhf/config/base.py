@@ -52,9 +52,11 @@ class Caution(str):
 class OptionInfo:
     """What a field declares beyond its type."""
 
-    # Other names. One with a leading dot is a sibling of the field: `.no_nesterov` of
+    # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
+    # `flat`. One with a leading dot is a sibling of the field: `.no_nesterov` of
     # `muon.nesterov`; `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
     names: tuple[str, ...] = ()
+    flat: bool = True
     # Name -> what the words after it mean (`--bf16` -> "bf16"); they are taken as typed else.
     meanings: Mapping[str, Meanings] = field(default_factory=dict)
     bare: str | None = None  # value of the flag typed without one; bool fields need none
@@ -89,7 +91,8 @@ class Option:
         yield self.path, None
         head, parent = self.path.partition(".")[0], self.path.rpartition(".")[0]
         model = f"{head}_" if head in MODELS else ""
-        for name in (*self.info.names, *self.info.meanings):
+        own = (self.path.rpartition(".")[2],) if self.info.flat else ()
+        for name in (*(self.info.names or own), *self.info.meanings):
             full = f"{parent}{name}" if name.startswith(".") else name
             yield full.replace("{model}", model).lstrip("."), self.info.meanings.get(name)
 

@@ -57,7 +57,7 @@ class AdamConfig(Base):
     weight_decay: float = option(
         0.0, "Weight decay (not on biases and norms).", "l2", ge=0, at_resume="refused"
     )
-    eps: float = option(1e-8, "Adam epsilon.", gt=0, at_resume="kept")
+    eps: float = option(1e-8, "Adam epsilon.", flat=False, gt=0, at_resume="kept")
 
     @field_validator("betas")
     @classmethod
@@ -71,16 +71,18 @@ class AdamConfig(Base):
 class MuonConfig(Base):
     """`muon.*`: the Muon group of the optimizer."""
 
-    lr: float = option(0.02, "Learning rate of the Muon group.", ge=0, at_resume="kept")
-    momentum: float = option(0.95, "Muon momentum.", ge=0, lt=1, at_resume="kept")
+    lr: float = option(0.02, "Learning rate of the Muon group.", flat=False, ge=0, at_resume="kept")
+    momentum: float = option(0.95, "Muon momentum.", flat=False, ge=0, lt=1, at_resume="kept")
     ns_steps: int = option(
         5,
         "Has no effect: DeepSpeed's Muon sets the number of Newton-Schulz steps.",
+        flat=False,
         gt=0,
         at_resume="kept",
     )
     nesterov: bool = switch(
         "Has no effect: DeepSpeed's Muon uses Nesterov momentum.",
+        flat=False,
         meanings={".no_nesterov": {"true": False, "false": True}},
         default=True,
         at_resume="kept",
@@ -90,19 +92,15 @@ class MuonConfig(Base):
 class OptimizerConfig(Base):
     """Optimizer and schedule of one model: at the top of the tree, or under actor and critic."""
 
-    optim: Literal["adam", "muon"] = option("adam", "Optimizer.", "optim", at_resume="refused")
+    optim: Literal["adam", "muon"] = option("adam", "Optimizer.", at_resume="refused")
     adam: AdamConfig = AdamConfig()
     muon: MuonConfig = MuonConfig()
-    max_norm: float = option(1.0, "Gradient norm to clip at.", "max_norm", gt=0)
+    max_norm: float = option(1.0, "Gradient norm to clip at.", gt=0)
     lr_scheduler: str = option(
-        "cosine_with_min_lr", "Any Hugging Face schedule name.", "lr_scheduler", at_resume="refused"
+        "cosine_with_min_lr", "Any Hugging Face schedule name.", at_resume="refused"
     )
-    lr_warmup_ratio: float = option(
-        0.03, "Warm-up, as a part of all updates.", "lr_warmup_ratio", ge=0, le=1
-    )
-    min_lr_ratio: float = option(
-        0.1, "Last learning rate, as a part of the peak.", "min_lr_ratio", ge=0, le=1
-    )
+    lr_warmup_ratio: float = option(0.03, "Warm-up, as a part of all updates.", ge=0, le=1)
+    min_lr_ratio: float = option(0.1, "Last learning rate, as a part of the peak.", ge=0, le=1)
 
     @field_validator("lr_scheduler")
     @classmethod
@@ -122,11 +120,7 @@ class LoraConfig(Base):
     )
     alpha: int = option(16, "LoRA alpha.", "lora_alpha", gt=0, at_resume="refused")
     target_modules: tuple[str, ...] = option(
-        ("all-linear",),
-        "Modules that get an adapter.",
-        "target_modules",
-        min_length=1,
-        at_resume="refused",
+        ("all-linear",), "Modules that get an adapter.", min_length=1, at_resume="refused"
     )
     dropout: float = option(0.0, "LoRA dropout.", "lora_dropout", ge=0, lt=1)
 
@@ -157,6 +151,7 @@ class PrecisionConfig(Base):
     param_dtype: DType = option(
         "auto",
         "Parameter type; auto: the checkpoint's on GPU, fp32 on CPU. `--bf16` means bf16.",
+        flat=False,
         meanings={"bf16": {"true": "bf16"}},
         at_resume="refused",
     )
@@ -169,14 +164,11 @@ class LoadConfig(PrecisionConfig):
         "flash_attention_2",
         "Attention; without CUDA or the flash-attn package SDPA is used. "
         "`--flash_attn` means flash_attention_2, `--flash_attn false` sdpa.",
-        "attn_implementation",
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
-    load_in_4bit: bool = switch(
-        "QLoRA: base weights in 4 bits.", "load_in_4bit", at_resume="refused"
-    )
+    load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", at_resume="refused")
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
-        option(None, "Kernels of mixture-of-experts layers.")
+        option(None, "Kernels of mixture-of-experts layers.", flat=False)
     )
 
 
@@ -195,25 +187,21 @@ class HeadConfig(LoadConfig):
 class DeepSpeedConfig(HeadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.", "zero_stage")
-    zpg: int = option(1, "ZeRO++ secondary partition size.", "zpg", ge=1)
-    adam_offload: bool = switch("Keep the optimizer in CPU memory.", "adam_offload")
-    overlap_comm: bool = switch(
-        "Overlap gradient reduction with the backward pass.", "overlap_comm"
-    )
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.")
+    zpg: int = option(1, "ZeRO++ secondary partition size.", ge=1)
+    adam_offload: bool = switch("Keep the optimizer in CPU memory.")
+    overlap_comm: bool = switch("Overlap gradient reduction with the backward pass.")
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
-        None, "Type gradients are accumulated in; unset: DeepSpeed's choice.", "grad_accum_dtype"
+        None, "Type gradients are accumulated in; unset: DeepSpeed's choice."
     )
-    deepcompile: bool = switch("DeepSpeed DeepCompile.", "deepcompile")
+    deepcompile: bool = switch("DeepSpeed DeepCompile.")
     tensor_parallel_size: int = option(
         1, "DeepSpeed AutoTP degree.", "ds_tensor_parallel_size", ge=1
     )
-    use_liger_kernel: bool = switch("Liger kernels.", "use_liger_kernel")
-    packing_samples: bool = switch(
-        "Accepted for old commands: batches are packed on every device.", "packing_samples"
-    )
+    use_liger_kernel: bool = switch("Liger kernels.")
+    packing_samples: bool = switch("Accepted for old commands: batches are packed on every device.")
     ring_attn_size: int = option(
-        1, "Ranks that share every packed row (context parallelism).", "ring_attn_size", ge=1
+        1, "Ranks that share every packed row (context parallelism).", ge=1
     )
     ring_attn_head_stride: int = option(
         1,
@@ -224,7 +212,6 @@ class DeepSpeedConfig(HeadConfig):
     cp_mode: Literal["ring", "ulysses"] = option(
         "ring",
         "How ranks share a row: ring gathers keys and values, ulysses exchanges tokens for heads.",
-        "cp_mode",
     )
     enable_sleep: bool = switch(
         "Offload training states to CPU memory between phases.", "deepspeed_enable_sleep"
@@ -304,7 +291,7 @@ class CheckpointConfig(Base):
 
     _home = field_validator("output_dir", "path")(expand_home)
 
-    save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", "save_steps", ge=-1)
+    save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", ge=-1)
     save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
     disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
     max_num: int = option(3, "How many checkpoints to keep.", "max_ckpt_num", ge=1)
@@ -314,7 +301,6 @@ class CheckpointConfig(Base):
     grace_s: float = option(
         120.0,
         "Seconds that a run may go on after Ctrl-C or SIGTERM, to end its step and save.",
-        "grace_s",
         gt=0,
     )
     load_enable: bool = switch("Resume from the checkpoint root.", "load_checkpoint")
@@ -322,6 +308,7 @@ class CheckpointConfig(Base):
         "",
         "Pass rate whose best model is kept; empty: the first *_pass1, beside checkpoints; "
         "`none`: off.",
+        flat=False,
     )
 
     @property
@@ -350,7 +337,7 @@ class WandbConfig(Base):
 class LoggerConfig(Base):
     """`logger.*`: where metrics go beside the run folder."""
 
-    logging_steps: int = option(1, "Log every N global steps.", "logging_steps", ge=1)
+    logging_steps: int = option(1, "Log every N global steps.", ge=1)
     wandb: WandbConfig = WandbConfig()
     tensorboard_dir: str | None = option(
         None,
@@ -375,20 +362,17 @@ class CheckedDataConfig(Base):
     """Facts that the data is held against before a model is loaded, and how far it is trusted."""
 
     expect_rows: str | None = option(
-        None,
-        "Rows the data must have before --max_samples; of several data sets with commas.",
-        "expect_rows",
+        None, "Rows the data must have before --max_samples; of several data sets with commas."
     )
     expect_sha256: str | None = option(
-        None, "SHA-256 of the data's file; of several files with commas.", "expect_sha256"
+        None, "SHA-256 of the data's file; of several files with commas."
     )
     duplicate_ids: Literal["error", "keep"] = option(
-        "error", "Rows of a data set with the same `id`: refused, or kept.", "duplicate_ids"
+        "error", "Rows of a data set with the same `id`: refused, or kept."
     )
     allow_special_tokens: bool = switch(
         "Control tokens spelled in plain-text columns are control tokens; false: text, for data "
         "that is not trusted. In messages they are always text.",
-        "allow_special_tokens",
         default=True,
     )
 
@@ -397,13 +381,13 @@ class TemplateConfig(Base):
     """Templates of dialogues."""
 
     apply_chat_template: bool = switch(
-        "Use the tokenizer's chat template; unset: for message lists.", "apply_chat_template"
+        "Use the tokenizer's chat template; unset: for message lists."
     )
     tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", "tokenizer_chat_template", opens="template"
+        None, "A chat template to use instead.", opens="template"
     )
     disable_fast_tokenizer: bool = switch(
-        "Has no effect: with transformers 5 all tokenizers are fast.", "disable_fast_tokenizer"
+        "Has no effect: with transformers 5 all tokenizers are fast."
     )
 
 
@@ -411,7 +395,7 @@ class PromptTemplateConfig(TemplateConfig):
     """Templates of dialogues and of plain prompts."""
 
     input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it.", "input_template"
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it."
     )
 
 
@@ -458,7 +442,7 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", "seed", ge=0, lt=2**32)
+    seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32)
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )
@@ -470,7 +454,6 @@ class TrainConfig(Base):
         600.0,
         "Seconds that a rank may take to say that it lives, and on Ray for a micro-batch; ranks "
         "wait for one another three times as long.",
-        "rank_timeout_s",
         gt=0,
     )
 

@@ -186,35 +186,19 @@ def _is_same(one: object, other: object) -> bool:
 def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[Setting]:
     """Yield each flag of a command line with the words after it."""
     current: Setting | None = None
-    is_lost = False  # what follows a flag that is written wrong is not looked at
     for token in argv:
-        if meant := _one_dash_name(token, reading.config_class):
-            name = token.partition("=")[0]  # what follows may be a secret
-            reading.problems.append(f"{name} has one dash. Type --{meant}.")
-            is_lost = True
-        elif token.startswith("--") and token[2:3].isalpha():
+        if token.startswith("--") and token[2:3].isalpha():
             if current is not None:
                 yield current
             typed, has_value, value = token.partition("=")
             name = typed[2:].replace("-", "_")
-            current, is_lost = (name, f"--{name}", [value] if has_value else []), False
-        elif is_lost:
-            continue
+            current = (name, f"--{name}", [value] if has_value else [])
         elif current is not None:
             current[2].append(token)
         else:
             reading.problems.append(f"{token} stands before any flag. Type --NAME before a value.")
     if current is not None:
         yield current
-
-
-def _one_dash_name(token: str, config_class: type[CommandConfig]) -> str | None:
-    """Return the known name that is meant by `-name`; None for numbers and other values."""
-    is_word = re.fullmatch(r"-[A-Za-z][\w.-]*(=.*)?", token)
-    if not is_word or token.lower() in ("-inf", "-infinity", "-nan"):
-        return None
-    name = token[1:].partition("=")[0].replace("-", "_")
-    return name if name in flag_table(config_class) else nearest_name(name, config_class)
 
 
 def file_settings(path: Path, reading: Reading) -> Iterator[Setting]:

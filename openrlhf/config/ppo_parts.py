@@ -99,11 +99,10 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
         "ppo",
         "ppo: token ratios; gspo: sequence ratios; cispo: capped weights; sapo: a soft gate; or "
         "your own function as module:name or file.py:name.",
-        "policy_loss_type",
         opens="code",
     )
     sapo_tau: tuple[float, float] = option(
-        (1.0, 1.05), "Steepness of SAPO's gate for good and for bad tokens.", "sapo_tau"
+        (1.0, 1.05), "Steepness of SAPO's gate for good and for bad tokens."
     )
 
     @field_validator("policy_loss_type")
@@ -118,26 +117,22 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
             )
         return value
 
-    eps_clip: float = option(0.2, "Clip range of the ratio.", "eps_clip", gt=0)
+    eps_clip: float = option(0.2, "Clip range of the ratio.", gt=0)
     eps_clip_low_high: tuple[float, float] | None = option(
-        None, "Clip ranges below and above; unset: --eps_clip twice.", "eps_clip_low_high"
+        None, "Clip ranges below and above; unset: --eps_clip twice."
     )
-    dual_clip: float | None = option(
-        None, "Bound c > 1 of the loss for negative advantages.", "dual_clip", gt=1
-    )
+    dual_clip: float | None = option(None, "Bound c > 1 of the loss for negative advantages.", gt=1)
 
     _positive = field_validator("sapo_tau", "eps_clip_low_high")(positive)
 
     entropy_coef: float | None = option(
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
-    aux_loss_coef: float = option(
-        0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
-    )
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
     ptx_coef: float = option(
-        0.05, "Weight of the language-modelling loss on --pretrain_data.", "ptx_coef", ge=0
+        0.05, "Weight of the language-modelling loss on --pretrain_data.", ge=0
     )
-    freeze_visual_encoder: bool = switch("Train language parameters only.", "freeze_visual_encoder")
+    freeze_visual_encoder: bool = switch("Train language parameters only.")
 
 
 class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
@@ -151,11 +146,11 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
         at_resume="refused",
     )
     adam: AdamConfig = AdamConfig(lr=9e-6)
-    value_clip: float = option(0.5, "Clip range of value changes.", "value_clip", gt=0)
+    value_clip: float = option(0.5, "Clip range of value changes.", gt=0)
     freezing_steps: int = option(
         -1, "The first N steps train the critic alone.", "freezing_actor_steps"
     )
-    save_value_network: bool = switch("Export the critic at the end.", "save_value_network")
+    save_value_network: bool = switch("Export the critic at the end.")
 
 
 class RewardConfig(RewardModelsConfig, FrozenConfig):
@@ -218,19 +213,11 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     _rising = field_validator("clip_range")(rising)
 
     overlong_buffer_len: float | None = option(
-        None,
-        "Tokens before the limit in which a penalty grows (DAPO).",
-        "overlong_buffer_len",
-        gt=0,
+        None, "Tokens before the limit in which a penalty grows (DAPO).", gt=0
     )
-    overlong_penalty_factor: float = option(
-        1.0, "The penalty at the limit.", "overlong_penalty_factor", ge=0
-    )
+    overlong_penalty_factor: float = option(1.0, "The penalty at the limit.", ge=0)
     stop_properly_penalty_coef: float | None = option(
-        None,
-        "Truncated samples: 0 to 1 scales their reward, below 0 replaces it.",
-        "stop_properly_penalty_coef",
-        le=1,
+        None, "Truncated samples: 0 to 1 scales their reward, below 0 replaces it.", le=1
     )
 
     @property
@@ -256,7 +243,7 @@ class RolloutConfig(Base):
         8, "Samples in one forward pass of a device.", "micro_rollout_batch_size", gt=0
     )
     vllm_generate_batch_size: int | None = option(
-        None, "Prompts generated at once; unset: a step's.", "vllm_generate_batch_size", gt=0
+        None, "Prompts generated at once; unset: a step's.", gt=0
     )
     n_samples_per_prompt: int = option(
         1,
@@ -269,8 +256,8 @@ class RolloutConfig(Base):
     max_new_tokens: int = option(
         1024, "Most tokens in a response.", "generate_max_len", "max_completion_length", gt=0
     )
-    temperature: float = option(1.0, "Sampling temperature.", "temperature", gt=0)
-    top_p: float = option(1.0, "Nucleus sampling.", "top_p", gt=0, le=1)
+    temperature: float = option(1.0, "Sampling temperature.", gt=0)
+    top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
     max_tokens_per_gpu: int | None = option(
         None,
         "Token budget of a forward pass; unset: --train_max_tokens_per_gpu.",
@@ -278,7 +265,10 @@ class RolloutConfig(Base):
         gt=0,
     )
     num_kept_files: int = option(
-        1000, "Files of samples that stay in the run folder, one a step; the oldest go.", ge=1
+        1000,
+        "Files of samples that stay in the run folder, one a step; the oldest go.",
+        flat=False,
+        ge=1,
     )
 
 
@@ -300,10 +290,8 @@ class VLLMConfig(Base):
         "Send weights through Ray's object store: where NCCL or gloo cannot connect the nodes.",
         "vllm_sync_with_ray",
     )
-    enable_prefix_caching: bool = switch(
-        "Cache common prefixes between weight updates.", "enable_prefix_caching"
-    )
-    enforce_eager: bool = switch("No CUDA graphs.", "enforce_eager")
+    enable_prefix_caching: bool = switch("Cache common prefixes between weight updates.")
+    enforce_eager: bool = switch("No CUDA graphs.")
     enable_sleep: bool = switch(
         "Engines give memory back while training runs.", "vllm_enable_sleep"
     )
@@ -328,8 +316,8 @@ class AdvantageConfig(Base):
         known_as=KNOWN_AS,
         at_resume="refused",
     )
-    gamma: float = option(1.0, "Discount.", "gamma", ge=0, le=1)
-    lambd: float = option(1.0, "Lambda of GAE.", "lambd", ge=0, le=1)
+    gamma: float = option(1.0, "Discount.", ge=0, le=1)
+    lambd: float = option(1.0, "Lambda of GAE.", ge=0, le=1)
     no_std_norm: bool = switch("Do not divide by the standard deviation.", "no_advantage_std_norm")
     is_correction_enable: bool = switch(
         "Correct for engine and trainer disagreeing.", "enable_vllm_is_correction"
@@ -338,14 +326,12 @@ class AdvantageConfig(Base):
         "tis",
         "A name for level and mode. tis: token, clip; icepop: token, mask; seq-mask-tis: seq, "
         "mask, survivors clamped.",
-        "is_correction_type",
     )
     is_correction_level: Literal["off", "token", "seq", "sequence", "geometric"] | None = option(
         None,
         "What the gate is read of: every token, or the mean of a sequence (seq; geometric for the "
         "ratio). token and seq switch the correction on and weigh tokens; sequence and geometric "
         "weigh by the ratio of the sequence. Unset: by the type.",
-        "is_correction_level",
     )
     is_correction_mode: Literal["mask", "clip", "truncate"] | None = option(
         None,
@@ -359,7 +345,6 @@ class AdvantageConfig(Base):
         "ratio",
         "What the band is held against: the ratio trainer / engine, or a distance of the two "
         "probabilities of the sampled token, which has an upper bound only.",
-        "is_correction_gating",
     )
     is_correction_threshold: tuple[float, float] = option(
         (0.5, 5.0),
@@ -368,7 +353,7 @@ class AdvantageConfig(Base):
         "is_correction_threshold",
     )
     is_correction_clamp_survivors: bool = switch(
-        "What a mask lets pass is weighted by at most HIGH.", "is_correction_clamp_survivors"
+        "What a mask lets pass is weighted by at most HIGH."
     )
 
     @property
@@ -457,7 +442,6 @@ class AlgoConfig(Base):
     loss_aggregation: Literal["token_mean", "seq_mean", "seq_sum_norm"] = option(
         "token_mean",
         "What a loss is averaged over.",
-        "loss_aggregation",
         meanings={"actor.loss_agg_mode": LOSS_AGG_MODES},
     )
     dynamic_filtering_enable: bool = switch(
@@ -469,30 +453,25 @@ class AlgoConfig(Base):
     _rising = field_validator("dynamic_filtering_range")(rising)
 
     dynamic_filtering_max_empty: int = option(
-        10, "Batches without a kept group before stopping.", "dynamic_filtering_max_empty", gt=0
+        10, "Batches without a kept group before stopping.", gt=0
     )
 
 
 class PPOTrainConfig(TrainConfig):
     """`train.*`: steps, memory and placement."""
 
-    max_epochs: int = option(
-        1, "Passes over a step's samples.", "max_epochs", gt=0, at_resume="refused"
-    )
+    max_epochs: int = option(1, "Passes over a step's samples.", gt=0, at_resume="refused")
     num_episodes: int = option(
         1, "Passes over the prompts.", "num_episodes", "num_train_epochs", gt=0
     )
     colocate_all: bool = switch("All models and engines share the GPUs.", "colocate_all_models")
-    colocate_actor_ref: bool = switch("Actor and reference share GPUs.", "colocate_actor_ref")
-    colocate_critic_reward: bool = switch(
-        "Critic and reward model share GPUs.", "colocate_critic_reward"
-    )
+    colocate_actor_ref: bool = switch("Actor and reference share GPUs.")
+    colocate_critic_reward: bool = switch("Critic and reward model share GPUs.")
     enable_ema: bool = switch(
         "Export an average of the weights; the last ones go to its folder policy.",
-        "enable_ema",
         at_resume="refused",
     )
-    ema_beta: float = option(0.992, "Decay of the average.", "ema_beta", ge=0, lt=1)
+    ema_beta: float = option(0.992, "Decay of the average.", ge=0, lt=1)
     async_enable: bool = switch(
         "Generate while training; engines have devices of their own.",
         "async_train",
@@ -501,21 +480,18 @@ class PPOTrainConfig(TrainConfig):
     async_queue_size: int = option(
         1,
         "Updates a sample may be behind when it is trained on.",
-        "async_queue_size",
         env="OPENRLHF_ASYNC_QUEUE_SIZE",
         gt=0,
     )
     async_num_tasks: int = option(
-        128, "Agents an engine runs.", "async_num_tasks", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
+        128, "Agents an engine runs.", env="OPENRLHF_ASYNC_NUM_TASKS", gt=0
     )
     partial_rollout_enable: bool = switch(
         "Weights change under running samples instead of after them.", "partial_rollout"
     )
-    agent_func_path: str | None = option(
-        None, "A .py file with AgentExecutor.", "agent_func_path", opens="file"
-    )
+    agent_func_path: str | None = option(None, "A .py file with AgentExecutor.", opens="file")
     agent_timeout_s: float = option(
-        3600.0, "Seconds for an agent's episode, generation included.", "agent_timeout_s", gt=0
+        3600.0, "Seconds for an agent's episode, generation included.", gt=0
     )
 
 
@@ -533,29 +509,21 @@ class PPODataConfig(CheckedDataConfig, PromptTemplateConfig):
     prompt_probs: str | None = option(
         None, "Mixing probabilities, with commas; unset: one after the other.", "prompt_data_probs"
     )
-    prompt_split: str = option("train", "Split of the prompts.", "prompt_split")
+    prompt_split: str = option("train", "Split of the prompts.")
     max_len: int | None = option(
-        None, "Most tokens of prompt and response; unset: both limits together.", "max_len", gt=0
+        None, "Most tokens of prompt and response; unset: both limits together.", gt=0
     )
     prompt_max_len: int = option(
-        1024,
-        "Most tokens in a prompt; unset with --max_len: what the response leaves.",
-        "prompt_max_len",
-        gt=0,
+        1024, "Most tokens in a prompt; unset with --max_len: what the response leaves.", gt=0
     )
-    max_samples: int = option(100_000_000, "Most prompts of a dataset.", "max_samples", gt=0)
+    max_samples: int = option(100_000_000, "Most prompts of a dataset.", gt=0)
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
-        "filter",
-        "Prompts over --prompt_max_len: counted and left out, cut, or refused.",
-        "overlong_prompts",
+        "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
     )
-    input_key: str = option("input", "Column of the prompt or messages.", "input_key")
-    label_key: str | None = option(None, "Column handed to the reward function.", "label_key")
+    input_key: str = option("input", "Column of the prompt or messages.")
+    label_key: str | None = option(None, "Column handed to the reward function.")
     dataloader_num_workers: int = option(
-        0,
-        "Has no effect: the trainer packs batches itself.",
-        "dataloader_num_workers",
-        ge=0,
+        0, "Has no effect: the trainer packs batches itself.", ge=0
     )
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
@@ -563,11 +531,11 @@ class PPODataConfig(CheckedDataConfig, PromptTemplateConfig):
     pretrain_probs: str | None = option(
         None, "Mixing probabilities of --pretrain_data.", "pretrain_data_probs"
     )
-    pretrain_split: str = option("train", "Split of --pretrain_data.", "pretrain_split")
-    pretrain_key: str = option("text", "Column of the text in --pretrain_data.", "pretrain_key")
-    image_key: str = option("images", "Column of the images.", "image_key")
+    pretrain_split: str = option("train", "Split of --pretrain_data.")
+    pretrain_key: str = option("text", "Column of the text in --pretrain_data.")
+    image_key: str = option("images", "Column of the images.")
     max_images_per_prompt: int = option(
-        0, "Images of a prompt; above 0: a vision-language model.", "max_images_per_prompt", ge=0
+        0, "Images of a prompt; above 0: a vision-language model.", ge=0
     )
 
 

@@ -44,11 +44,11 @@ class ServedModelConfig(Base):
 class SamplingConfig(Base):
     """`rollout.*`: how tokens are chosen."""
 
-    greedy_sampling: bool = switch("Always the likeliest token.", "greedy_sampling")
-    top_p: float = option(1.0, "Nucleus sampling.", "top_p", gt=0, le=1)
-    temperature: float = option(1.0, "Sampling temperature; 0: greedy.", "temperature", ge=0)
+    greedy_sampling: bool = switch("Always the likeliest token.")
+    top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
+    temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0)
     repetition_penalty: float = option(
-        1.0, "Above 1: tokens that were there are less likely.", "repetition_penalty", gt=0
+        1.0, "Above 1: tokens that were there are less likely.", gt=0
     )
 
     @property
@@ -71,27 +71,21 @@ class CSFTConfig(Base):
 class InferenceDataConfig(AnsweredDataConfig):
     """`data.*` of batch_inference."""
 
-    output_key: str = option("output", "Column of the answer.", "output_key")
-    max_samples: int = option(
-        100_000_000, "Most rows of each data set and of all together.", "max_samples", gt=0
-    )
-    prompt_max_len: int = option(1024, "Most tokens in a prompt.", "prompt_max_len", gt=0)
+    output_key: str = option("output", "Column of the answer.")
+    max_samples: int = option(100_000_000, "Most rows of each data set and of all together.", gt=0)
+    prompt_max_len: int = option(1024, "Most tokens in a prompt.", gt=0)
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
-        "filter",
-        "Prompts over --prompt_max_len: counted and left out, cut, or refused.",
-        "overlong_prompts",
+        "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
     )
 
 
 class InferenceRolloutConfig(SamplingConfig):
     """`rollout.*` of batch_inference."""
 
-    max_new_tokens: int = option(1024, "Most tokens in an answer.", "max_new_tokens", gt=0)
-    best_of_n: int = option(1, "Answers to each prompt.", "best_of_n", gt=0)
+    max_new_tokens: int = option(1024, "Most tokens in an answer.", gt=0)
+    best_of_n: int = option(1, "Answers to each prompt.", gt=0)
     batch_size: int = option(2048, "Prompts in a slice of --iter.", "rollout_batch_size", gt=0)
-    iter: int | None = option(
-        None, "Answer one slice of the prompts, from 0; unset: all.", "iter", ge=0
-    )
+    iter: int | None = option(None, "Answer one slice of the prompts, from 0; unset: all.", ge=0)
 
 
 class InferenceVLLMConfig(Base):
@@ -100,8 +94,8 @@ class InferenceVLLMConfig(Base):
     tensor_parallel_size: int | None = option(
         None, "GPUs of an engine; unset: all of them, or one a rank.", "tp_size", ge=1
     )
-    max_num_seqs: int = option(256, "Most sequences at a time.", "max_num_seqs", gt=0)
-    enable_prefix_caching: bool = switch("Cache common prefixes.", "enable_prefix_caching")
+    max_num_seqs: int = option(256, "Most sequences at a time.", gt=0)
+    enable_prefix_caching: bool = switch("Cache common prefixes.")
     gpu_memory_utilization: float = option(
         0.95, "Part of GPU memory an engine takes.", "vllm_gpu_memory_utilization", gt=0, le=1
     )
@@ -114,7 +108,6 @@ class InferenceRewardConfig(Base):
         None,
         "Keep the best answer (rs), the best and the worst (iter_dpo), or write the score into "
         "the prompt (csft). `null`: all answers with their scores.",
-        "post_processor",
     )
     normalize_enable: bool = switch("csft: z-scores instead of scores.", "normalize_reward")
     template: str | None = option(
@@ -127,7 +120,7 @@ class InferenceRewardConfig(Base):
 class InferenceWeightsConfig(HeadConfig):
     """`ds.*` of batch_inference."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.", "zero_stage")
+    zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.")
 
     def as_deepspeed(self) -> DeepSpeedConfig:
         """The same among the settings of training, for code that serves both."""
@@ -207,7 +200,7 @@ class ChatDataConfig(PromptTemplateConfig):
 
     max_len: int = option(4096, "Most tokens in a conversation.", "max_len", "max_length", gt=0)
     ta_prompt: str | None = option(
-        None, "File whose text stands before the conversation.", "ta_prompt", opens="file"
+        None, "File whose text stands before the conversation.", opens="file"
     )
 
 
@@ -249,30 +242,36 @@ class ServedTextConfig(Base):
 
     max_len: int = option(2048, "Most tokens in a text.", "max_len", "max_length", gt=0)
     overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
-        "error", "Texts over --max_len: refused, or cut and marked in the answer.", "overlong_texts"
+        "error", "Texts over --max_len: refused, or cut and marked in the answer."
     )
-    disable_fast_tokenizer: bool = switch("Has no effect: all are fast.", "disable_fast_tokenizer")
+    disable_fast_tokenizer: bool = switch("Has no effect: all are fast.")
 
 
 class ServedWeightsConfig(HeadConfig):
     """`ds.*` of serve_rm: how weights are loaded."""
 
-    packing_samples: bool = switch(
-        "Accepted for old commands: texts are packed on every device.", "packing_samples"
-    )
+    packing_samples: bool = switch("Accepted for old commands: texts are packed on every device.")
 
 
 class ServerLimitsConfig(Base):
     """`limits.*`: what the server takes from others."""
 
-    max_body_mib: float = option(16, "Largest request, in MiB.", gt=0)
-    max_queries: int = option(4096, "Most texts in a request.", gt=0)
-    max_chars: int = option(1_000_000, "Most characters in a text.", gt=0)
-    max_requests: int = option(512, "Most requests at a time; more are sent away (503).", gt=0)
-    max_connections: int = option(1024, "Most open connections; more are sent away (503).", gt=0)
-    max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", gt=0)
-    receive_timeout_s: float = option(20, "Seconds for the body of a request to arrive.", gt=0)
-    stop_timeout_s: float = option(60, "Seconds to answer what is in flight when stopped.", gt=0)
+    max_body_mib: float = option(16, "Largest request, in MiB.", flat=False, gt=0)
+    max_queries: int = option(4096, "Most texts in a request.", flat=False, gt=0)
+    max_chars: int = option(1_000_000, "Most characters in a text.", flat=False, gt=0)
+    max_requests: int = option(
+        512, "Most requests at a time; more are sent away (503).", flat=False, gt=0
+    )
+    max_connections: int = option(
+        1024, "Most open connections; more are sent away (503).", flat=False, gt=0
+    )
+    max_tokens_per_forward: int = option(16384, "Most tokens in a forward pass.", flat=False, gt=0)
+    receive_timeout_s: float = option(
+        20, "Seconds for the body of a request to arrive.", flat=False, gt=0
+    )
+    stop_timeout_s: float = option(
+        60, "Seconds to answer what is in flight when stopped.", flat=False, gt=0
+    )
 
     @property
     def max_body_bytes(self) -> int:

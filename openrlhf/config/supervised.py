@@ -28,16 +28,7 @@ from openrlhf.config.common import (
 from openrlhf.config.run import RunConfig
 
 PreferenceLossName = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "robust",
-    "simpo",
-    "orpo",
-    "cpo",
-    "apo_zero",
-    "apo_down",
-    "exo_pair",
+    "sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo", "apo_zero", "apo_down", "exo_pair"
 ]
 REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
@@ -56,9 +47,7 @@ class ModelConfig(TrainedModelConfig):
         opens="model",
         at_resume="refused",
     )
-    aux_loss_coef: float = option(
-        0.0, "Weight of the load-balancing loss of experts.", "aux_loss_coef", ge=0
-    )
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
 
 
 class SFTModelConfig(ModelConfig):
@@ -87,31 +76,26 @@ class DatasetConfig(CheckedDataConfig, TemplateConfig):
         opens="data",
     )
     dataset_probs: str | None = option(
-        None,
-        "Mixing probabilities of --dataset, with commas; unset: one data set after the other.",
-        "dataset_probs",
+        None, "Mixing probabilities of --dataset, with commas; unset: one data set after the other."
     )
-    dataset_split: str = option("train", "Split of the rows.", "dataset_split")
+    dataset_split: str = option("train", "Split of the rows.")
     max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
     max_samples: int = option(
         1_000_000,
         "Most rows of each data set and of all together; evaluation data is capped alike.",
-        "max_samples",
         gt=0,
     )
     overlong_rows: Literal["filter", "truncate", "error"] = option(
-        "filter", "Rows over --max_len: counted and left out, cut, or refused.", "overlong_rows"
+        "filter", "Rows over --max_len: counted and left out, cut, or refused."
     )
 
 
 class AnsweredDataConfig(DatasetConfig, PromptTemplateConfig):
     """`data.*` of commands that read prompts with answers."""
 
-    input_key: str = option("input", "Column of the prompt, text or messages.", "input_key")
+    input_key: str = option("input", "Column of the prompt, text or messages.")
     output_key: str | None = option(
-        None,
-        "Column of the answer; unset: `completion`, or the last message of a chat.",
-        "output_key",
+        None, "Column of the answer; unset: `completion`, or the last message of a chat."
     )
 
 
@@ -119,10 +103,7 @@ class SupervisedDataConfig(DatasetConfig):
     """`data.*` of commands that train on rows."""
 
     dataloader_num_workers: int = option(
-        0,
-        "Has no effect: the trainer packs batches itself.",
-        "dataloader_num_workers",
-        ge=0,
+        0, "Has no effect: the trainer packs batches itself.", ge=0
     )
 
 
@@ -133,7 +114,7 @@ class PromptedDataConfig(SupervisedDataConfig, AnsweredDataConfig):
 class SFTDataConfig(PromptedDataConfig):
     """`data.*` of train_sft."""
 
-    multiturn: bool = switch("Learn every assistant turn.", "multiturn")
+    multiturn: bool = switch("Learn every assistant turn.")
 
 
 class SupervisedConfig(RunConfig, OptimizerConfig):
@@ -179,10 +160,10 @@ class PairDataConfig(SupervisedDataConfig, PromptTemplateConfig):
     """`data.*` of commands that learn from a better and a worse answer."""
 
     prompt_key: str | None = option(
-        None, "Column of the prompt; unset: `prompt` if there is one, else no column.", "prompt_key"
+        None, "Column of the prompt; unset: `prompt` if there is one, else no column."
     )
-    chosen_key: str = option("chosen", "Column of the better answer.", "chosen_key")
-    rejected_key: str = option("rejected", "Column of the worse answer.", "rejected_key")
+    chosen_key: str = option("chosen", "Column of the better answer.")
+    rejected_key: str = option("rejected", "Column of the worse answer.")
 
 
 class RMModelConfig(ModelConfig):
@@ -215,25 +196,20 @@ class RMConfig(SupervisedConfig):
 class DPOModelConfig(ModelConfig):
     """`model.*` of train_dpo."""
 
-    loss_type: PreferenceLossName = option("sigmoid", "Preference loss.", "loss_type")
+    loss_type: PreferenceLossName = option("sigmoid", "Preference loss.")
     ipo_enable: bool = switch("The same as --loss_type ipo.", "ipo")
-    beta: float = option(0.1, "Strength of the preference.", "beta", gt=0)
+    beta: float = option(0.1, "Strength of the preference.", gt=0)
     label_smoothing: float = option(
         0.0,
         f"Part of the labels taken as wrong (cDPO); unset with exo_pair: {EXO_LABEL_SMOOTHING}.",
-        "label_smoothing",
         ge=0,
         lt=0.5,
     )
-    ipo_length_average: bool = switch(
-        "IPO on the mean log-probability of a token, not on sums.", "ipo_length_average"
-    )
+    ipo_length_average: bool = switch("IPO on the mean log-probability of a token, not on sums.")
     simpo_gamma: float = option(
-        0.5, "Margin of SimPO, subtracted from beta times the difference.", "simpo_gamma", ge=0
+        0.5, "Margin of SimPO, subtracted from beta times the difference.", ge=0
     )
-    nll_loss_coef: float = option(
-        0.0, "Weight of the language-model loss on better answers.", "nll_loss_coef", ge=0
-    )
+    nll_loss_coef: float = option(0.0, "Weight of the language-model loss on better answers.", ge=0)
 
 
 class RefConfig(Base):
@@ -299,7 +275,7 @@ class DPOConfig(SupervisedConfig):
 class KTOModelConfig(ModelConfig):
     """`model.*` of train_kto."""
 
-    beta: float = option(0.01, "Strength of the preference.", "beta", gt=0)
+    beta: float = option(0.01, "Strength of the preference.", gt=0)
     desirable_loss_weight: float = option(
         1.0, "Weight of good answers.", "desirable_loss_weight", "desirable_weight", ge=0
     )
@@ -311,7 +287,7 @@ class KTOModelConfig(ModelConfig):
 class KTODataConfig(PromptedDataConfig):
     """`data.*` of train_kto."""
 
-    label_key: str = option("label", "Column of the label: 1 good, 0 bad.", "label_key")
+    label_key: str = option("label", "Column of the label: 1 good, 0 bad.")
 
 
 class KTOConfig(SupervisedConfig):
@@ -342,13 +318,12 @@ class PRMModelConfig(ModelConfig):
     """`model.*` of train_prm."""
 
     placeholder_token: str | None = option(
-        None, "The one token at which a step ends.", "placeholder_token", needed="step end"
+        None, "The one token at which a step ends.", needed="step end"
     )
     reward_tokens: tuple[str, ...] | None = option(
         None,
         "Tokens a label may be, the good one first; labels that are numbers need exactly two. "
         "Unset: any token.",
-        "reward_tokens",
         min_length=2,
     )
 
@@ -356,8 +331,8 @@ class PRMModelConfig(ModelConfig):
 class PRMDataConfig(SupervisedDataConfig):
     """`data.*` of train_prm."""
 
-    input_key: str = option("input", "Column of the text with its step ends.", "input_key")
-    label_key: str = option("label", "Column of the labels, one for each step end.", "label_key")
+    input_key: str = option("input", "Column of the text with its step ends.")
+    label_key: str = option("label", "Column of the labels, one for each step end.")
 
 
 class PRMConfig(SupervisedConfig):
@@ -418,9 +393,7 @@ class KDLossConfig(Base):
         "kd_max_new_tokens",
         gt=0,
     )
-    temperature: float = option(
-        1.0, "Temperature at which the student answers.", "temperature", gt=0
-    )
+    temperature: float = option(1.0, "Temperature at which the student answers.", gt=0)
 
 
 class KDConfig(SupervisedConfig):
@@ -449,8 +422,7 @@ class KDConfig(SupervisedConfig):
         """Add text without prompts to answer, and answers that leave no room for a prompt."""
         yield from super().problems()
         yield from self.model.plain_text_problems(
-            apply_chat_template=self.data.apply_chat_template,
-            kd_on_policy=self.kd.on_policy_enable,
+            apply_chat_template=self.data.apply_chat_template, kd_on_policy=self.kd.on_policy_enable
         )
         answer, total = self.kd.max_new_tokens, self.data.max_len
         if self.kd.on_policy_enable and answer >= total:

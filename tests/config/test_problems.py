@@ -115,7 +115,6 @@ PPO_PROBLEMS = [
     ("--async_train --vllm_num_engines 0",
      "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy cannot "
      "generate while it is trained. Type --vllm_num_engines 1."),
-    ("--gamma 1 -bf16 true", "-bf16 has one dash. Type --bf16."),
     # Two names of one setting must agree.
     ("--bf16 --ds.param_dtype fp16",
      "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them out."),
