@@ -21,32 +21,6 @@ def parse(line):
     return parse_config(PPOConfig, (NEEDS + line).split())
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "--partial_rollout",
-            "--partial_rollout changes weights under running samples, and without --async_train "
-            "none run then. Add --async_train.",
-        ),
-        (
-            "--vllm_generate_batch_size 128",
-            "--vllm_generate_batch_size 128 is more than --rollout_batch_size 64: only "
-            "--async_train generates ahead. Add it, or type --vllm_generate_batch_size 64.",
-        ),
-        (
-            "--async_train --vllm_num_engines 0",
-            "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy "
-            "cannot generate while it is trained. Type --vllm_num_engines 1.",
-        ),
-    ],
-)
-def test_contradictions_are_one_line(line, expected):
-    with pytest.raises(ConfigError) as caught:
-        parse("--train_batch_size 64 " + line)
-    assert caught.value.problems == [expected]
-
-
 def test_a_queue_size_of_the_environment_is_checked_alike(monkeypatch):
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "3")
     assert async_limits(parse("--train_batch_size 64 --async_train").config).max_staleness == 3

@@ -17,7 +17,7 @@ class WheelConfig(Base):
     """`wheel.*`: what it rolls on."""
 
     size: int = option(26, "Inches.", "wheel_size", meanings={".large": {"true": 29}}, gt=0)
-    pressures: tuple[float, float] = option((2.5, 3.0), "Front and back, in bar.")
+    pressures: tuple[float, float] = option((2.5, 3.0), "Front and back, in bar.", flat=False)
 
 
 class BikeConfig(CommandConfig):
