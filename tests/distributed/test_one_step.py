@@ -12,17 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_policy_gradients import own_steps
-from tests.tiny import make_model
-from tests.trainer.test_every_loss import make_pair_trainer
+from tests.trainer.test_gradients import make_folder, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -84,12 +81,9 @@ def after_grpo(folder: Path, division: Division) -> Weights:
 
 
 def after_dpo(folder: Path, division: Division) -> Weights:
-    strategy = DeepSpeedStrategy(DeepSpeedConfig(**division.ds))  # type: ignore[arg-type]
-    strategy.setup()
-    optim = OptimizerConfig.model_validate({"max_norm": 0.5, **OPTIM})
-    trainer = make_pair_trainer(
-        "sigmoid", folder, strategy, lambda m: strategy.prepare_train(m, optim, num_updates=1000)
-    )
+    flags = f"--zero_stage {division.zero_stage} --ring_attn_size {division.cp} --max_norm 0.5 "
+    flags += f"--ds_tensor_parallel_size {division.tp} --learning_rate 1e-3 --adam.eps 1e-2 "
+    trainer, _ = start(folder, "dpo", flags + "--lr_scheduler constant")
     trainer.train_step(range(len(trainer.samples)))
     return weights_of(trainer.engine)
 
@@ -106,13 +100,11 @@ def run_divisions(folder: Path) -> dict[tuple[str, Division], Weights]:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
     folder = tmp_path_factory.mktemp("one_step")
-    heads = {"num_heads": 4, "num_kv_heads": 2}
-    make_model(folder / "model", initializer_range=0.1, **heads)  # type: ignore[arg-type]
-    make_model(folder / "other", initializer_range=0.1, seed=1, **heads)  # type: ignore[arg-type]
-    start = _loaded(folder / "model")
+    make_folder(folder, num_heads=4, num_kv_heads=2)
+    before = _loaded(folder / "model")
     worlds = {size: run_ranks(run_divisions, size, folder) for size in DIVISIONS}
     for weights in worlds[1][0].values():
-        moved = max((weights[name] - start[name]).abs().max().item() for name in start)
+        moved = max((weights[name] - before[name]).abs().max().item() for name in before)
         assert moved > 1e-4, "the step changed nothing"
     return worlds  # type: ignore[return-value]
 

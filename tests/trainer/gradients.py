@@ -43,13 +43,13 @@ def caught_gradients(trainer: BaseTrainer) -> Iterator[list[Tensor]]:
     trainer.engine.step = update  # type: ignore[method-assign]
 
 
-def step_gradient(trainer: BaseTrainer, micro_batch_size: int) -> tuple[Tensor, dict[str, float]]:
-    """Flat gradient and metrics of one step over all samples; at learning rate 0 it leaves the
-    weights alone.
-    """
+def step_gradient(
+    trainer: BaseTrainer, micro_batch_size: int, rows: Sequence[int]
+) -> tuple[Tensor, dict[str, float]]:
+    """Flat gradient and metrics of one step on the rows."""
     trainer.settings = replace(trainer.settings, micro_batch_size=micro_batch_size)
     with caught_gradients(trainer) as caught:
-        metrics = trainer.train_step(range(len(trainer.samples)))
+        metrics = trainer.train_step(rows)
     return torch.cat([grad.flatten() for grad in caught]), trainer._reduced(metrics)
 
 

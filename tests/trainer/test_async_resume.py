@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 from datasets import Dataset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -23,13 +22,11 @@ from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.kept_groups import (
-    TENSORS,
     KeptGroup,
     KeptGroups,
     SampleOrigin,
     read_groups,
 )
-from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -135,19 +132,6 @@ def test_samples_belong_to_the_row_of_the_file(tmp_path: Path) -> None:
     kept_pair().write(tmp_path)
     [group] = read_groups(tmp_path, prompts, ORIGIN).groups
     assert group.key == (0, 0) and {rollout.row_id for rollout in group.rollouts} == {1}
-
-
-def test_a_failed_prompt_is_named_by_the_row_of_the_file() -> None:
-    queue = make_trainer(World(), num_prompts=2).queue
-    queue.sampler.prompts[0].row_id = 7  # type: ignore[misc]
-    queue._outcome(FinishedGroup((0, 0), failure="no reward"))
-    assert queue.take_failed() == {7: "no reward"}
-
-
-def test_what_the_disk_refuses_is_an_error_of_files(tmp_path: Path) -> None:
-    (tmp_path / TENSORS).mkdir()
-    with pytest.raises(OSError):
-        kept_pair().write(tmp_path)
 
 
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:

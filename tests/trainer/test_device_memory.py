@@ -253,12 +253,12 @@ QWEN_7B = Shape(7.6e9, 152_064 * 3584)
 LLAMA_70B, LLAMA_8B = Shape(70.6e9, 128_256 * 8192), Shape(8e9, 128_256 * 4096)
 
 
-@pytest.mark.parametrize("part", ["group_norm", "--reward_pretrain"])
-def test_the_hybrid_commands_of_the_readme_fit_into_80_gb(
-    part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_hybrid_command_of_the_readme_fits_into_80_gb(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, events = run_of(command_of("README.md", part), folder, monkeypatch)
-    roles = {"actor", "ref"} | ({"critic", "reward"} if "reward" in part else set())
+    words = command_of("README.md", "--reward_pretrain")
+    config, events = run_of(words, folder, monkeypatch)
+    roles = {"actor", "ref", "critic", "reward"}
     sums = ledger(events, config, dict.fromkeys(roles, QWEN_7B), roles | {"engine"})
     event, most = max(sums, key=lambda pair: pair[1])
     assert 0.4 * GPU < most < GPU, f"{most / GB:.0f} GB in {event}"

@@ -1,12 +1,27 @@
-"""Experience keeps its three axes in step, and partitions can be undone."""
+"""Experience of samples laid end to end, the forwards that it needs, and its optimizer steps: every
+sample once an epoch, on exactly one rank, with global denominators.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
+from openrlhf.trainer.ppo_utils.experience_maker import (
+    Forwards,
+    RemoteExperienceMaker,
+    experience_metrics,
+)
+from openrlhf.trainer.ppo_utils.replay_buffer import (
+    MicroBatchPlan,
+    num_updates_per_rollout,
+    plan_updates,
+    without_idle_samples,
+)
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
@@ -48,17 +63,6 @@ def test_select_takes_every_axis_along() -> None:
     assert part.rewards.tolist() == [1.0, 2.0]
 
 
-def test_an_empty_selection_is_an_empty_batch() -> None:
-    part = Experience.from_rollouts(THREE).select([])
-    assert len(part) == 0
-    assert len(part.token_ids) == 0
-
-
-def test_a_column_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(AssertionError, match="advantages"):
-        Experience.from_rollouts(THREE).with_columns(advantages=torch.zeros(5))
-
-
 def test_an_unscored_sample_is_refused() -> None:
     with pytest.raises(AssertionError, match="non-finite"):
         Experience.from_rollouts([rollout([1], [2], reward=float("nan"))])
@@ -77,3 +81,111 @@ def test_the_spread_of_rewards_is_that_of_groups_and_absent_where_there_are_none
     alone = several.select([0, 1])
     assert experience_metrics(several, None).values()["group_reward_std"] == 0.0
     assert "group_reward_std" not in experience_metrics(alone, None).values()
+
+
+ROLLOUTS = [
+    rollout([1], [2, 3], reward=0.0, group=0),
+    rollout([1], [4], reward=1.0, group=0),
+    rollout([5], [6, 7, 8], reward=1.0, group=1),  # its group teaches nothing
+    rollout([5], [9], reward=1.0, group=1),
+    rollout([1], [7, 7], reward=2.0, group=2),
+    rollout([1], [3], reward=0.0, group=2),
+]
+
+
+class TokensAsLogprobs:
+    """A forward whose answer is minus a tenth of each sampled token; notes what it was asked."""
+
+    def __init__(self):
+        self.num_samples = []
+
+    def __call__(self, experience):
+        self.num_samples.append(len(experience))
+        return -experience.token_ids[experience.action_mask].float() / 10
+
+    def start(self, experience):
+        answer = self(experience)
+        return lambda: answer
+
+
+def maker(forward, **options):
+    algo = {"advantage": {"estimator": "group_norm"}}
+    config = PPOConfig.model_validate({"algo": algo})
+    return RemoteExperienceMaker(config, Forwards(old_logprobs=forward, **options))
+
+
+def test_groups_without_an_advantage_take_no_forward():
+    forward = TokensAsLogprobs()
+    experience, _ = maker(forward, only_busy=True).make_experience_batch(ROLLOUTS, 0.0)
+    assert forward.num_samples == [4]
+    # -1 is what the engine reported for the two samples that are left out
+    expected = [-0.2, -0.3, -0.4, -1.0, -1.0, -1.0, -1.0, -0.7, -0.7, -0.3]
+    assert experience.old_logprobs.tolist() == pytest.approx(expected)
+
+
+def test_what_is_trained_on_is_the_same_with_all_forwards():
+    few, _ = maker(TokensAsLogprobs(), only_busy=True).make_experience_batch(ROLLOUTS, 0.0)
+    every = TokensAsLogprobs()
+    full, _ = maker(every).make_experience_batch(ROLLOUTS, 0.0)
+    assert every.num_samples == [6]
+    assert torch.equal(few.advantages, full.advantages)
+    busy = full.busy_samples()
+    assert busy == [0, 1, 4, 5]
+    assert torch.equal(few.select(busy).old_logprobs, full.select(busy).old_logprobs)
+
+
+def test_a_step_that_teaches_nothing_takes_no_forward_at_all():
+    forward = TokensAsLogprobs()
+    experience, _ = maker(forward, only_busy=True).make_experience_batch(ROLLOUTS[2:4], 0.0)
+    assert forward.num_samples == [] and experience.old_logprobs is None
+
+
+def numbered(count: int) -> Experience:
+    """Samples whose first token is their number, with 1 to 5 actions."""
+    return Experience.from_rollouts(
+        [rollout([i], [0] * (1 + i % 5), group=i) for i in range(count)]
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 25),
+    num_ranks=st.integers(1, 4),
+    batch_size=st.integers(1, 30),
+    epochs=st.integers(1, 2),
+)
+def test_every_sample_is_trained_once_an_epoch_on_one_rank(
+    count: int, num_ranks: int, batch_size: int, epochs: int
+) -> None:
+    plan = plan_updates(
+        numbered(count), num_ranks, train_batch_size=batch_size, max_epochs=epochs, seed=1
+    )
+    num_steps = num_updates_per_rollout(count, batch_size, epochs)
+    assert [len(steps) for steps in plan] == [num_steps] * num_ranks
+    seen: list[int] = []
+    for k in range(num_steps):
+        shares = [plan[rank][k] for rank in range(num_ranks)]
+        seen += [g for share in shares for g in share.experience.group_ids.tolist()]
+        tokens = sum(int(share.experience.num_actions.sum()) for share in shares)
+        assert {share.num_tokens for share in shares} == {tokens}
+        assert {share.num_samples for share in shares} == {sum(len(s.experience) for s in shares)}
+    assert sorted(seen) == sorted(list(range(count)) * epochs)
+
+
+def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
+    experience = Experience.from_rollouts(THREE).with_columns(
+        advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
+    )
+    [[step]] = plan_updates(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
+    busy = without_idle_samples(step)
+    assert len(busy.experience) == 2
+    assert (busy.num_tokens, busy.num_samples) == (6, 3)
+
+
+def test_micro_batches_by_budget_and_by_count() -> None:
+    lengths = [3, 9, 2, 4]
+    assert MicroBatchPlan(3).cut(lengths) == [[0, 1, 2], [3]]
+    by_budget = MicroBatchPlan(3, max_tokens=9).cut(lengths)
+    assert sorted(i for part in by_budget for i in part) == [0, 1, 2, 3]
+    assert all(sum(lengths[i] for i in part) <= 9 for part in by_budget)
+    assert len(by_budget) == 2

@@ -65,11 +65,6 @@ def test_the_head_of_another_user_is_named_and_not_joined(
     assert f"set RAY_ADDRESS={address_of(listener)} to join it" in capsys.readouterr().err
 
 
-def test_no_head_is_no_news(last_address, capsys):
-    assert find_cluster(None) is None
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("kind", ["dead", "nonsense", "auto"])
 def test_an_address_that_was_asked_for_must_answer(last_address, listener, monkeypatch, kind):
     asked = address_of(listener) if kind == "dead" else kind

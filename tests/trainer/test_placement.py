@@ -51,12 +51,6 @@ def test_every_reward_model_has_a_group_of_its_own_or_shares_the_critics_place()
     assert {pools["reward1"], pools["reward2"], pools["critic"]} == {"critic"}
 
 
-def test_an_explicit_number_on_a_laptop_is_that_many_cpu_ranks() -> None:
-    found = counts(LAPTOP, actor={"model_name_or_path": "m", "num_gpus_per_node": 3})
-    assert found.ranks["actor"] == 3
-    check_demand(found.demands, LAPTOP)  # cores may be shared
-
-
 def test_colocated_roles_share_bundles() -> None:
     found = counts(NODE, train={"colocate_all": True}, vllm={"tensor_parallel_size": 2})
     assert found.num_engines == 4
@@ -79,12 +73,6 @@ def test_the_cheat_sheet_fits_a_node_and_its_reference_shares_the_actors_gpus() 
     assert found.ranks == {"actor": 4, "ref": 4, "reward": 2}  # the reward model takes what is left
     assert pool_sizes(found.demands) == {"actor": 4, "reward": 2, "vllm": 2}
     check_demand(found.demands, NODE)
-
-
-def test_the_cheat_sheet_on_a_laptop_is_four_cpu_ranks_of_actor_and_reference() -> None:
-    found = counts_of(LAPTOP, CHEAT_SHEET)
-    assert found.ranks == {"actor": 4, "ref": 4, "reward": 1}
-    assert found.num_engines == 2
 
 
 @pytest.mark.parametrize("command", [README_PPO, GRPO])
@@ -111,17 +99,6 @@ def test_a_partner_without_a_shape_takes_the_others(flags: str, expected: dict[s
     base = "--pretrain m --prompt_data d --reward_pretrain a,b --vllm_num_engines 1"
     for cluster in (NODE, LAPTOP):
         assert expected.items() <= counts_of(cluster, base, flags).ranks.items()
-
-
-def test_frozen_models_of_unset_size_share_what_the_others_leave() -> None:
-    command = "--pretrain m --prompt_data d --advantage_estimator rloo --actor_num_gpus_per_node 4"
-    several = counts_of(
-        NODE, command, "--reward_pretrain a,b --init_kl_coef 0 --vllm_num_engines 1"
-    )
-    assert several.ranks == {"actor": 4, "reward1": 1, "reward2": 1}
-    roomy = ClusterView(num_gpus=16, num_cpus=64, max_gpus_per_node=8)
-    one = counts_of(roomy, command, "--reward_pretrain a --init_kl_coef 0 --vllm_num_engines 2")
-    assert one.ranks == {"actor": 4, "reward": 8}
 
 
 def test_too_large_a_demand_is_a_table_at_once() -> None:

@@ -13,11 +13,14 @@ from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.actor import Actor
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+from tests.tiny import make_model
 from tests.trainer.test_experience import rollout
 
 
@@ -111,6 +114,25 @@ def test_gradients_do_not_depend_on_micro_batches(
         assert error < 1e-5, f"micro-batches of {micro_batch}: relative error {error:.1e}"
 
 
+def test_the_gradient_has_the_router_loss_of_every_sample(tmp_path: Path) -> None:
+    mixtral = make_model(tmp_path, "mixtral", hidden_size=32, initializer_range=0.2)
+    actor = make_actor(mixtral, tmp_path, actor={"aux_loss_coef": 0.5})
+    experience = ragged_experience(24)
+    whole = gradients(actor, experience, 24)
+    for size in (5, 1):
+        assert (gradients(actor, experience, size) - whole).norm() / whole.norm() < 1e-5
+    reference = Actor(load_causal_lm(mixtral), with_aux_loss=True)
+    batch = experience.packed()
+    losses_B, weights_B = reference(batch).aux_loss, batch.num_targets
+    ((losses_B * weights_B).sum() / weights_B.sum()).backward()
+    # The head and the final norm stand behind the routers: they get none of it.
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
+    expected = 0.5 * torch.cat([part.flatten() for part in parts])
+    assert expected.norm() > 0.005
+    silent = experience.with_columns(advantages=torch.zeros_like(experience.advantages))
+    torch.testing.assert_close(gradients(actor, silent, 24), expected, atol=1e-5, rtol=1e-4)
+
+
 def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "my_loss.py"
     file.write_text(
@@ -137,11 +159,6 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
         ("", None),
         ("--enable_vllm_is_correction", ("token", "clip", 0.5, 5.0)),
         (
-            "--enable_vllm_is_correction --is_correction_type icepop "
-            "--vllm_is_truncated_threshold 0.7 2",
-            ("token", "mask", 0.7, 2.0),
-        ),
-        (
             "--enable_vllm_is_correction --is_correction_type seq-mask-tis",
             ("seq", "mask", 0.5, 5.0, "ratio", True),
         ),
@@ -149,11 +166,6 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
             "--enable_vllm_is_correction --is_correction_level sequence "
             "--is_correction_treatment truncate --vllm_is_truncated_threshold 3",
             ("sequence", "truncate", 0.0, 3.0),
-        ),
-        (
-            "--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv "
-            "--algo.advantage.is_correction_threshold 0.2",
-            ("token", "mask", 0.0, 0.2, "tv"),
         ),
         (
             "--is_correction_level seq --is_correction_gating binary_kl "
@@ -169,7 +181,7 @@ def test_flags_are_the_correction(line: str, expected: tuple | None, tmp_path: P
     assert actor._correction() == (None if expected is None else Correction(*expected))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_unbiased_kl_gradient_is_that_of_the_kl_whatever_the_estimator(
     tiny_model_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
@@ -295,19 +307,6 @@ def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path
     assert metrics["actor_grad_norm"] > 0
 
 
-def test_an_entropy_bonus_raises_the_entropy(tiny_model_dir: Path, tmp_path: Path) -> None:
-    actor = make_actor(
-        tiny_model_dir,
-        tmp_path,
-        actor={"entropy_coef": 1.0, "adam": {"lr": 1e-3}, "lr_scheduler": "constant"},
-    )
-    experience = ragged_experience(8).with_columns(old_logprobs=None)
-    experience = experience.with_columns(advantages=torch.zeros(len(experience.rollout_logprobs)))
-    [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
-    entropies = [actor.fit(steps, 0.0).values()["entropy"] for _ in range(4)]
-    assert sorted(entropies) == entropies and entropies[-1] > entropies[0] + 1e-3
-
-
 def test_the_logged_entropy_is_of_idle_samples_too(tiny_model_dir: Path, tmp_path: Path) -> None:
     still = {"entropy_coef": 0.0, "adam": {"lr": 0.0}}
     actor = make_actor(tiny_model_dir, tmp_path, actor=still)
@@ -335,15 +334,3 @@ def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Pat
     experience = ragged_experience(16)
     one_by_one = [actor.compute_logprobs(experience.select([i])) for i in range(16)]
     assert torch.allclose(actor.compute_logprobs(experience), torch.cat(one_by_one), atol=1e-5)
-
-
-def test_gradient_checkpointing_recomputes_every_layer(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    actor = make_actor(tiny_model_dir, tmp_path, actor={"gradient_checkpointing_enable": True})
-    forwards: list[int] = []
-    layer = actor.actor.model.model.layers[0].mlp
-    layer.register_forward_pre_hook(lambda *_: forwards.append(1))
-    [steps] = plan_updates(ragged_experience(4), 1, train_batch_size=4, max_epochs=1, seed=0)
-    actor.fit(steps, 0.0)
-    assert len(forwards) == 2  # one micro-batch: once forward, once again for the backward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +10,12 @@ import pytest
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_checkpoints import (
-    PPOCheckpoints,
     best_metric,
     check_is_shared,
-    is_at_end,
 )
 from openrlhf.trainer.ray.model_actor import RankIdentity
-from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.trained_worker import TrainedWorker
 
 
@@ -84,39 +80,6 @@ def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
     assert list(root.iterdir()) == []
     check_is_shared(config(), opened(tmp_path / "none"), {"critic": Ranks({0, 1, 2})})
     assert not (tmp_path / "none").exists()
-
-
-def test_a_rank_that_does_not_see_the_folder_saves_nothing() -> None:
-    """A run that is stopped is saved even if it was to keep no checkpoints."""
-    worker = TrainedWorker(PPOConfig(), RankIdentity("critic", 1, 3, "run"))
-    with pytest.raises(CheckpointError, match=r"/nowhere/x is not seen by critic rank 1 on node"):
-        worker.save_states("/nowhere/x")
-
-
-def test_a_run_is_at_its_end_when_every_prompt_has_an_outcome(tmp_path: Path) -> None:
-    def at(episode: int, pending: list) -> bool:
-        sampler = {"cursor": {"episode": episode}, "ledger": {"pending": pending}}
-        state = {"run": {"sampler": sampler}}
-        return is_at_end(opened(tmp_path, step=4, state=state), PPOConfig())
-
-    assert at(1, [])
-    assert not at(0, []) and not at(1, [[0, 3]])
-    assert not is_at_end(opened(tmp_path), PPOConfig())
-
-
-def test_nothing_is_scored_while_the_best_model_is_written(tmp_path: Path) -> None:
-    turn = threading.Lock()
-
-    def export(method: object, path: str) -> None:
-        assert turn.locked()
-        Path(path).mkdir()
-        (Path(path) / "config.json").write_text("{}")
-
-    phases = DevicePhases([], engines_sleep=False, training_sleeps=False, turn=turn)
-    groups = {"actor": SimpleNamespace(call=export)}
-    checkpoints = PPOCheckpoints(opened(tmp_path), groups, phases, best_metric="m")
-    checkpoints.keep_best(3, {"m": 0.5})
-    assert checkpoints.best == {"metric": "m", "value": 0.5} and not turn.locked()
 
 
 def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, capsys) -> None:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from openrlhf.algorithms.policy_loss import ClipRange
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import max_mismatch_kl, run_ppo_local
-from openrlhf.trainer.ppo_setup import make_schedule, prepare_inputs, schedule_notes
-from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
+from openrlhf.trainer.ppo_setup import prepare_inputs
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.cluster import engine_config, policy_dtype
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
@@ -46,16 +44,6 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     assert question.startswith("column 'question' is not in the data set")
     assert gold.startswith("column 'gold' is not in the data set; columns found: input, answer.")
     assert reward.startswith("r.py is not a Python file that exists")
-
-
-def test_kernels_that_this_machine_lacks(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = f"--pretrain {tiny_model_dir} --prompt_data data --remote_rm_url reward.py "
-    words += "--attn_implementation flash_attention_3"
-    with pytest.raises(ConfigError, match=r"flash_attention_3.*torch sees no CUDA device"):
-        run_ppo_local(parse_config(PPOConfig, words.split()).config)
 
 
 LOSS_CODE = """
@@ -97,20 +85,6 @@ def test_a_users_loss_is_tried_before_models_load(
     assert found.startswith(said.format(file=file)), found
 
 
-def test_what_a_users_loss_raises_in_training_is_a_line_of_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "losses.py"
-    file.write_text(LOSS_CODE)
-    loss = find_policy_loss(f"{file}:fails")
-    with pytest.raises(ConfigError, match=rf"{file}:8: ZeroDivisionError"):
-        loss.terms(
-            torch.zeros(2),
-            torch.zeros(2),
-            advantages_N=torch.zeros(2),
-            num_actions_B=torch.tensor([2]),
-            clip=ClipRange(),
-        )
-
-
 @pytest.mark.parametrize(
     "flags",
     ["--generate_max_len 100000", "--prompt_max_len 100000 --generate_max_len 8"],
@@ -122,19 +96,6 @@ def test_lengths_that_are_said_to_fit_the_model_do(
     assert "positions of the model" in said
     remedy = said.partition("Type ")[2].rstrip(".").partition(" or ")[0]
     assert "positions" not in problem(tiny_model_dir, tmp_path, f"{flags} {remedy}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_said"),
-    [("", False), ("--freezing_actor_steps 1", False), ("--freezing_actor_steps 2", True)],
-)
-def test_a_policy_that_is_frozen_to_the_end_is_said(flags: str, is_said: bool) -> None:
-    words = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 4 "
-    words += f"--train_batch_size 4 {flags}"
-    config = parse_config(PPOConfig, words.split()).config
-    notes = schedule_notes(config, make_schedule(config, num_prompts=8))
-    assert bool(notes) is is_said
-    assert not is_said or notes[0].endswith("the run has 2 steps, so the policy is never trained")
 
 
 @pytest.mark.parametrize(("has_gpus", "stored", "flags", "expected"), [

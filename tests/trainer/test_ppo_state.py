@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import pytest
-
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.rollout.ledger import Ledger
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_state import RunState
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ppo_utils.kl_controller import KLController
-from openrlhf.utils.logging import hints, needed_history
 
 NUM_PROMPTS = 7
 
@@ -56,31 +52,3 @@ def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoint
         found = make(target=target, coef=0.2)
         found.load_state_dict(saved)
         assert found.kl_controller.coef == expected
-
-
-def test_a_ledger_out_of_balance_is_refused() -> None:
-    ledger = Ledger()
-    ledger.draw([(0, 1), (1, 1)])
-    ledger.settle([(0, 1)], "trained")
-    state = json.loads(json.dumps(ledger.state_dict()))
-    found = Ledger()
-    found.load_state_dict(state)
-    assert found == ledger and found.pending == {(1, 1)}
-    with pytest.raises(AssertionError, match="out of balance"):
-        Ledger().load_state_dict(state | {"num_drawn": 3})
-
-
-@pytest.mark.parametrize("collapse_at", [3, 6, 20])
-def test_hints_are_the_same_from_the_history_that_is_kept(collapse_at: int) -> None:
-    steps = [
-        {"entropy": 1.0 if step < collapse_at else 0.01, "group_reward_std": float(step % 3)}
-        for step in range(25)
-    ]
-    kept: list = []
-    said = []
-    for number, values in enumerate(steps):
-        said += hints(values, kept)
-        assert hints(values, kept) == hints(values, steps[:number])
-        kept = needed_history([*kept, values])
-        assert len(kept) <= 6
-    assert sum("entropy fell" in line for line in said) == 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout import rollout_queue
-from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
+from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.trainer.ppo_trainer_async import staleness_metrics
 from openrlhf.utils import logging
 from openrlhf.utils.metrics import Metrics
@@ -37,7 +35,7 @@ SLOW_GENERATION = {"seconds_of": uneven(0.03), "train_s": 0.0}
 SLOW_TRAINING = {"seconds_of": uneven(0.0005), "train_s": 0.02}
 
 
-@pytest.mark.parametrize("queue_size", [1, 2, 4])
+@pytest.mark.parametrize("queue_size", [1, 3])
 @pytest.mark.parametrize("keeps_running", [False, True])
 @pytest.mark.parametrize("times", [SLOW_GENERATION, SLOW_TRAINING], ids=["engine", "trainer"])
 def test_either_side_may_be_slower(queue_size, keeps_running, times):
@@ -60,18 +58,6 @@ def test_either_side_may_be_slower(queue_size, keeps_running, times):
     else:  # the trainer waits: for samples, or for running ones to end
         waiting = [step["timing/wait"] + step.get("timing/drain", 0.0) for step in steps]
         assert sum(waiting) > 0.02
-
-
-def test_generation_and_training_overlap():
-    def seconds(queue_size, train_s):
-        world = World(seconds_of=lambda key: 0.1, train_s=train_s)
-        trainer = make_trainer(world, num_prompts=32, queue_size=queue_size)
-        start = time.monotonic()
-        trainer.fit()
-        return time.monotonic() - start
-
-    one_after_the_other = 8 * (0.1 + 0.1)
-    assert seconds(1, 0.1) < 0.8 * one_after_the_other
 
 
 def test_a_slow_sample_is_trained_on_and_holds_nobody_up_before_it_is_due():
@@ -120,16 +106,6 @@ def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail(with_filter):
         queue._outcome(failed)
 
 
-def test_failures_of_an_evaluation_are_held_against_its_own_prompts(monkeypatch):
-    trainer = make_trainer(World(), num_prompts=9, max_dropped=0.9)
-    assert len(trainer.parts.eval_prompts) == 1
-    batch = SampleBatch([], Metrics(), {0: "no reward"})
-    generator = trainer.parts.rollouts
-    monkeypatch.setattr(generator, "generate_samples", lambda *args, **options: batch)
-    with pytest.raises(RewardError, match=r"1 prompt\(s\) .* 0\.9 of the 1 of the evaluation: no"):
-        trainer.evaluate(0)
-
-
 @pytest.mark.parametrize("keeps_running", [False, True])
 def test_a_critic_that_warms_up_alone_holds_nothing_up(keeps_running):
     world = World(seconds_of=uneven(0.002), train_s=0.005, keeps_running=keeps_running)
@@ -139,14 +115,6 @@ def test_a_critic_that_warms_up_alone_holds_nothing_up(keeps_running):
     assert len(steps_of(trainer)) == 10 and world.policy_version == 6
     assert [step["staleness_max"] for step in steps_of(trainer)][:5] == [0] * 5
     assert max(staleness_histogram(trainer)) == 1
-
-
-def test_evaluation_runs_beside_the_samples():
-    world = World(seconds_of=lambda key: 0.005)
-    trainer = make_trainer(world, num_prompts=28)
-    trainer.fit()
-    assert world.num_evaluations == 4  # before, after steps 3 and 6, at the end
-    assert staleness_histogram(trainer).keys() <= {0, 1}
 
 
 @pytest.mark.parametrize("num_steps", [2, 3])  # every third step is evaluated anyway
@@ -194,13 +162,6 @@ def test_every_wait_has_a_deadline(num_slow, what):
         trainer.fit()
 
 
-def test_rewards_without_a_signal_end_the_run():
-    world = World(scores_of=lambda key: (1.0, 1.0))
-    trainer = make_trainer(world, num_prompts=40, with_filter=True)
-    with pytest.raises(RewardError, match=r"3 batches in a row .* pass rate 0 %"):
-        trainer.fit()
-
-
 def test_a_line_of_several_steps_has_all_of_them_and_the_last_line_is_not_left_out():
     trainer = make_trainer(World(), num_prompts=26)  # six steps of 4 prompts, one of 2
     logger = trainer.config.logger.model_copy(update={"logging_steps": 3})
@@ -210,46 +171,11 @@ def test_a_line_of_several_steps_has_all_of_them_and_the_last_line_is_not_left_o
     assert sum(staleness_histogram(trainer).values()) == 52
 
 
-def test_times_of_several_steps_are_those_of_one():
-    metrics = Metrics()
-    for seconds in (1.0, 2.0, 3.0):
-        metrics.add("timing/step_total", seconds, reduction="sum")
-        metrics.add("num_generated_tokens", 10, reduction="sum")
-    values = make_trainer(World(), num_prompts=4).values_of(metrics, num_steps=3)
-    assert (values["timing/step_total"], values["num_generated_tokens"]) == (2.0, 30)
-    assert values["tokens_per_s"] == 5.0
-
-
 def test_a_run_that_trained_on_nothing_is_an_error():
     world = World(scores_of=lambda key: (1.0, 1.0))
     trainer = make_trainer(world, num_prompts=8, with_filter=True)
     with pytest.raises(RewardError, match=r"8 drawn, 8 filtered:no signal \(pass rate 0 %\)"):
         trainer.fit()
-
-
-def test_a_run_that_goes_on_generates_what_was_pending_again():
-    world = World(train_error_at=3, seconds_of=uneven(0.002), keeps_running=True)
-    trainer = make_trainer(world, num_prompts=24, queue_size=2)
-    saved = []
-    settle = trainer.settle
-
-    def settle_and_save() -> None:
-        settle()
-        saved.append(trainer.state.state_dict())
-
-    trainer.settle = settle_and_save
-    with pytest.raises(TrainerBroke):
-        trainer.fit()
-    pending = [tuple(key) for key in saved[-1]["sampler"]["ledger"]["pending"]]
-    assert pending and saved[-1]["global_step"] == 3
-    world = World(seconds_of=uneven(0.002), keeps_running=True, policy_version=3)
-    trainer = make_trainer(world, num_prompts=24, queue_size=2)
-    trainer.state.load_state_dict(saved[-1])
-    trainer.fit()
-    assert world.submitted[: len(pending)] == pending
-    assert Counter(world.submitted).most_common(1)[0][1] == 1
-    assert trainer.sampler.ledger.outcomes == {"trained": 24}
-    assert trainer.state.global_step == 6
 
 
 def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys, monkeypatch):
@@ -320,16 +246,3 @@ def test_samples_too_far_behind_are_refused(versions, keeps_running, is_refused)
         return
     with pytest.raises(EngineError, match=r"sampled under weights \[.*the policy is at 4, and 1"):
         trainer.check_versions([stale(*versions)])
-
-
-def test_memory_does_not_grow_with_steps():
-    def num_objects(num_prompts):
-        trainer = make_trainer(World(), num_prompts=num_prompts, queue_size=4, num_at_once=40)
-        trainer.fit()
-        trainer.parts.tracker.steps.clear()
-        trainer.state.history = []
-        assert not trainer.queue._groups and not trainer.queue._core.ready
-        gc.collect()
-        return sum(type(o).__name__ == "Rollout" for o in gc.get_objects())
-
-    assert num_objects(400) <= num_objects(40)

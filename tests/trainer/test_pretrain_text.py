@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.errors import DataError
 from openrlhf.trainer.ppo_setup import _texts
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer, pack_texts
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
+from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from tests.tiny import make_model, make_tokenizer, write_jsonl
 from tests.trainer.test_experience import THREE
 
@@ -73,13 +72,6 @@ def test_the_position_goes_on_and_other_text_begins_anew() -> None:
         assert rows_of(anew.mix([[step(3), step(4)]])) == before
 
 
-def test_texts_stay_where_idle_samples_are_left_out() -> None:
-    experience = Experience.from_rollouts(THREE).with_columns(advantages=torch.zeros(6))
-    [[mixed]] = TextMixer(Texts(), seed=1).mix([[replace(step(3), experience=experience)]])
-    left = without_idle_samples(mixed)
-    assert len(left.experience) == 0 and left.texts is mixed.texts
-
-
 def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> None:
     path = write_jsonl(tmp_path / "texts.jsonl", [{"id": 1, "text": word} for word in "ab"])
     model = make_model(tmp_path / "model", max_position_embeddings=64)
@@ -101,8 +93,3 @@ def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> No
     write_jsonl(path, [{"text": "a" * 100}])
     with pytest.raises(DataError, match=r"longer than the 64 positions of the model"):
         texts(max_len=65)
-
-
-def test_every_token_but_the_first_is_a_target() -> None:
-    batch = pack_texts([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
-    assert batch.targets.tolist() == [8, 9, 6]

@@ -14,8 +14,7 @@ from datasets import Dataset
 
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.function import UserFunction
+from openrlhf.errors import RewardError
 from openrlhf.rewards.workers import FunctionPool, PoolSettings
 from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import SampleBatch
@@ -192,30 +191,6 @@ def test_a_sample_that_no_function_applies_to_is_named(tmp_path, tiny_tokenizer)
     """
     with pytest.raises(RewardError, match=r"no reward function applies to sample t/2/0: all retur"):
         score(tmp_path, tiny_tokenizer, code)
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("reward_funcs = [3]", "reward_funcs is a int, not a function"),
-        (
-            "def f(completions): ...\nreward_funcs = [f, f]",
-            "reward_funcs has a name twice: f, f. Rename one",
-        ),
-        (
-            "def f(completions): ...\nreward_funcs, reward_weights = [f], [1, 2]",
-            "reward_weights has 2 numbers for 1 functions",
-        ),
-        (
-            "def f(completions): ...\ndef g(a, b, c): ...\nreward_funcs = [f, g]",
-            "reward_funcs has functions without completions",
-        ),
-    ],
-)
-def test_a_list_of_functions_that_cannot_be_used_is_refused_at_start(code, message, tmp_path):
-    (tmp_path / "bad.py").write_text(code)
-    with pytest.raises(ConfigError, match=message):
-        UserFunction(tmp_path / "bad.py")
 
 
 @pytest.mark.slow

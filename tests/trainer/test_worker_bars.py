@@ -6,8 +6,6 @@ import io
 from pathlib import Path
 
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
-from openrlhf.trainer.ray.model_actor import Health
-from openrlhf.trainer.ray.watch import Watched
 from tests.trainer.small_run import make_trainer
 from tests.trainer.test_policy_updates import make_actor, ragged_experience
 
@@ -24,19 +22,6 @@ def test_forwards_and_updates_count_their_micro_batches(
     actor.fit(steps, 0.0)
     assert actor.health().done_of == (32, 32)  # 16 of each of two optimizer steps
     for text in ("log-probs of the policy", "updating the policy", "32/32"):
-        assert text in terminal.getvalue()
-
-
-def test_the_bar_of_a_rank_follows_its_health(terminal: io.StringIO) -> None:
-    rank = Watched(lambda: "actor rank 0", None, 600.0, "--rank_timeout_s", has_bar=True)
-    for health in (
-        Health("updating the policy", 70, 7, (6, 64)),
-        Health("log-probs of the policy", 130, 7, (2, 33)),
-        Health(None, 160, 7),
-    ):
-        rank.hear(health, 2.0)
-        rank.draw()
-    for text in ("updating the policy", "6/64", "log-probs of the policy", "2/33"):
         assert text in terminal.getvalue()
 
 

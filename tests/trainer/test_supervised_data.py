@@ -1,4 +1,4 @@
-"""Data with the columns that Hugging Face names needs no flags: a command says what it recognised,
+"""Which rows a command reads and how: the columns that it recognises, splits, caps and templates,
 and the config that it leaves behind reads the same data in the same way.
 """
 
@@ -7,62 +7,54 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
+from datasets import Dataset, DatasetDict
 
-from openrlhf.cli import train_dpo, train_kto, train_rm, train_sft
+from openrlhf.cli import train_sft
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import DPOConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.config.serving import BatchInferenceConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.tokenized import as_recognised, undecided
+from openrlhf.serving.batch_tasks import PromptTask
 from openrlhf.trainer import ppo_setup, supervised_run
-from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kto_trainer import KTOTrainer
-from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.rm_trainer import RMTrainer
+from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from tests.tiny import write_jsonl
+from tests.trainer.test_gradients import COMMANDS, make_row
 
 QUESTION = [{"role": "user", "content": "q"}]
 DIALOGUE = [*QUESTION, {"role": "assistant", "content": "a"}]
 OTHER = [*QUESTION, {"role": "assistant", "content": "b"}]
-STEPS = "--placeholder_token # --reward_tokens + -"
 SAID = "read as messages, with the chat template"
+# Command, flags, a row, what is said of it.
 CASES = {
-    "dialogues": (SFTTrainer, SFTConfig, "", {"messages": DIALOGUE}, f"'messages' {SAID}"),
-    "every turn": (SFTTrainer, SFTConfig, "--multiturn", {"conversations": DIALOGUE}, SAID),
-    "text": (SFTTrainer, SFTConfig, "", {"text": "all of it"}, "every token is learnt"),
-    "answers": (SFTTrainer, SFTConfig, "", {"prompt": "q", "completion": "a"}, "read as text"),
+    "dialogues": ("sft", "", {"messages": DIALOGUE}, f"'messages' {SAID}"),
+    "text": ("sft", "", {"text": "all of it"}, "every token is learnt"),
+    "answers": ("sft", "", {"prompt": "q", "completion": "a"}, "read as text"),
     "pairs": (
-        DPOTrainer,
-        DPOConfig,
+        "dpo",
         "",
         {"prompt": QUESTION, "chosen": DIALOGUE[1:], "rejected": OTHER[1:]},
         f"'prompt' and 'chosen' and 'rejected' {SAID}",
     ),
-    "whole dialogues": (RMTrainer, RMConfig, "", {"chosen": DIALOGUE, "rejected": OTHER}, SAID),
-    "labels": (
-        KTOTrainer,
-        KTOConfig,
-        "",
-        {"prompt": QUESTION, "completion": DIALOGUE[1:], "label": True},
-        SAID,
-    ),
+    "whole dialogues": ("rm", "", {"chosen": DIALOGUE, "rejected": OTHER}, SAID),
+    "labels": ("kto", "", {"prompt": QUESTION, "completion": DIALOGUE[1:], "label": True}, SAID),
     "steps": (
-        PRMTrainer,
-        PRMConfig,
-        STEPS,
+        "prm",
+        "--placeholder_token # --reward_tokens + -",
         {"prompt": "q", "completions": ["a"], "labels": [True]},
         "steps and their labels",
     ),
-    "labelled text": (PRMTrainer, PRMConfig, STEPS, {"text": "a#", "labels": ["+"]}, "its labels"),
 }
+TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_saved_config_reads_the_data_as_it_was_recognised(
     case: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    recipe, config_class, flags, row, said = CASES[case]
+    command, flags, row, said = CASES[case]
+    config_class, recipe, _ = COMMANDS[command]
     data = write_jsonl(tmp_path / "rows.jsonl", [row] * 4)
     words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path} {flags}".split()
     config = parse_config(config_class, words).config
@@ -73,6 +65,67 @@ def test_a_saved_config_reads_the_data_as_it_was_recognised(
     repeated = supervised_run.prepare_inputs(recipe, again).samples
     assert repeated.fingerprint == samples.fingerprint
     assert repeated.recognised == samples.recognised
+
+
+def inputs_of(model: Path, data: Path, command: str, *flags: str) -> Inputs:
+    """What a command reads of `data`, for training and for evaluation."""
+    config_class, recipe, needed = COMMANDS[command]
+    line = f"--pretrain {model} --dataset {data} --eval_dataset {data} {needed.format(other=model)}"
+    return supervised_run.prepare_inputs(
+        recipe, parse_config(config_class, [*line.split(), *flags]).config
+    )
+
+
+def splits_of(inputs: Inputs) -> tuple[str, str]:
+    """The splits that training and evaluation read, as their first row tells."""
+    assert inputs.eval_samples is not None
+    found = []
+    for samples in (inputs.samples, inputs.eval_samples):
+        token_ids, *_ = vars(samples[0]).values()
+        text = inputs.tokenizer.decode(token_ids)
+        found += [name for name in ("train", "test", "dev") if name in text]
+    train, held_out = found
+    return train, held_out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_rows_come_from_the_split_that_was_named(
+    tiny_model_dir: Path, tmp_path: Path, command: str
+) -> None:
+    rows = {name: make_row(0) for name in ("train", "test", "dev")}
+    for name, row in rows.items():
+        row |= {"input": name, "steps": f"{name}#", "labels": ["+"]}
+    splits = {name: Dataset.from_list([row]) for name, row in rows.items()}
+    DatasetDict(splits).save_to_disk(tmp_path)
+    held_out = "train" if command in ("sft", "rm") else "test"
+    for flags, expected in (
+        ((), ("train", held_out)),
+        (("--dataset_split", "dev"), ("dev", held_out)),
+        (("--eval_split", "dev"), ("train", "dev")),
+    ):
+        assert splits_of(inputs_of(tiny_model_dir, tmp_path, command, *flags)) == expected
+
+
+def test_a_cap_on_rows_and_a_chat_template_are_of_training_and_of_evaluation(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [make_row(0), make_row(1)])
+    flags = ("--max_samples", "1", "--tokenizer_chat_template", TEMPLATE)
+    inputs = inputs_of(tiny_model_dir, data, "sft", "--eval_split", "train", *flags)
+    assert inputs.eval_samples is not None
+    assert (len(inputs.samples), len(inputs.eval_samples)) == (1, 1)
+    assert inputs.tokenizer.chat_template == TEMPLATE
+
+
+def test_a_chat_template_renders_the_prompts_of_batch_inference(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}, {"input": "r"}])
+    line = f"--eval_task generate --pretrain {tiny_model_dir} --dataset {data} --input_key "
+    line += f"input --output_path {tmp_path}/out.jsonl --apply_chat_template"
+    words = [*line.split(), "--tokenizer_chat_template", TEMPLATE]
+    task = PromptTask(parse_config(BatchInferenceConfig, words).config)
+    assert [task.samples[index].prompt_text for index in range(2)] == ["[q]", "[r]"]
 
 
 def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
@@ -117,31 +170,6 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     with ppo_setup.prepare_inputs(again, has_engines=False) as inputs:
         assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
         assert inputs.prompts.notices == []
-
-
-COMMANDS = {"sft": train_sft, "rm": train_rm, "dpo": train_dpo, "kto": train_kto}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "case"),
-    [("sft", "dialogues"), ("sft", "text"), ("rm", "whole dialogues"), ("dpo", "pairs"),
-     ("kto", "labels")],
-)  # fmt: skip
-def test_a_command_without_flags_trains_on_what_it_recognised(
-    command: str, case: str, tiny_model_dir: Path, tmp_path: Path, capsys
-) -> None:
-    *_, row, said = CASES[case]
-    others = [row | {"label": index % 2 == 0} if "label" in row else row for index in range(8)]
-    data = write_jsonl(tmp_path / "rows.jsonl", others)
-    words = f"--pretrain {tiny_model_dir} --dataset {data} --eval_dataset {data} "
-    words += f"--save_path {tmp_path / 'run'} --train_batch_size 4 --micro_train_batch_size 2"
-    COMMANDS[command].main(words.split())
-    told = capsys.readouterr().err
-    assert told.count(said) == 1  # of the evaluation's data it need not be said again
-    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert resolved["data"]["apply_chat_template"] is (case != "text")
-    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

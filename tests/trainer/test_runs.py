@@ -1,0 +1,263 @@
+"""Every supervised command, run as it is typed: what it learns holds on rows it never saw, and its
+export gives in Hugging Face classes the numbers that were logged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from openrlhf.models.value_head import RewardScale
+from openrlhf.utils.tracking import read_metrics
+from tests.distributed.spawn import run_ranks
+from tests.tiny import make_model, write_jsonl
+from tests.trainer.gradients import response_logprob
+
+FLAGS = (
+    "--train_batch_size 16 --micro_train_batch_size 16 --learning_rate 3e-3 --max_epochs 2 "
+    "--eval_split train --lr_warmup_ratio 0"
+)
+TEXT = "--input_key input --output_key chosen"
+STEPS = "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -"
+ON_POLICY = "--kd_on_policy --kd_divergence jsd --kd_max_new_tokens 8 --zero_stage 2"
+RUNS = {
+    "sft": (train_sft, f"--pretrain {{}}/model {TEXT} --eval_steps 5"),
+    "rm": (train_rm, "--pretrain {}/model --prompt_key input"),
+    "dpo": (train_dpo, "--pretrain {}/model --prompt_key input --beta 0.1"),
+    # The base under the adapter is its reference, also where it is named.
+    "dpo lora": (
+        train_dpo,
+        "--pretrain {}/model --ref_pretrain {}/model --prompt_key input --beta 0.1 --lora_rank 8",
+    ),
+    "kto": (train_kto, "--pretrain {}/model --input_key input --output_key output --beta 0.1"),
+    "prm": (train_prm, f"--pretrain {{}}/model {STEPS} --max_epochs 3"),
+    "kd": (train_kd, f"--pretrain {{}}/model {TEXT} --teacher_model {{}}/teacher --kd_coef 0.9"),
+    "experts": (
+        train_sft,
+        f"--pretrain {{}}/moe {TEXT} --aux_loss_coef 1 --optim muon --muon.lr 0.02 "
+        "--learning_rate 1e-2 --gradient_checkpointing --ds.experts_implementation batched_mm",
+    ),
+    # Goes on where "kd" ends.
+    "own answers": (
+        train_kd,
+        f"--pretrain {{}}/kd {TEXT} --teacher_model {{}}/teacher {ON_POLICY}",
+    ),
+}
+
+
+def make_rows(num_rows: int, seed: int) -> list[dict]:
+    """Answers in words are wanted, answers in digits are not; a step is good with an x in it."""
+    draw = random.Random(seed)
+    rows = []
+    for n in range(num_rows):
+        chosen, rejected = f"yes {draw.randrange(7)}", f"99{draw.randrange(7)}"
+        is_good = [draw.random() < 0.5 for _ in range(3)]
+        words = ["".join(draw.choices("abcd", k=3)) + "ex"[good] for good in is_good]
+        rows.append(
+            {
+                "input": f"{draw.randrange(10_000)}?",
+                "output": chosen if n % 2 else rejected,
+                "label": n % 2,
+                "chosen": chosen,
+                "rejected": rejected,
+                "steps": "".join(f"{word}#" for word in words),
+                "labels": ["-+"[good] for good in is_good],
+            }
+        )
+    return rows
+
+
+TRAINED, HELD_OUT = make_rows(96, seed=0), make_rows(33, seed=1)
+
+
+def teach(path: Path) -> None:
+    """Train a model on such rows in plain torch."""
+    model = load(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    rows = make_rows(32, seed=2)
+    texts = [f"User: {row['input']}\nAssistant: {row['chosen']}<|end|>" for row in rows]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path)
+
+
+def run_commands(folder: Path) -> None:
+    for name, (command, flags) in RUNS.items():
+        data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/eval.jsonl"
+        words = f"{FLAGS} {data} {flags.replace('{}', str(folder))} --save_path".split()
+        command.main([*words, f"{folder}/{name}"])
+
+
+def make_runs(folder: Path) -> Path:
+    """Run every command in a folder; their models are named as in RUNS."""
+    make_model(folder / "model")
+    make_model(folder / "moe", "mixtral", hidden_size=32, initializer_range=0.2)
+    teach(make_model(folder / "teacher", hidden_size=96, seed=7))
+    write_jsonl(folder / "train.jsonl", TRAINED)
+    write_jsonl(folder / "eval.jsonl", HELD_OUT)
+    run_ranks(run_commands, 1, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_runs(tmp_path_factory.mktemp("runs"))
+
+
+def load(path: Path, kind: str = "CausalLM") -> Any:
+    auto_class = getattr(transformers, f"AutoModelFor{kind}")
+    model, info = auto_class.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def values_of(folder: Path, name: str, metric: str) -> list[float]:
+    return [r[metric] for r in read_metrics(folder / name / "metrics.jsonl") if metric in r]
+
+
+def sequences(path: Path, key: str, prompt: str = "{}") -> list[tuple[Tensor, Tensor]]:
+    """Ids and response mask of a column of the held-out rows, as training reads them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    found = []
+    for row in HELD_OUT:
+        before = tokenizer(prompt.format(row["input"]))["input_ids"]
+        ids = torch.tensor([*before, *tokenizer(row[key] + "<|end|>")["input_ids"]])
+        found.append((ids, torch.arange(len(ids)) >= len(before)))
+    return found
+
+
+TEMPLATE = "User: {}\nAssistant: "
+
+
+@torch.no_grad()
+def logprobs(folder: Path, name: str, key: str, prompt: str = "{}") -> Tensor:
+    model = load(folder / name)
+    return torch.stack([response_logprob(model, *s) for s in sequences(folder / name, key, prompt)])
+
+
+def test_fine_tuning_lowers_the_loss_and_leaves_a_whole_model(folder: Path) -> None:
+    losses = values_of(folder, "sft", "gpt_loss")
+    assert len(losses) == 12 and losses[0] > 5 and losses[-1] < losses[0] / 1.5
+    records = read_metrics(folder / "sft" / "metrics.jsonl")
+    evaluations = [record for record in records if "eval/gpt_loss" in record]
+    assert [record["step"] for record in evaluations] == [5, 10, 12]
+    last = evaluations[-1]
+    assert last["eval/ppl"] == pytest.approx(math.exp(last["eval/gpt_loss"]))
+    assert values_of(folder, "sft", "lr")[-1] == pytest.approx(3e-4)  # a tenth of the largest
+    counts = [int(mask.sum()) for _, mask in sequences(folder / "sft", "chosen", TEMPLATE)]
+    total = logprobs(folder, "sft", "chosen", TEMPLATE).sum().item()
+    assert -total / sum(counts) == pytest.approx(last["eval/gpt_loss"], rel=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(folder / "sft").chat_template
+    card = (folder / "sft" / "README.md").read_text()
+    assert "transformers" in card and "Trained from `model`" in card
+    assert (folder / "sft" / "config.yaml").is_file()
+
+
+def test_fine_tuning_balances_the_experts(folder: Path) -> None:
+    balance = values_of(folder, "experts", "aux_loss")
+    assert balance[0] > 2.02  # two experts a token: 2 is perfect balance
+    assert balance[-1] - 2 < (balance[0] - 2) / 2
+    losses = values_of(folder, "experts", "gpt_loss")
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_reward_model_ranks_pairs_and_scores_as_logged(folder: Path) -> None:
+    assert values_of(folder, "rm", "loss")[0] == pytest.approx(math.log(2), abs=0.05)
+    assert values_of(folder, "rm", "eval/acc")[-1] >= 0.9
+    model = load(folder / "rm", "SequenceClassification")
+    with torch.no_grad():
+        chosen, rejected = (
+            torch.cat([model(ids[None]).logits[0] for ids, _ in sequences(folder / "rm", side)])
+            for side in ("chosen", "rejected")
+        )
+    for scores, name in ((chosen, "eval/chosen_reward"), (rejected, "eval/reject_reward")):
+        assert scores.mean().item() == pytest.approx(values_of(folder, "rm", name)[-1], abs=1e-4)
+    scale, scores = RewardScale.of(model.config), torch.cat([chosen, rejected])
+    assert scale.mean == pytest.approx(scores.mean().item(), abs=1e-4)
+    assert scale.std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+
+
+def test_preferences_raise_the_margin_as_the_export_has_it(folder: Path) -> None:
+    for name in ("dpo", "dpo lora"):  # policy and reference are one
+        first = read_metrics(folder / name / "metrics.jsonl")[0]
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-7)
+        assert first["chosen_reward"] == first["reject_reward"] == 0.0
+        assert values_of(folder, name, "loss")[-1] < 0.6
+    assert values_of(folder, "dpo", "eval/reward_margin")[-1] > 0.5
+    for side, name in (("chosen", "eval/chosen_reward"), ("rejected", "eval/reject_reward")):
+        gap = logprobs(folder, "dpo", side) - logprobs(folder, "model", side)
+        logged = values_of(folder, "dpo", name)[-1]
+        assert logged == pytest.approx(0.1 * gap.mean().item(), abs=1e-5)
+
+
+def test_labelled_answers_raise_the_margin_as_the_export_has_it(folder: Path) -> None:
+    first = read_metrics(folder / "kto" / "metrics.jsonl")[0]
+    assert first["kto_loss"] == pytest.approx(0.5, abs=1e-6)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert values_of(folder, "kto", "eval/reward_margin")[-1] > 0.5
+    gaps = logprobs(folder, "kto", "output", TEMPLATE) - logprobs(
+        folder, "model", "output", TEMPLATE
+    )
+    for label, name in ((1, "eval/chosen_reward"), (0, "eval/reject_reward")):
+        mean = 0.1 * gaps[torch.tensor([row["label"] == label for row in HELD_OUT])].mean().item()
+        assert values_of(folder, "kto", name)[-1] == pytest.approx(mean, abs=1e-5)
+
+
+def test_a_judge_of_steps_gives_the_verdicts_that_were_logged(folder: Path) -> None:
+    assert values_of(folder, "prm", "prm_loss")[0] == pytest.approx(math.log(2), abs=0.1)
+    assert values_of(folder, "prm", "eval/acc")[-1] >= 0.95
+    model = load(folder / "prm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "prm")
+    marker, good, bad = tokenizer.convert_tokens_to_ids(["#", "+", "-"])
+    hits, losses = [], []
+    for row in HELD_OUT:
+        ids = torch.tensor(tokenizer(row["steps"])["input_ids"])
+        logits = model(ids[None]).logits[0][ids == marker][:, [good, bad]]
+        for own, label in zip(logits.log_softmax(-1), row["labels"], strict=True):
+            losses.append(-own["+-".index(label)].item())
+            hits.append(int(own.argmax()) == "+-".index(label))
+    assert values_of(folder, "prm", "eval/acc")[-1] == pytest.approx(sum(hits) / len(hits))
+    mean = sum(losses) / len(losses)
+    assert values_of(folder, "prm", "eval/prm_loss")[-1] == pytest.approx(mean, rel=1e-4)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def jensen_shannon(student: Tensor, teacher: Tensor) -> Tensor:
+    middle = ((student.exp() + teacher.exp()) / 2).log()
+    return (forward_kl(middle, student) + forward_kl(middle, teacher)) / 2
+
+
+@torch.no_grad()
+def mean_divergence(folder: Path, student: str, divergence: Any) -> float:
+    models, values = (load(folder / student), load(folder / "teacher")), []
+    for ids, mask in sequences(folder / "model", "chosen", TEMPLATE):
+        both = [model(ids[None]).logits[0, :-1].log_softmax(-1) for model in models]
+        values.append(divergence(*both)[mask[1:]])
+    return torch.cat(values).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "divergence"),
+    [("kd", "model", forward_kl), ("own answers", "kd", jensen_shannon)],
+)
+def test_the_divergence_to_the_teacher_falls_as_the_export_has_it(
+    folder: Path, name: str, start: str, divergence: Any
+) -> None:
+    after = values_of(folder, name, "eval/distil_loss")[-1]
+    assert 0 < after < mean_divergence(folder, start, divergence) / 1.3
+    assert mean_divergence(folder, name, divergence) == pytest.approx(after, rel=1e-4)
