@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,38 +26,18 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_held_out_problems_are_in_no_training_file(tmp_path):
+def test_the_data_holds_problems_out_and_a_teacher_who_hedges_two_times_of_three(tmp_path):
     load("make_demo").make_data(tmp_path, 1)
     held_out = {row["question"] for row in rows(tmp_path / "held_out.jsonl")}
     assert len(held_out) == 200
     for name in ("warm_up.jsonl", "prompts.jsonl"):
         assert held_out.isdisjoint(row["question"] for row in rows(tmp_path / name))
-
-
-def test_the_teacher_is_right_but_hedges_two_times_of_three(tmp_path):
-    load("make_demo").make_data(tmp_path, 1)
     found = rows(tmp_path / "warm_up.jsonl")
     for row in found[:500]:
         first, second = row["question"].removesuffix("=?").split("+")
         assert int(row["answer"].removesuffix("?")) == int(first) + int(second)
     hedged = sum(row["answer"].endswith("?") for row in found) / len(found)
     assert hedged == pytest.approx(0.65, abs=0.02)
-
-
-def test_the_same_seed_makes_the_same_data(tmp_path):
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        load("make_demo").make_data(tmp_path / name, 5)
-    texts = [(tmp_path / name / "prompts.jsonl").read_text() for name in ("first", "second")]
-    assert texts[0] == texts[1]
-
-
-def test_the_tokenizer_has_one_token_a_character_and_reads_back():
-    tokenizer = load("make_demo").make_tokenizer()
-    chat = [{"role": "user", "content": "23+45=?"}, {"role": "assistant", "content": "is 68"}]
-    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-    assert len(ids) == 1 + 7 + 1 + 1 + 5 + 1
-    assert tokenizer.decode(ids) == "<|user|>23+45=?<|end|><|assistant|>is 68<|end|>"
 
 
 def test_only_the_bare_right_number_is_rewarded():
@@ -66,25 +48,27 @@ def test_only_the_bare_right_number_is_rewarded():
     assert answer["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def write_metrics(run_dir: Path, after: float) -> None:
+def plot(folder: Path, records: list[dict], *words: str) -> subprocess.CompletedProcess[str]:
+    """What plot_run says of a run with these records."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text)
+    command = [sys.executable, str(FOLDER / "plot_run.py"), str(folder), *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (folder / "curves.png").stat().st_size > 5000
+    return result
+
+
+@pytest.mark.parametrize(("after", "returncode"), [(0.75, 0), (0.375, 1)])
+def test_the_report_names_both_numbers_and_holds_the_gain(tmp_path, after, returncode):
     records = [
         {"step": 0, "eval/eval_sums_pass1": 0.25, "eval/eval_sums_pass4": 0.5},
         {"step": 1, "reward": 0.3, "response_length": 3.6, "kl": 0.0},
         {"step": 2, "reward": 0.6, "response_length": 3.1, "kl": None},
         {"step": 2, "eval/eval_sums_pass1": after},
     ]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (run_dir / "metrics.jsonl").write_text(text)
-
-
-@pytest.mark.parametrize(("after", "returncode"), [(0.75, 0), (0.375, 1)])
-def test_the_report_names_both_numbers_and_holds_the_gain(tmp_path, after, returncode):
-    write_metrics(tmp_path, after)
-    command = [sys.executable, FOLDER / "plot_run.py", tmp_path, "--min_gain", "0.25"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = plot(tmp_path, records, "--min_gain", "0.25")
     assert result.returncode == returncode
     assert f"before 0.250, after {after:.3f}: {after - 0.25:+.3f}" in result.stdout
-    assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
 def test_the_curves_of_a_supervised_run_are_its_loss_accuracy_and_rate(tmp_path):
@@ -94,8 +78,6 @@ def test_the_curves_of_a_supervised_run_are_its_loss_accuracy_and_rate(tmp_path)
         {"step": 1, "eval/gpt_loss": 1.75, "eval/ppl": 5.75},
         {"step": 2, "eval/gpt_loss": 1.25, "eval/ppl": 3.5},
     ]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "metrics.jsonl").write_text(text)
     shown = load("plot_run").panels(records)
     assert list(shown.items()) == [
         ("loss", "gpt_loss"),
@@ -103,7 +85,26 @@ def test_the_curves_of_a_supervised_run_are_its_loss_accuracy_and_rate(tmp_path)
         ("gradient norm", "grad_norm"),
         ("learning rate", "lr"),
     ]
-    command = [sys.executable, FOLDER / "plot_run.py", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = plot(tmp_path, records)
     assert "eval/gpt_loss before 1.750, after 1.250: -0.500" in result.stdout
-    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+MIN_GAIN = 0.25  # of held-out pass@1; 0.6 is usual
+MAX_SECONDS = 240  # on two cores that do nothing else
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_learns_what_was_held_out_in_four_minutes(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "OUT": str(tmp_path), "SEED": "1", "MIN_GAIN": "0"}
+    script = FOLDER.parent / "scripts" / "demo.sh"
+    start_s = time.monotonic()
+    result = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=560)
+    seconds = time.monotonic() - start_s
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    name = "eval/eval_sums_pass1"
+    found = [r[name] for r in rows(tmp_path / "rl" / "metrics.jsonl") if name in r]
+    assert found[-1] - found[0] >= MIN_GAIN
+    assert (tmp_path / "rl" / "curves.png").is_file()
+    assert seconds < MAX_SECONDS

@@ -199,17 +199,14 @@ def test_a_model_of_conditional_sft_gives_the_reward_it_is_asked_for(fickle, tmp
     assert rewards[0] > rewards[1] + 0.5, rewards
 
 
+MIN_GAIN_OF_PPO = 0.8  # in standard deviations of the reward model's scores; 1.7 was seen
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_answers_of_the_data_are_scored_where_there_are_some(fickle, tmp_path):
-    answers = ["aeioaeio", "bcdfbcdf", "abacadae"]  # shares of vowels: 1, 0 and 5 / 8
-    rows = [{"question": f"{n}+{n}=", "response": answers[n % 3]} for n in range(60)]
-    data = {"DATA": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "INPUT_KEY": "question"}
-    few = {"SAMPLES": "0", "ENGINE": "generate", "TRAIN_ARGS": TRAIN + "--max_epochs 1"}
-    run_loop("train_conditional_llama.sh", tmp_path, fickle | data | few)
-    scored = read_rows(tmp_path / "scored.jsonl")
-    assert [row["output"] for row in scored] == [row["response"] for row in rows]
-    wishes = [row["input"].rpartition(" <rm_score>: ")[2] for row in scored]
-    good, bad, middle = (sum(map(float, wishes[k::3])) / 20 for k in range(3))
-    assert good > middle > bad
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+@pytest.mark.timeout(600)
+def test_the_pipeline_raises_the_reward_of_the_model_it_trained(tmp_path: Path) -> None:
+    run_loop("sft_rm_ppo.sh", tmp_path, {"SEED": "1"})
+    [*_, last] = [r for r in read_rows(tmp_path / "rm" / "metrics.jsonl") if "eval/acc" in r]
+    assert last["eval/acc"] > 0.95
+    rewards = [r["reward"] for r in read_rows(tmp_path / "ppo" / "metrics.jsonl") if "reward" in r]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + MIN_GAIN_OF_PPO
