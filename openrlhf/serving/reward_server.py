@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.kernels import check_here
-from openrlhf.serving.batcher import Batcher, Row, ScoringError
+from openrlhf.serving.batcher import Batcher, NonFiniteError, ScoringError
 from openrlhf.serving.served_model import RefusedError, ServedModel, load_order
 from openrlhf.utils.logging import notice
 
@@ -39,10 +39,10 @@ MIN_TOKEN_CHARS = 16
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they are the ones to close
-MAX_ANSWERS = 256  # that are kept for clients who ask again
+MAX_RESPONSES = 256  # that are kept for clients who ask again
 PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
 
-Answer = dict[str, Any]
+Content = dict[str, Any]  # of a response
 Id = Annotated[str, Field(max_length=256)] | int | float
 MAX_ID_BITS = 64
 
@@ -92,84 +92,94 @@ def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
 
 
 class RewardService:
-    """The models of a server, what waits for them, and the answers that were given."""
+    """The models of a server, what waits for them, and the responses that were given."""
 
     def __init__(self, config: ServeRewardConfig, models: Sequence[ServedModel]) -> None:
         self.models = models
         self.limits = config.limits
         self.num_requests = 0  # under way
         self.num_given_up = 0  # when the server stopped
-        self.batcher = Batcher(
-            self._score, max_rows=config.batch_size, max_tokens=config.limits.max_tokens_per_forward
-        )
+        thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.batchers = [
+            Batcher(
+                lambda rows, model=model: model.score(rows),
+                thread,
+                max_rows=config.batch_size,
+                max_tokens=config.limits.max_tokens_per_forward,
+            )
+            for model in models
+        ]
         self._weights = config.reward.model_weights
         self._is_cutting = config.data.overlong_texts != "error"
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[Answer]]] = OrderedDict()
+        self._responses: OrderedDict[str, tuple[bytes, asyncio.Task[Content]]] = OrderedDict()
 
-    async def once(self, request_id: str | None, body: bytes) -> Answer:
-        """Return the answer to a body; one that comes again under its id is computed once."""
+    async def once(self, request_id: str | None, body: bytes) -> Content:
+        """Return the response to a body; one that comes again under its id is computed once."""
         if request_id is None:
-            return await self.answer(body)
+            return await self.score(body)
         digest = hashlib.sha256(body).digest()
-        if request_id not in self._answers:
-            task = asyncio.ensure_future(self.answer(body))
-            self._answers[request_id] = (digest, task)
-            if len(self._answers) > MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        known, task = self._answers[request_id]
+        if request_id not in self._responses:
+            task = asyncio.ensure_future(self.score(body))
+            self._responses[request_id] = (digest, task)
+            if len(self._responses) > MAX_RESPONSES:
+                self._responses.popitem(last=False)
+        known, task = self._responses[request_id]
         if known != digest:
             raise RefusedError(422, "the id was used for another request", "x-request-id")
         try:
             return await asyncio.shield(task)
         finally:
             if task.done() and (task.cancelled() or task.exception() is not None):
-                self._answers.pop(request_id, None)  # it may be tried again
+                self._responses.pop(request_id, None)  # it may be tried again
 
-    async def answer(self, body: bytes) -> Answer:
-        """Return the rewards of a request; raises RefusedError and ScoringError."""
+    async def score(self, body: bytes) -> Content:
+        """Return the rewards of a request; raise RefusedError."""
         request = read_request(body, self.limits)
-        chosen = self._chosen(request.model)
+        chosen = [k for k, m in enumerate(self.models) if request.model in (None, m.name, m.path)]
+        if not chosen:
+            served = ", ".join(model.name for model in self.models)
+            raise RefusedError(404, f"not served here; served: {served}", "model")
         loop, texts = asyncio.get_running_loop(), request.query
         models = [self.models[k] for k in chosen]
         rows = [await loop.run_in_executor(self._tokenizing, m.tokenize, texts) for m in models]
         cut = [[m.cut(ids) for ids in part] for m, part in zip(models, rows, strict=True)]
-        scores = await asyncio.gather(*map(self.batcher.score, chosen, cut))
-        answer = self._added(chosen, scores)
+        scores = [
+            scores_or_refusal(part)
+            for part in await asyncio.gather(
+                *(self.batchers[k].score(part) for k, part in zip(chosen, cut, strict=True))
+            )
+        ]
+        is_all = len(chosen) == len(self.models)
+        weights = [self._weights[k] if is_all else 1.0 for k in chosen]
+        content: Content = {
+            "rewards": [
+                sum(w * score for w, score in zip(weights, row, strict=True))
+                for row in zip(*scores, strict=True)
+            ],
+            "models": {model.name: model.hash for model in models},
+        }
+        logs = {m.name: part for m, part in zip(models, scores, strict=True) if len(chosen) > 1}
         if self._is_cutting:
-            is_cut = [
+            content["truncated"] = [
                 any(len(ids) > m.max_len for m, ids in zip(models, of_text, strict=True))
                 for of_text in zip(*rows, strict=True)
             ]
-            answer["truncated"] = is_cut
-            answer.setdefault("extra_logs", {})["truncated"] = [float(value) for value in is_cut]
+            logs["truncated"] = [float(value) for value in content["truncated"]]
+        if logs:
+            content["extra_logs"] = logs
         if request.ids is not None:
-            answer["ids"] = request.ids
-        return answer
+            content["ids"] = request.ids
+        return content
 
-    def _score(self, index: int, rows: Sequence[Row]) -> list[float]:
-        return self.models[index].score(rows)
 
-    def _added(self, chosen: Sequence[int], scores: Sequence[Sequence[float]]) -> Answer:
-        """Add up the models that were asked, weighted; of several, name the parts."""
-        is_all = len(chosen) == len(self.models)
-        weights = [self._weights[k] if is_all else 1.0 for k in chosen]
-        columns = zip(*scores, strict=True)
-        rewards = [sum(w * s for w, s in zip(weights, row, strict=True)) for row in columns]
-        models = [self.models[k] for k in chosen]
-        answer: Answer = {"rewards": rewards, "models": {m.name: m.hash for m in models}}
-        if len(chosen) > 1:
-            parts = zip(models, scores, strict=True)
-            answer["extra_logs"] = {model.name: list(part) for model, part in parts}
-        return answer
-
-    def _chosen(self, name: str | None) -> list[int]:
-        """Return the indices of the models that a request asks."""
-        found = [k for k, m in enumerate(self.models) if name in (None, m.name, m.path)]
-        if not found:
-            served = ", ".join(model.name for model in self.models)
-            raise RefusedError(404, f"not served here; served: {served}", "model")
-        return found
+def scores_or_refusal(scores: Sequence[float | ScoringError]) -> list[float]:
+    """Return the scores; raise RefusedError for the first text that has none."""
+    for index, score in enumerate(scores):
+        if isinstance(score, ScoringError):
+            status = 500 if isinstance(score, NonFiniteError) else 503
+            raise RefusedError(status, str(score), f"query[{index}]")
+    return [score for score in scores if not isinstance(score, ScoringError)]
 
 
 def build_app(service: RewardService, token: str | None) -> FastAPI:
@@ -185,7 +195,7 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         service.num_requests += 1
         try:
             body = await asyncio.wait_for(read_body(request, limits), limits.receive_timeout_s)
-            answer = await service.once(request.headers.get("x-request-id"), body)
+            content = await service.once(request.headers.get("x-request-id"), body)
         except asyncio.TimeoutError as error:
             raise RefusedError(408, "the request did not arrive in time", "body") from error
         except asyncio.CancelledError:  # by the end of the server
@@ -193,7 +203,7 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
             raise
         finally:
             service.num_requests -= 1
-        return reply(request, 200, answer)
+        return reply(request, 200, content)
 
     @app.get("/health")
     async def health() -> Response:
@@ -201,25 +211,18 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready, batcher = service.batcher.is_working, service.batcher
+        is_ready = all(batcher.is_working for batcher in service.batchers)
+        queued = sum(batcher.num_waiting for batcher in service.batchers)
         reason = None if is_ready else "the model fails"
-        waiting = {"queued": batcher.num_waiting, "requests": service.num_requests}
+        waiting = {"queued": queued, "requests": service.num_requests}
         state = {"ready": is_ready, "reason": reason, **waiting}
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
     @app.exception_handler(RefusedError)
-    async def refused(request: Request, error: RefusedError) -> Response:
-        return reply(request, error.status, {"error": error.error, "field": error.field})
-
-    @app.exception_handler(ScoringError)
-    async def failed(request: Request, error: ScoringError) -> Response:
-        status = 500 if error.is_non_finite else 503
-        field = f"query[{error.index}]"
-        return reply(request, status, {"error": error.error, "field": field})
-
     @app.exception_handler(HTTPException)
-    async def no_such_place(request: Request, error: HTTPException) -> Response:
-        return reply(request, error.status_code, {"error": str(error.detail), "field": None})
+    async def refused(request: Request, error: RefusedError | HTTPException) -> Response:
+        field = getattr(error, "field", None)
+        return reply(request, error.status_code, {"error": str(error.detail), "field": field})
 
     return app
 
@@ -258,8 +261,8 @@ def check_size(num_bytes: int, limits: ServerLimitsConfig) -> None:
         raise RefusedError(413, problem, "body")
 
 
-def reply(request: Request, status: int, content: Answer) -> Response:
-    """Return an answer with the id of its request."""
+def reply(request: Request, status: int, content: Content) -> Response:
+    """Return a response with the id of its request."""
     given = request.headers.get("x-request-id", "")
     request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     headers = {"x-request-id": request_id}
@@ -290,8 +293,9 @@ def serve_rewards(config: ServeRewardConfig) -> None:
             f"Requests were left unanswered {config.limits.stop_timeout_s:g} s after the stop. "
             "Raise --limits.stop_timeout_s to wait longer."
         )
-    batcher = service.batcher
-    notice(f"stopped: {batcher.num_rows} texts scored in {batcher.num_forwards} forward passes")
+    num_rows = sum(batcher.num_rows for batcher in service.batchers)
+    num_forwards = sum(batcher.num_forwards for batcher in service.batchers)
+    notice(f"stopped: {num_rows} texts scored in {num_forwards} forward passes")
 
 
 def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:

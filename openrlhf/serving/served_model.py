@@ -32,12 +32,12 @@ from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 
 class RefusedError(Exception):
-    """A request that is not answered: the HTTP status, the reason, and the field it lies in."""
+    """A request that is refused: the HTTP status, the reason, and the field it lies in."""
 
-    def __init__(self, status: int, error: str, field: str | None) -> None:
-        super().__init__(error)
-        self.status = status
-        self.error = error
+    def __init__(self, status_code: int, detail: str, field: str | None) -> None:
+        super().__init__(detail)
+        self.status_code = status_code
+        self.detail = detail
         self.field = field
 
 
@@ -47,7 +47,7 @@ class ServedModel:
     module: RewardModel
 
     def __init__(self, config: ServeRewardConfig, path: str) -> None:
-        """Read what is small, config and tokenizer; raises ConfigError."""
+        """Read what is small, config and tokenizer; raise ConfigError."""
         trust = config.trust_remote_code
         self.config = config
         self.path = path
@@ -92,7 +92,7 @@ class ServedModel:
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[Row]:
-        """Return the token ids of texts; raises RefusedError for a text without tokens, and for one
+        """Return the token ids of texts; raise RefusedError for a text without tokens, and for one
         that is too long unless it may be cut.
         """
         if not texts:
@@ -105,8 +105,17 @@ class ServedModel:
             verbose=False,
         )
         rows: list[Row] = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        is_limited = self.config.data.overlong_texts == "error"
         for index, ids in enumerate(rows):
-            self._check_length(len(ids), f"query[{index}]")
+            if not ids:
+                raise RefusedError(422, "the text is empty", f"query[{index}]")
+            if is_limited and len(ids) > self.max_len:
+                raise RefusedError(
+                    422,
+                    f"{len(ids)} tokens, and --max_len leaves room for {self.max_len}. Send a "
+                    "shorter text, or start the server with --overlong_texts truncate_left",
+                    f"query[{index}]",
+                )
         return rows
 
     def cut(self, ids: Row) -> Row:
@@ -127,17 +136,6 @@ class ServedModel:
             torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces
             raise
 
-    def _check_length(self, length: int, field: str) -> None:
-        if not length:
-            raise RefusedError(422, "the text is empty", field)
-        if length > self.max_len and self.config.data.overlong_texts == "error":
-            raise RefusedError(
-                422,
-                f"{length} tokens, and --max_len leaves room for {self.max_len}. Send a shorter "
-                "text, or start the server with --overlong_texts truncate_left",
-                field,
-            )
-
 
 def load_options(config: BatchInferenceConfig | ChatConfig | ServeRewardConfig) -> LoadOptions:
     """Return how the model of a command that trains nothing is loaded."""
@@ -152,7 +150,7 @@ def load_options(config: BatchInferenceConfig | ChatConfig | ServeRewardConfig) 
 
 
 def load_order(config: ServeRewardConfig) -> list[ServedModel]:
-    """Return every model of the command line, without weights; raises ConfigError."""
+    """Return every model of the command line, without weights; raise ConfigError."""
     models = [ServedModel(config, path) for path in config.reward.model_paths]
     names = [model.name for model in models]
     for model in models:

@@ -78,12 +78,12 @@ def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):
     letters = "abcdefgh "
     texts = ["".join(rng.choices(letters, k=rng.randint(1, 80))) for _ in range(192)]
     requests = [texts[start : start + 3] for start in range(0, len(texts), 3)]
-    before = served.service.batcher.num_forwards
+    before = served.service.batchers[0].num_forwards
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda texts: served.rewards(*texts), requests))
     found = [reward for answer in answers for reward in answer]
     assert found == pytest.approx(trainers_scores(reward_dir, texts), abs=1e-5)
-    assert served.service.batcher.num_forwards - before < 64  # requests shared forwards
+    assert served.service.batchers[0].num_forwards - before < 64  # requests shared forwards
 
 
 def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkeypatch):
@@ -100,7 +100,7 @@ def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkey
         first = pool.submit(served.rewards, "first")
         wait_until(lambda: sizes == [1])
         others = [pool.submit(served.rewards, text) for text in "abcde"]
-        wait_until(lambda: served.service.batcher.num_waiting == 5)
+        wait_until(lambda: served.service.batchers[0].num_waiting == 5)
         assert served.client.get("/ready").json()["queued"] == 5
         start = time.monotonic()
         assert served.client.get("/health").status_code == 200
@@ -113,14 +113,14 @@ def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkey
 def test_a_forward_takes_a_row_of_each_request_in_turn():
     forwards = []
 
-    def first_ids(model, rows):
+    def first_ids(rows):
         forwards.append([row[0] for row in rows])
         return [float(row[0]) for row in rows]
 
     async def ask():
-        batcher = Batcher(first_ids, max_rows=2, max_tokens=100)
-        large = asyncio.ensure_future(batcher.score(0, [[1], [2], [3]]))
-        small = asyncio.ensure_future(batcher.score(0, [[4]]))
+        batcher = Batcher(first_ids, ThreadPoolExecutor(1), max_rows=2, max_tokens=100)
+        large = asyncio.ensure_future(batcher.score([[1], [2], [3]]))
+        small = asyncio.ensure_future(batcher.score([[4]]))
         return await asyncio.gather(large, small)
 
     assert asyncio.run(ask()) == [[1.0, 2.0, 3.0], [4.0]]
@@ -206,9 +206,9 @@ def test_what_is_in_flight_is_answered_when_the_server_stops(reward_dir, monkeyp
         score = model.score
         monkeypatch.setattr(model, "score", lambda rows: time.sleep(0.4) or score(rows))
         first = pool.submit(served.rewards, "first")
-        wait_until(lambda: served.service.batcher.num_forwards == 1)
+        wait_until(lambda: served.service.batchers[0].num_forwards == 1)
         second = pool.submit(served.rewards, "second")  # waits for the first's forward
-        wait_until(lambda: served.service.batcher.num_waiting == 1)
+        wait_until(lambda: served.service.batchers[0].num_waiting == 1)
         url = served.url
         served.server.should_exit = True
         found = [*first.result(), *second.result()]

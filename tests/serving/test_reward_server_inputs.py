@@ -244,11 +244,11 @@ def test_a_model_that_fails_altogether_is_not_ready(served, monkeypatch):
 
 def test_the_same_request_id_is_computed_once(served):
     first = served.ask(GOOD, x_request_id="once")
-    num_rows = served.service.batcher.num_rows
+    num_rows = served.service.batchers[0].num_rows
     second = served.ask(GOOD, x_request_id="once")
     assert second.json() == first.json()
     assert second.headers["x-request-id"] == "once"
-    assert served.service.batcher.num_rows == num_rows
+    assert served.service.batchers[0].num_rows == num_rows
     other = served.ask({"query": ["other"]}, x_request_id="once")
     assert (other.status_code, other.json()["field"]) == (422, "x-request-id")
 
