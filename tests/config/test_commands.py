@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+import pytest
+
+from openrlhf.config.base import value_at
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig, LoraCombinerConfig
@@ -78,129 +81,51 @@ REWARD_FUNCTION = "--remote_rm_url /path/to/reward_func.py --label_key answer"
 PROMPTS = " --prompt_data your/prompts"
 
 
-def parse(config_class, command):
-    parsed = parse_config(config_class, shlex.split(command.replace("\\\n", " ")))
-    return parsed.config
+GENERATE = r"""
+--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 2048 --prompt_max_len 2048 \
+--dataset p --dataset_probs 1.0 --input_key prompt --temperature 0.9 --zero_stage 0 --best_of_n 4 \
+--enable_prefix_caching --tp_size 2 --max_num_seqs 64 --iter 0 --rollout_batch_size 2048 \
+--output_path ./g.jsonl
+"""
+
+SCORE = r"""
+--eval_task rm --pretrain r --bf16 --max_len 4096 --dataset ./g.jsonl --dataset_probs 1.0 \
+--zero_stage 0 --post_processor rs --micro_batch_size 4 --output_path ./r.jsonl
+"""
+
+GROUP_NORM = README_PPO.replace("--n_samples_per_prompt 1", "") + "--advantage_estimator group_norm"
+COMMANDS = [
+    (PPOConfig, README_PPO, "critic.num_gpus_per_node=8 vllm.num_engines=4 "
+     "vllm.tensor_parallel_size=2 train.micro_batch_size=8 rollout.micro_batch_size=16 "
+     "ds.zero_stage=3 ds.param_dtype=bf16 ds.enable_sleep=True actor.adam.lr=5e-07 "
+     "critic.adam.lr=9e-06 critic.gradient_checkpointing_enable=True ckpt.save_hf=True "
+     "data.input_key=context_messages data.apply_chat_template=True data.max_samples=100000 "
+     "logger.wandb.key=true rollout.n_samples_per_prompt=1"),
+    (PPOConfig, GROUP_NORM, "rollout.n_samples_per_prompt=8"),
+    (PPOConfig, GRPO + PROMPTS, "algo.advantage.estimator=group_norm has_critic=False "
+     "algo.advantage.no_std_norm=True algo.kl.use_loss=True algo.kl.estimator=k3 "
+     "rollout.n_samples_per_prompt=8"),
+    (PPOConfig, CHEAT_SHEET, "actor.num_gpus_per_node=4 ref.num_gpus_per_node=4 "
+     "rollout.n_samples_per_prompt=8 logger.wandb.key=true"),
+    (PPOConfig, CHEAT_SHEET.replace("$WANDB_API_KEY", ""), "logger.wandb.key=true"),
+    (PPOConfig, f"--pretrain m {REWARD_FUNCTION} {PROMPTS}",
+     "reward.remote_url=/path/to/reward_func.py data.label_key=answer"),
+    (SFTConfig, SFT, "data.dataset=Open-Orca/OpenOrca data.output_key=response data.max_len=4096 "
+     "data.max_samples=500000 train.batch_size=256 train.max_epochs=1 ckpt.save_steps=-1 "
+     "ds.attn_implementation=flash_attention_2 ds.packing_samples=True adam.lr=5e-06"),
+    (RMConfig, RM + "--value_prefix_head score", "data.max_len=8192 data.prompt_key=None "
+     "adam.lr=9e-06 ds.value_head_prefix=score model.loss_type=sigmoid"),
+    (DPOConfig, DPO, "model.beta=0.1 adam.lr=5e-07 train.micro_batch_size=2 "
+     "ref.model_name_or_path=None ckpt.output_dir=./output/llama3-8b-dpo"),
+    (LoraCombinerConfig, LORA_COMBINER, "is_rm=True ds.param_dtype=bf16 "
+     "lora_path=./checkpoint/llama3-8b-rm"),
+    (BatchInferenceConfig, GENERATE, "rollout.iter=0 rollout.best_of_n=4"),
+    (BatchInferenceConfig, SCORE, "reward.post_processor=rs micro_batch_size=4"),
+]  # fmt: skip
 
 
-def test_the_ppo_command_with_group_norm_makes_eight_samples_of_a_prompt():
-    config = parse(
-        PPOConfig,
-        README_PPO.replace("--n_samples_per_prompt 1", "") + " --advantage_estimator group_norm",
-    )
-    assert config.rollout.n_samples_per_prompt == 8
-
-
-def test_the_grpo_command():
-    config = parse(PPOConfig, GRPO + PROMPTS)
-    advantage, kl = config.algo.advantage, config.algo.kl
-    assert (advantage.estimator, advantage.no_std_norm) == ("group_norm", True)
-    assert (kl.init_coef, kl.use_loss, kl.estimator) == (0.01, True, "k3")
-    assert (config.rollout.batch_size, config.rollout.n_samples_per_prompt) == (1024, 8)
-    assert not config.has_critic
-
-
-def test_the_ppo_command_of_the_readme():
-    config = parse(PPOConfig, README_PPO)
-    for role in (config.actor, config.critic, config.ref, config.reward):
-        assert (role.num_nodes, role.num_gpus_per_node) == (1, 8)
-    assert (config.vllm.num_engines, config.vllm.tensor_parallel_size) == (4, 2)
-    assert (config.train.micro_batch_size, config.train.batch_size) == (8, 128)
-    assert (config.rollout.micro_batch_size, config.rollout.batch_size) == (16, 1024)
-    assert (config.ds.zero_stage, config.ds.param_dtype, config.ds.enable_sleep) == (
-        3,
-        "bf16",
-        True,
-    )
-    assert (config.actor.adam.lr, config.critic.adam.lr) == (5e-7, 9e-6)
-    assert config.actor.gradient_checkpointing_enable
-    assert config.critic.gradient_checkpointing_enable
-    assert config.ckpt.save_hf
-    assert config.ckpt.path == "/openrlhf/examples/test_scripts/ckpt/llama3-8b-rlhf"
-    assert (config.data.input_key, config.data.apply_chat_template) == ("context_messages", True)
-    assert config.data.max_samples == 100_000
-    assert (config.vllm.sync_backend, config.vllm.enforce_eager) == ("nccl", True)
-    assert config.logger.wandb.key == "true"
-
-
-def test_the_command_of_the_french_cheat_sheet():
-    for typed in (CHEAT_SHEET, CHEAT_SHEET.replace("$WANDB_API_KEY", "")):
-        config = parse(PPOConfig, typed)
-        assert config.actor.num_gpus_per_node == 4
-        assert config.ref.num_gpus_per_node == 4  # shares the actor's
-        assert config.train.colocate_actor_ref
-        assert config.vllm.num_engines == 2
-        assert config.rollout.n_samples_per_prompt == 8
-        assert config.data.input_key == "prompt"
-        assert config.logger.wandb.key == "true"
-
-
-def test_a_reward_function_in_the_place_of_a_reward_model():
-    config = parse(PPOConfig, f"--pretrain m {REWARD_FUNCTION} {PROMPTS}")
-    assert config.reward.remote_url == "/path/to/reward_func.py"
-    assert config.data.label_key == "answer"
-
-
-def test_the_sft_command():
-    config = parse(SFTConfig, SFT)
-    assert config.data.dataset == "Open-Orca/OpenOrca"
-    assert (config.data.input_key, config.data.output_key) == ("question", "response")
-    assert config.data.input_template == "User: {}\nAssistant: "
-    assert (config.data.max_len, config.data.max_samples) == (4096, 500_000)
-    assert (config.train.batch_size, config.train.micro_batch_size) == (256, 2)
-    assert config.train.max_epochs == 1
-    assert config.model.model_name_or_path == "meta-llama/Meta-Llama-3-8B"
-    assert config.model.gradient_checkpointing_enable
-    assert config.ckpt.output_dir == "./checkpoint/llama3-8b-sft"
-    assert (config.ckpt.save_steps, config.eval.steps, config.logger.logging_steps) == (-1, -1, 1)
-    assert (config.ds.zero_stage, config.ds.param_dtype) == (2, "bf16")
-    assert config.ds.attn_implementation == "flash_attention_2"
-    assert config.ds.packing_samples
-    assert config.adam.lr == 5e-6
-
-
-def test_the_reward_model_command():
-    config = parse(RMConfig, RM + " --value_prefix_head score")
-    assert config.model.model_name_or_path == "OpenRLHF/Llama-3-8b-sft-mixture"
-    assert (config.train.batch_size, config.train.micro_batch_size) == (256, 1)
-    assert (config.data.chosen_key, config.data.rejected_key) == ("chosen", "rejected")
-    assert (config.data.max_len, config.data.prompt_key) == (8192, None)
-    assert (config.adam.lr, config.ds.zero_stage) == (9e-6, 3)
-    assert (config.ds.value_head_prefix, config.ds.param_dtype) == ("score", "bf16")
-    assert (config.model.loss_type, config.logger.wandb.project) == ("sigmoid", "openrlhf_train_rm")
-
-
-def test_the_dpo_command():
-    config = parse(DPOConfig, DPO)
-    assert (config.model.beta, config.model.loss_type) == (0.1, "sigmoid")
-    assert (config.adam.lr, config.train.micro_batch_size) == (5e-7, 2)
-    assert config.data.apply_chat_template
-    assert config.ref.model_name_or_path is None
-    assert config.ckpt.output_dir == "./output/llama3-8b-dpo"
-
-
-def test_the_lora_combiner_command():
-    config = parse(LoraCombinerConfig, LORA_COMBINER)
-    assert config.model_path == "meta-llama/Meta-Llama-3-8B"
-    assert config.lora_path == "./checkpoint/llama3-8b-rm"
-    assert config.output_path == "./checkpoint/llama-3-8b-rm-combined"
-    assert (config.is_rm, config.ds.param_dtype) == (True, "bf16")
-
-
-def test_the_commands_of_a_round_of_rejection_sampling():
-    generate = parse(
-        BatchInferenceConfig,
-        "--eval_task generate_vllm --pretrain m --bf16 --max_new_tokens 2048 --prompt_max_len 2048 "
-        "--dataset p --dataset_probs 1.0 --input_key prompt --temperature 0.9 --zero_stage 0 "
-        "--best_of_n 4 --enable_prefix_caching --tp_size 2 --max_num_seqs 64 --iter 0 "
-        "--rollout_batch_size 2048 --output_path ./g.jsonl",
-    )
-    assert (generate.rollout.iter, generate.rollout.best_of_n) == (0, 4)
-    assert list(generate.notices()) == []
-    score = parse(
-        BatchInferenceConfig,
-        "--eval_task rm --pretrain r --bf16 --max_len 4096 --dataset ./g.jsonl --dataset_probs 1.0 "
-        "--zero_stage 0 --post_processor rs --micro_batch_size 4 --output_path ./r.jsonl",
-    )
-    assert (score.reward.post_processor, score.micro_batch_size) == ("rs", 4)
-    assert list(score.notices()) == []
+@pytest.mark.parametrize(("config_class", "command", "meant"), COMMANDS)
+def test_a_command_of_the_documents_means_what_it_meant(config_class, command, meant):
+    config = parse_config(config_class, shlex.split(command.replace("\\\n", " "))).config
+    wanted = dict(word.split("=", 1) for word in meant.split())
+    assert {path: str(value_at(config, path)) for path in wanted} == wanted
