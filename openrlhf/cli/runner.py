@@ -17,9 +17,9 @@ from typing import Generic
 
 from openrlhf.config.base import value_at, walk
 from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import is_local_data, path_problems
-from openrlhf.config.run import CommandConfig
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots

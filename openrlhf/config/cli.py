@@ -15,8 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Option, value_at, walk, with_value
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.flags import Given, names_of, read_all
-from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)

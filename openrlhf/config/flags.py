@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 
 from openrlhf.config.base import Meanings, Option, walk
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.local_paths import LISTS
-from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError
 
 TRUE_WORDS = ("true", "1", "yes", "on")

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from openrlhf.config.base import Option, walk
-from openrlhf.config.run import CommandConfig
+from openrlhf.config.common import CommandConfig
 
 NOTES = """\
 Every flag has a dotted name and, after "Also", the names of older commands and of Hugging Face.

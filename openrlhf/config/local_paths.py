@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, is_blank, is_given, value_at, walk
-from openrlhf.config.run import CommandConfig, RunConfig
+from openrlhf.config.common import CommandConfig, RunConfig
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 LISTS = ("models", "data", "code")  # with commas between

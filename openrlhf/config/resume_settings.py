@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.base import value_at, walk
-from openrlhf.config.run import CommandConfig
+from openrlhf.config.common import CommandConfig
 from openrlhf.errors import ConfigError
 
 

@@ -15,6 +15,7 @@ from pydantic import field_validator
 
 from openrlhf.config.base import Base, expand_home, is_blank, option, switch
 from openrlhf.config.common import (
+    CommandConfig,
     DeepSpeedConfig,
     HeadConfig,
     LoadConfig,
@@ -22,7 +23,6 @@ from openrlhf.config.common import (
     PromptTemplateConfig,
     RewardModelsConfig,
 )
-from openrlhf.config.run import CommandConfig
 from openrlhf.config.supervised import AnsweredDataConfig
 
 MIB = 1 << 20

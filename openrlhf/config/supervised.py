@@ -20,12 +20,12 @@ from openrlhf.config.common import (
     LoggerConfig,
     OptimizerConfig,
     PromptTemplateConfig,
+    RunConfig,
     TemplateConfig,
     TrainConfig,
     TrainedModelConfig,
     logger_of,
 )
-from openrlhf.config.run import RunConfig
 
 PreferenceLossName = Literal[
     "sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo", "apo_zero", "apo_down", "exo_pair"

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from openrlhf.config.base import is_given
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.local_paths import is_local_data
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_parts import PPODataConfig
-from openrlhf.config.run import CommandConfig
+from openrlhf.config.ppo import PPOConfig, PPODataConfig
 from openrlhf.config.serving import BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.supervised import (
     DatasetConfig,

@@ -23,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
 from openrlhf.config.base import is_given
+from openrlhf.config.common import RunConfig
 from openrlhf.config.local_paths import looks_local
-from openrlhf.config.run import RunConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import (

@@ -23,7 +23,7 @@ from openrlhf.algorithms.balancing import (
     fixed_batches,
     token_budget_batches,
 )
-from openrlhf.config.run import RunConfig
+from openrlhf.config.common import RunConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import EpochSampler
 from openrlhf.datasets.tokenized import TokenizedDataset

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from openrlhf.config.base import is_blank, value_at, walk, with_value
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.local_paths import is_hub_id, names_in
-from openrlhf.config.run import CommandConfig
 from openrlhf.errors import ConfigError, first_line
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)

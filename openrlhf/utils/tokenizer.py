@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OverdueError
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -47,7 +48,7 @@ def load_tokenizer(
     use_fast: bool = True,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a model, with a pad token but never a new id (embeddings keep their size).
+    """Load a tokenizer, with a pad token but never a new id (embeddings keep their size).
 
     `chat_template` replaces the tokenizer's own: Jinja text, or the path of a file that holds it.
     An adapter that was saved without a tokenizer has its base's.
@@ -61,7 +62,11 @@ def load_tokenizer(
                 name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_load_problem(name_or_path, error)) from error
+        problem = f"cannot be loaded: {first_line(error)} Give a folder with tokenizer files, or a "
+        problem += "hub name that can be reached."
+        if "trust_remote_code" in str(error):
+            problem = "runs code of its own. Add --trust_remote_code if you trust it."
+        raise ConfigError(f"tokenizer {name_or_path} {problem}") from error
     if len(tokenizer) == len(tokenizer.all_special_ids):  # made of no file at all
         raise ConfigError(
             f"{name_or_path} holds no tokenizer. Copy the files of the model's tokenizer into it "
@@ -70,7 +75,8 @@ def load_tokenizer(
     if chat_template:
         tokenizer.chat_template = _template_text(chat_template)
     if tokenizer.pad_token_id is None:
-        _borrow_pad_token(tokenizer)
+        own = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+        tokenizer.pad_token = own or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -80,8 +86,8 @@ def eos_token_ids(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's, then those of the generation config or the
-    config.
+    """Return every id that ends a response: the tokenizer's, those of the generation config or
+    the config.
     """
     found = [tokenizer.eos_token_id, *_configured_eos(model_name_or_path, trust_remote_code)]
     return tuple(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
@@ -111,7 +117,7 @@ class TemplateError(ValueError):
 
 
 def chat_template_of(tokenizer: Tokenizer) -> str:
-    """The chat template that is used; raises ConfigError when there is none."""
+    """Return the chat template that is used; raise ConfigError if there is none."""
     template = tokenizer.chat_template
     if not template:
         raise ConfigError(
@@ -233,12 +239,13 @@ class TextEncoder:
         return start + len(stripped) if is_closed else end
 
     def says_nothing(self, text: str) -> bool:
-        """Whether a rendered text is white space and special tokens that the template wrote."""
+        """Return True if a rendered text is white space and special tokens of the template."""
         return not self._special_pattern.sub("", text).strip()
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of rendered prompts, each with exactly one BOS where tokenizer or template adds "
-        "one."""
+        """Return ids of rendered prompts, with exactly one BOS where tokenizer or template adds
+        one.
+        """
         rows = self.encode_segments([[text] for text in texts])
         return [self.with_leading_ids(segments[0]) for segments in rows]
 
@@ -254,54 +261,30 @@ class TextEncoder:
 
         Rows hold rendered text; the result has the same nesting, one id list per segment.
         """
-        pieces = [
-            (row_index, segment_index, piece, is_data)
-            for row_index, row in enumerate(rows)
-            for segment_index, segment in enumerate(row)
-            for piece, is_data in self._pieces(segment)
-        ]
-        is_first = [i == 0 or pieces[i][0] != pieces[i - 1][0] for i in range(len(pieces))]
-        encoded = self._encode_pieces([(p[2], p[3]) for p in pieces], is_first)
         result: list[list[list[int]]] = [[[] for _ in row] for row in rows]
-        for (row_index, segment_index, _, _), ids in zip(pieces, encoded, strict=True):
-            result[row_index][segment_index].extend(ids)
+        pieces = []  # where the ids go, text, and its kind: spelled by the data, first of its row
+        for row, row_ids in zip(rows, result, strict=True):
+            is_first = True
+            for segment, ids in zip(row, row_ids, strict=True):
+                for index, part in enumerate(self._stand_in_pattern.split(segment)):
+                    if part:
+                        pieces.append((ids, self._originals.get(part, part), index % 2, is_first))
+                        is_first = False
+        encoded: dict[int, list[int]] = {}
+        for is_data, is_first in product((0, 1), (True, False)):
+            chosen = [i for i, piece in enumerate(pieces) if piece[2:] == (is_data, is_first)]
+            texts = [pieces[i][1] for i in chosen]
+            ids_of_texts = self._encode(texts, allow_special=not is_data, is_first=is_first)
+            encoded.update(zip(chosen, ids_of_texts, strict=True))
+        for i, (ids, *_) in enumerate(pieces):
+            ids.extend(encoded[i])
         return result
 
-    def _pieces(self, segment: str) -> list[tuple[str, bool]]:
-        """(text, is a special token spelled by the data) in order; almost always one piece."""
-        parts = self._stand_in_pattern.split(segment)
-        return [
-            (self._originals.get(part, part), index % 2 == 1)
-            for index, part in enumerate(parts)
-            if part
-        ]
-
-    def _encode_pieces(
-        self, pieces: list[tuple[str, bool]], is_first: list[bool]
-    ) -> list[list[int]]:
-        result: list[list[int]] = [[] for _ in pieces]
-        for wants_data in (False, True):
-            for wants_first in (True, False):
-                chosen = [
-                    i
-                    for i, (_, is_data) in enumerate(pieces)
-                    if is_data == wants_data and is_first[i] == wants_first
-                ]
-                texts = [pieces[i][0] for i in chosen]
-                encode = self._encode_start if wants_first else self._encode_continuation
-                for i, ids in zip(chosen, encode(texts, not wants_data), strict=True):
-                    result[i] = ids
-        return result
-
-    def _encode_start(self, texts: list[str], allow_special: bool) -> list[list[int]]:
-        return _encode(self.tokenizer, texts, allow_special=allow_special)
-
-    def _encode_continuation(self, texts: list[str], allow_special: bool) -> list[list[int]]:
-        """Ids of texts that follow other text: without the prefix space some tokenizers put "
-        "first."""
-        if not self._adds_prefix_space or not texts:
+    def _encode(self, texts: list[str], *, allow_special: bool, is_first: bool) -> list[list[int]]:
+        """Ids of texts; those that follow others lack the space some tokenizers put first."""
+        if is_first or not self._adds_prefix_space or not texts:
             return _encode(self.tokenizer, texts, allow_special=allow_special)
-        anchor = _encode(self.tokenizer, [_ANCHOR], allow_special=False)[0]
+        [anchor] = _encode(self.tokenizer, [_ANCHOR], allow_special=False)
         anchored = _encode(
             self.tokenizer, [_ANCHOR + text for text in texts], allow_special=allow_special
         )
@@ -328,10 +311,8 @@ def _any_of(texts: list[str]) -> re.Pattern[str]:
 
 
 def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
-    first_token = tokenizer.convert_ids_to_tokens(
-        _encode(tokenizer, ["a"], allow_special=False)[0]
-    )[0]
-    return first_token.startswith(("▁", "Ġ"))
+    [ids] = _encode(tokenizer, ["a"], allow_special=False)
+    return tokenizer.convert_ids_to_tokens(ids)[0].startswith(("▁", "Ġ"))
 
 
 def _folder_with_tokenizer(name_or_path: str) -> str:
@@ -349,19 +330,6 @@ def _refuse_missing_folder(name_or_path: str) -> None:
         )
 
 
-def _load_problem(name_or_path: str, error: Exception) -> str:
-    text = str(error)
-    if "trust_remote_code" in text:
-        return (
-            f"tokenizer {name_or_path} runs code of its own. "
-            "Add --trust_remote_code if you trust it."
-        )
-    return (
-        f"tokenizer {name_or_path} cannot be loaded: {first_line(error)} "
-        "Give a folder with tokenizer files, or a hub name that can be reached."
-    )
-
-
 def _template_text(chat_template: str) -> str:
     if is_template_text(chat_template):
         return chat_template
@@ -372,14 +340,6 @@ def _template_text(chat_template: str) -> str:
             "Give the template itself or the path of a .jinja file."
         )
     return path.read_text(encoding="utf-8")
-
-
-def _borrow_pad_token(tokenizer: Tokenizer) -> None:
-    for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
-        if token is not None:
-            tokenizer.pad_token = token
-            return
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
 
 
 def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algorithms import advantages
 from openrlhf.algorithms.advantages import ESTIMATORS, estimator
-from openrlhf.config.ppo_parts import GROUP_ESTIMATORS, Estimator
+from openrlhf.config.ppo import GROUP_ESTIMATORS, Estimator
 
 WIDE = (-1e9, 1e9)
 

@@ -7,9 +7,9 @@ from typing import Literal
 import pytest
 
 from openrlhf.config.base import Base, option, switch, walk
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.flags import names_of
 from openrlhf.config.help import help_text
-from openrlhf.config.run import CommandConfig
 from tests.config.test_settings import CONFIGS
 
 

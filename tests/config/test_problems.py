@@ -8,8 +8,7 @@ import pytest
 
 from openrlhf.config.base import Caution
 from openrlhf.config.cli import parse_config
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_parts import Estimator
+from openrlhf.config.ppo import Estimator, PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,

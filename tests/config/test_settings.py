@@ -19,9 +19,9 @@ from pydantic import BaseModel
 
 from openrlhf.config.base import Option, is_given, value_at, walk
 from openrlhf.config.cli import build, parse_config
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.flags import flag_table, read_all
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
     ChatConfig,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.cli import parse_config
+from openrlhf.config.common import CommandConfig
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.run import CommandConfig
 from openrlhf.config.serving import BatchInferenceConfig, ServeRewardConfig
 from openrlhf.config.supervised import (
     DPOConfig,

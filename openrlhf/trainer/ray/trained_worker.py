@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import aggregate
-from openrlhf.config.ppo_parts import ActorConfig, CriticConfig
+from openrlhf.config.ppo import ActorConfig, CriticConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import together, world_size
 from openrlhf.distributed.export import NamedTensors, export_hf
