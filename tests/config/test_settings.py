@@ -11,11 +11,9 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from openrlhf.config.base import Option, is_given, value_at, walk
 from openrlhf.config.cli import build, parse_config
@@ -121,22 +119,6 @@ def test_every_name_of_a_setting_sets_it(command):
             if meanings is None and words is not None:
                 path = option.path
                 assert value(name, words, path) == value(path, words, path), name
-
-
-def sections(config_class: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    yield config_class
-    for field in config_class.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from sections(field.annotation)
-
-
-def test_another_default_changes_nothing_about_resuming():
-    for section in {part for config_class in CONFIGS for part in sections(config_class)}:
-        for parent in section.__mro__[1:]:
-            for name, field in getattr(parent, "model_fields", {}).items():
-                extra, own = field.json_schema_extra, section.model_fields[name].json_schema_extra
-                if isinstance(extra, dict) and (rule := extra["option"].at_resume):
-                    assert own["option"].at_resume == rule, (section, name)
 
 
 BOUNDS = {"gt": ("above", 0), "ge": ("at least", -1), "lt": ("below", 0), "le": ("at most", 1)}
@@ -300,12 +282,6 @@ def test_default_run_folders_differ_by_command_and_time(monkeypatch):
     first = defaults(SFTConfig).ckpt.output_dir
     time.sleep(1.1)
     assert defaults(SFTConfig).ckpt.output_dir == first
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_reads_its_own_config(name):
-    module = import_module(f"openrlhf.cli.{name}")
-    assert getattr(module, COMMANDS[name].__name__) is COMMANDS[name]
 
 
 # Read inside the config alone: other leaves and properties follow from them.

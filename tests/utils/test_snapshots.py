@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,16 +77,3 @@ def test_a_library_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch
     code, said = refuse("train_sft", words)
     assert (code, len(said.splitlines())) == (2, 1)
     assert "--use_ms" in said and "pip install '.[modelscope]'" in said
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cache")
-def test_a_run_starts_from_a_model_and_rows_of_the_hub(tmp_path: Path) -> None:
-    words = "--use_ms --pretrain org/tiny --dataset org/rows@hard --input_key input "
-    words += f"--output_key output --train_batch_size 8 --max_epochs 1 --save_path {tmp_path}/run"
-    command = [sys.executable, "-m", "openrlhf.cli.train_sft", *words.split()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "modelscope" not in result.stderr
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "finished.json").is_file()
