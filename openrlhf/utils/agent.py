@@ -145,32 +145,20 @@ class AgentInstanceBase(ABC):
         """
 
 
+@dataclass(eq=False)
 class AgentExecutorBase:
     """Runs episodes of an environment; override `execute` for any other way of acting."""
 
-    step_timeout_s: float | None = None  # of one call of the environment; None: the run's
     agent_instance_cls: type[Any] | None = None
     max_steps: int = MAX_STEPS
     max_length: int | None = None
     llm_engine: Any = None
     hf_tokenizer: Any = None
     result_queue: Any = None
+    # Of one call of the environment; None: the run's.
+    step_timeout_s: float | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        agent_instance_cls: type[Any] | None = None,
-        max_steps: int = MAX_STEPS,
-        max_length: int | None = None,
-        llm_engine: Any = None,
-        hf_tokenizer: Any = None,
-        result_queue: Any = None,
-    ) -> None:
-        self.agent_instance_cls = agent_instance_cls
-        self.max_steps = max_steps
-        self.max_length = max_length
-        self.llm_engine = llm_engine
-        self.hf_tokenizer = hf_tokenizer
-        self.result_queue = result_queue
+    def __post_init__(self) -> None:
         # For an `execute` that takes it: --async_num_tasks limits the episodes of every executor.
         self.semaphore = asyncio.Semaphore(sys.maxsize)
 
@@ -261,17 +249,10 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         raise NotImplementedError
 
     async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int | None = None,
-        hf_tokenizer: Any = None,
-        llm_engine: Any = None,
-        images: Any = None,
+        self, prompt: str, label: Any, sampling_params: Any, *_: Any, **given: Any
     ) -> dict[str, Any]:
         """Open a session and return what `run` returns."""
-        engine = llm_engine or self.llm_engine
+        engine = given.get("llm_engine") or self.llm_engine
         session = engine.open_session(
             sampling_params, ignores_client_sampling=self.ignores_client_sampling
         )

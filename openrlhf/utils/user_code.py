@@ -7,9 +7,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from openrlhf.errors import ConfigError, OpenRLHFError
 
@@ -17,28 +18,14 @@ MAX_MESSAGE = 500  # characters of what an exception says
 _files: dict[str, str] = {}  # paths as they were given -> where they led when they were loaded
 
 
-class blaming:
-    """A block that runs user code: any exception of it becomes one of ours, with the user's
-    file:line.
-    """
-
-    def __init__(self, path: str | Path, error_type: type[OpenRLHFError]) -> None:
-        self.path = path
-        self.error_type = error_type
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Raise `error_type` from an Exception; let KeyboardInterrupt and SystemExit pass."""
-        if isinstance(error, Exception):
-            where = user_line(self.path, error) or str(self.path)
-            raise self.error_type(f"{where}: {in_words(error)}") from error
+@contextmanager
+def blaming(path: str | Path, error_type: type[OpenRLHFError]) -> Iterator[None]:
+    """Run a block of user code: any exception of it becomes one of ours, with its file:line."""
+    try:
+        yield
+    except Exception as error:
+        where = user_line(path, error) or str(path)
+        raise error_type(f"{where}: {in_words(error)}") from error
 
 
 def load_module(path: str | Path) -> ModuleType:
