@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def usage() -> str:
-    """The commands, one line each."""
+    """Return the commands, one line each."""
     lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [

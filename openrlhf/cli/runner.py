@@ -110,7 +110,7 @@ def show_help(command: Command[ConfigT]) -> None:
 
 
 def start_problems(config: CommandConfig) -> Iterator[str]:
-    """What a config that does not contradict itself cannot run with, here and now."""
+    """Yield a line for each file and library that is missing here and now."""
     yield from library_problems(config)
     yield from path_problems(config)
 

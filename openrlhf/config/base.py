@@ -50,7 +50,7 @@ class Caution(str):
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What a field declares beyond its type."""
+    """The declaration of a field, beyond its type."""
 
     # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
     # `flat`. One with a leading dot is a sibling of the field: `.no_nesterov` of

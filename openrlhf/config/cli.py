@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Option, value_at, walk, with_value
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.flags import Given, names_of, read_all
+from openrlhf.config.flags import Given, read_all
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -46,7 +46,9 @@ def parse_config(
     """
     reading = read_all(config_class, argv)
     config, wrong = build(config_class, reading.values)
-    mentioned = {f"--{name}" for path in wrong for name in names_of(config_class, path)}
+    mentioned = {
+        f"--{name}" for leaf in walk(config_class) if leaf.path in wrong for name, _ in leaf.names
+    }
     contradictions = [
         line for line in config.problems() if not mentioned & {*line.replace(".", " ").split()}
     ]

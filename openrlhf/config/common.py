@@ -140,7 +140,7 @@ class LoraConfig(Base):
 
 
 class TrainedModelConfig(Base):
-    """What the config of every model that is trained has."""
+    """Settings of every model that is trained."""
 
     gradient_checkpointing_enable: bool = switch(
         "Recompute activations in the backward pass.", "gradient_checkpointing"
@@ -327,7 +327,7 @@ class CheckpointConfig(Base):
 
     @property
     def uses_root(self) -> bool:
-        """Whether the run reads or writes anything under `path`."""
+        """Return True if the run reads or writes anything under `path`."""
         return self.save_steps > 0 or self.load_enable or self.best_metric_key not in ("", "none")
 
 
@@ -473,12 +473,12 @@ class TrainConfig(Base):
 
     @property
     def token_budget(self) -> int | None:
-        """Tokens of a training micro-batch; None: micro-batches are counted in samples."""
+        """Return the tokens of a micro-batch; None: micro-batches are counted in samples."""
         return self.max_tokens_per_gpu if self.dynamic_batch_enable else None
 
     @property
     def micro_batch_text(self) -> str:
-        """What a training micro-batch holds."""
+        """Describe what a training micro-batch holds."""
         budget = self.token_budget
         return f"{self.micro_batch_size} rows" if budget is None else f"at most {budget} tokens"
 

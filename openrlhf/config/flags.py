@@ -42,13 +42,6 @@ def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
     return table
 
 
-def names_of(config_class: type[CommandConfig], path: str) -> Iterator[str]:
-    """Yield every name that sets this leaf."""
-    for name, targets in flag_table(config_class).items():
-        if any(option.path == path for option, _ in targets):
-            yield name
-
-
 def nearest_name(name: str, config_class: type[CommandConfig]) -> str | None:
     """Return the known name that ends in this one, else the one most like it, if any is."""
     known = [*flag_table(config_class), *config_class.dead_flags, "config", "debug", "help"]

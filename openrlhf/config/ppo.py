@@ -68,7 +68,7 @@ def positive(value: tuple[float, float] | None) -> tuple[float, float] | None:
 
 
 class PlacementConfig(Base):
-    """Where a model runs."""
+    """Placement of a model."""
 
     num_nodes: int = option(1, "Nodes of the model.", "{model}num_nodes", ge=1)
     num_gpus_per_node: int | None = option(
@@ -226,13 +226,13 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """Every local reward model named."""
+        """Return every local reward model named."""
         names = (self.model_name_or_path or "").split(",")
         return tuple(name.strip() for name in names if name.strip())
 
     @property
     def is_function_file(self) -> bool:
-        """Whether the reward comes from a function in a local file."""
+        """Return True if the reward comes from a function in a local file."""
         url = self.remote_url or ""
         return url.endswith(".py") and "," not in url and "://" not in url
 
@@ -604,7 +604,7 @@ class PPOConfig(RunConfig):
                     yield f"{second}.{name}", getattr(getattr(self, first), name)
 
     def _is_set(self, section: str, name: str) -> bool:
-        """Whether somebody gave it a value; a saved config gives "unset" too."""
+        """Return True if somebody gave it a value; a saved config gives "unset" too."""
         return (
             is_given(self, f"{section}.{name}")
             and getattr(getattr(self, section), name) is not None
@@ -620,38 +620,38 @@ class PPOConfig(RunConfig):
 
     @property
     def has_group_estimator(self) -> bool:
-        """Whether rewards are compared within the samples of a prompt."""
+        """Return True if rewards are compared within the samples of a prompt."""
         return self.algo.advantage.estimator in GROUP_ESTIMATORS
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value model is trained: with the estimator gae only."""
+        """Return True if a value model is trained: with the estimator gae only."""
         return self.algo.advantage.estimator == "gae"
 
     @property
     def critic_source(self) -> str | None:
-        """Model a critic starts from: its own, else the first reward model, else the policy."""
+        """Return the model of the critic: its own, else the first reward model, else the policy."""
         named = (self.critic.model_name_or_path, *self.reward.model_paths)
         return next(filter(None, named), self.actor.model_name_or_path)
 
     @property
     def num_rollout_samples(self) -> int:
-        """Samples in a step."""
+        """Return the number of samples in a step."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def engines_share_devices(self) -> bool:
-        """Whether models and engines take turns on the same devices: not when both run at once."""
+        """Return True if models and engines take turns on the same devices."""
         return self.train.colocate_all and not self.train.async_enable
 
     @property
     def rewards_take_turns(self) -> bool:
-        """Whether reward models score beside training, on devices of what is trained."""
+        """Return True if reward models score beside training, on devices of trained models."""
         with_critic = self.train.colocate_critic_reward and self.has_critic
         return self.train.async_enable and (self.train.colocate_all or with_critic)
 
     def colocated_pairs(self) -> Iterator[tuple[str, str]]:
-        """Pairs of roles that share GPUs, the one that sets the shape first."""
+        """Yield pairs of roles that share GPUs, the one that sets the shape first."""
         if self.train.colocate_all or self.train.colocate_actor_ref:
             yield "actor", "ref"
         if self.train.colocate_all:

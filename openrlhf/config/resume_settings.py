@@ -50,14 +50,14 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
 
 
 def _is_one_folder(old: str | None, new: str | None) -> bool:
-    """Whether two paths lead to the same folder, which may be typed in several ways."""
+    """Return True if two paths lead to the same folder."""
     if old is None or new is None or not Path(new).expanduser().is_dir():
         return False
     return Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
 
 
 def _typed(value: Any) -> str:
-    """A value as it stands on a command line."""
+    """Return a value as it stands on a command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

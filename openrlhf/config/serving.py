@@ -53,7 +53,7 @@ class SamplingConfig(Base):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether chance plays no part."""
+        """Return True if chance plays no part."""
         return self.greedy_sampling or self.temperature == 0
 
 
@@ -123,7 +123,7 @@ class InferenceWeightsConfig(HeadConfig):
     zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.")
 
     def as_deepspeed(self) -> DeepSpeedConfig:
-        """The same among the settings of training, for code that serves both."""
+        """Return the same as settings of training, for code that serves both."""
         return DeepSpeedConfig(**self.model_dump())
 
 
@@ -228,12 +228,12 @@ class ServedRewardConfig(RewardModelsConfig):
 
     @property
     def model_paths(self) -> tuple[str, ...]:
-        """Every model named."""
+        """Return every model named."""
         return tuple(path.strip() for path in (self.model_name_or_path or "").split(","))
 
     @property
     def model_weights(self) -> tuple[float, ...]:
-        """The weight of every model."""
+        """Return the weight of every model."""
         return self.weights or (1.0,) * len(self.model_paths)
 
 
@@ -275,7 +275,7 @@ class ServerLimitsConfig(Base):
 
     @property
     def max_body_bytes(self) -> int:
-        """Largest request, in bytes."""
+        """Return the largest request in bytes."""
         return int(self.max_body_mib * MIB)
 
 
@@ -303,7 +303,7 @@ class ServeRewardConfig(CommandConfig):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Return True if only this machine can connect."""
         if self.host == "localhost":
             return True
         try:

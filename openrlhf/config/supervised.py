@@ -118,7 +118,7 @@ class SFTDataConfig(PromptedDataConfig):
 
 
 class SupervisedConfig(RunConfig, OptimizerConfig):
-    """What the config of every supervised trainer has; each has its own defaults."""
+    """Top of every supervised trainer's tree; each has its own defaults."""
 
     has_value_head: ClassVar[bool] = False
 
@@ -251,7 +251,7 @@ class DPOConfig(SupervisedConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the policy with a reference model."""
+        """Return True if the loss compares the policy with a reference model."""
         return self.model.loss_type not in REFERENCE_FREE_LOSSES
 
     def problems(self) -> Iterator[str]:

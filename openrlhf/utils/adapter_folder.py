@@ -17,8 +17,8 @@ REWARD_TASK = "SEQ_CLS"
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """The model an adapter was trained on, as its folder names it; None for anything but an
-    adapter's folder.
+    """Return the model an adapter was trained on, as its folder names it; None for anything but
+    an adapter's folder.
 
     Raises ConfigError where the folder names no base.
     """
@@ -35,7 +35,7 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
 
 
 def is_reward_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds the adapter of a reward model, with its head."""
+    """Return True if a folder holds the adapter of a reward model, with its head."""
     settings = read_adapter_config(path)
     return settings is not None and settings.get("task_type") == REWARD_TASK
 
@@ -51,13 +51,13 @@ def refuse_adapter(path: str | os.PathLike[str], flag: str) -> None:
 
 
 def merge_command(path: str | os.PathLike[str], base: str) -> str:
-    """What to type to make a model of an adapter."""
+    """Return what to type to make a model of an adapter."""
     kind = " --is_rm" if is_reward_adapter(path) else ""
     return f"openrlhf merge-lora --model_path {base} --lora_path {path} --output_path FOLDER{kind}"
 
 
 def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What the folder says of its adapter; None where there is none."""
+    """Return what the folder says of its adapter; None if there is none."""
     file = Path(path).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return None

@@ -51,7 +51,7 @@ def looking_up(kind: str, name: str) -> Iterator[None]:
 
 @cache
 def why_unreachable() -> str | None:
-    """Why the hub gives nothing; None where it answers. Asked once in the life of a process."""
+    """Return why the hub cannot be used, or None. Asked once in the life of a process."""
     from huggingface_hub import constants  # noqa: PLC0415 - for hub ids alone
 
     if constants.HF_HUB_OFFLINE:
@@ -76,7 +76,7 @@ def go_offline(reason: str) -> None:
 
 
 def _ask(endpoint: str, limit_s: float) -> str | None:
-    """What went wrong with a request to the hub, if anything; any answer of any kind will do.
+    """Return what went wrong with a request to the hub; None after an answer of any kind.
 
     In a thread, as no limit of a client covers the search for an address.
     """

@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,11 +49,6 @@ FALSE_ALARMS = {
     "DeepSpeed": "Setting accelerator to CPU",
     "bitsandbytes.backends.cpu.ops": "gemm_4bit_forward",
 }
-# PEFT looks for these keys among modules alone; experts are parameters, and they take their ranks.
-FALSE_WARNINGS = (
-    "The following rank_pattern keys did not match any targeted module",
-    "The following alpha_pattern keys did not match any targeted module",
-)
 
 Values = Mapping[str, float]
 
@@ -250,7 +244,7 @@ def hints(metrics: Values, history: Sequence[Values], *, example: str = "") -> l
 
 
 def needed_history(history: Sequence[Values]) -> list[Values]:
-    """What `hints` looks at of earlier steps' metrics: the first ones and the last."""
+    """Return the metrics of earlier steps that `hints` looks at: the first ones and the last."""
     return [*history[:NUM_START_STEPS], *history[NUM_START_STEPS:][-1:]]
 
 
@@ -270,8 +264,6 @@ def quiet_frameworks() -> None:
         os.environ.setdefault(name, value)
     for name in FALSE_ALARMS:
         logging.getLogger(name).addFilter(_is_no_false_alarm)
-    for start in FALSE_WARNINGS:
-        warnings.filterwarnings("ignore", message=start, category=RuntimeWarning)
     imported = sys.modules.get("transformers.utils.logging")
     if imported is not None and os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1":
         imported.disable_progress_bar()

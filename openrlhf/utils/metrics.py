@@ -57,22 +57,22 @@ class Metrics:
             self.add(name, value)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Fold another set in; answers self."""
+        """Fold another set in; return self."""
         for name, cell in other.cells.items():
             self._absorb(name, _Cell(cell.total, cell.weight, cell.reduction))
         return self
 
     def values(self) -> dict[str, float]:
-        """The reduced number of every metric."""
+        """Return the reduced number of every metric."""
         return {name: cell.value for name, cell in self.cells.items()}
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Everything as plain lists, for JSON."""
+        """Return everything as plain lists, for JSON."""
         return {n: [c.total, c.weight, c.reduction] for n, c in self.cells.items()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, list[Any]]) -> Metrics:
-        """What `state_dict` was taken of."""
+        """Return the metrics of a `state_dict`."""
         return cls({name: _Cell(*values) for name, values in state.items()})
 
     def __getitem__(self, name: str) -> float:

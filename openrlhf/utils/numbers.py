@@ -8,7 +8,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def as_float32(value: float) -> float:
-    """A number as a float; infinite where float32 cannot hold it, as torch would make it."""
+    """Return a number as a float; infinite if float32 cannot hold it, as torch does."""
     if value != value:
         return math.nan
     if abs(value) <= FLOAT32_MAX:

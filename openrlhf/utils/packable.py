@@ -17,13 +17,13 @@ PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
 def is_padded(model: Any) -> bool:
-    """Whether a model, inside its adapters or bare, sees padded rows."""
+    """Return True if a model, inside its adapters or bare, sees padded rows."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return why_padded(type(base), base.config) is not None
 
 
 def why_padded(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
-    """What keeps a family from packed rows; None where nothing does."""
+    """Return what keeps a family from packed rows; None if nothing does."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYER_TYPES
     if model_class._is_stateful or kinds:

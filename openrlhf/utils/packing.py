@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model takes: tensors, and batches, that move to a device together."""
+    """Input of a model: tensors, and batches, that move to a device together."""
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same batch on another device."""
@@ -53,29 +53,29 @@ class PackedBatch(Batch):
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Boundaries of the sequences, (B + 1,) int32, beginning with 0."""
+        """Return the boundaries of the sequences, (B + 1,) int32, beginning with 0."""
         lengths = torch.tensor((0, *self.seq_lengths), dtype=torch.int32)
         return lengths.cumsum(0, dtype=torch.int32).to(self.token_ids.device)
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Position of every token in its own sequence, (T,) int64."""
+        """Return the position of every token in its sequence, (T,) int64."""
         positions = [torch.arange(n) for n in self.seq_lengths]
         return torch.cat(positions).to(self.token_ids.device)
 
     @cached_property
     def predict_index(self) -> Tensor:
-        """Row positions j whose next token j + 1 is a target, (N,) int64."""
+        """Return row positions j whose next token j + 1 is a target, (N,) int64."""
         return self.target_mask.nonzero().squeeze(-1) - 1
 
     @cached_property
     def targets(self) -> Tensor:
-        """The target tokens themselves, (N,) int64."""
+        """Return the target tokens, (N,) int64."""
         return self.token_ids[self.predict_index + 1]
 
     @cached_property
     def num_targets(self) -> Tensor:
-        """Number of targets of each sequence, (B,) int64."""
+        """Return the number of targets of each sequence, (B,) int64."""
         counts = torch.zeros(len(self.seq_lengths), dtype=torch.int64, device=self.token_ids.device)
         owner = torch.bucketize(self.predict_index, self.cu_seqlens[1:].long(), right=True)
         return counts.index_add_(0, owner, torch.ones_like(owner))

@@ -47,17 +47,17 @@ class Rollout:
 
     @property
     def num_actions(self) -> int:
-        """Number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return len(self.logprobs)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the response was cut by the length limit."""
+        """Return True if the response was cut by the length limit."""
         return self.finish_reason == "length"
 
     @property
     def task_score(self) -> float:
-        """The score where there is one, else the reward."""
+        """Return the score if there is one, else the reward."""
         value = self.reward if self.score is None else self.score
         assert value is not None, f"sample {self.sample_id} was never scored"
         return value
@@ -70,8 +70,8 @@ def check_completion(
     *,
     vocab_size: int,
 ) -> None:
-    """Refuse what an engine cannot mean: no token, ids outside the vocabulary, missing or
-    impossible log-probs.
+    """Raise EngineError for no token, ids outside the vocabulary, missing or impossible
+    log-probs.
     """
     if not token_ids:
         raise EngineError(f"sample {sample_id}: the engine answered no token")
@@ -91,7 +91,7 @@ def check_completion(
 def sequence_tensors(
     prompt_ids: Sequence[int], response_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Token ids (T,) int64 and action mask (T,) bool of a single-turn sample."""
+    """Return token ids (T,) int64 and action mask (T,) bool of a single-turn sample."""
     token_ids = torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64)
     action_mask = torch.zeros(len(token_ids), dtype=torch.bool)
     action_mask[len(prompt_ids) :] = True

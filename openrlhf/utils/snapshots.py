@@ -20,7 +20,7 @@ ConfigT = TypeVar("ConfigT", bound=CommandConfig)
 
 
 def library_problems(config: CommandConfig) -> Iterator[str]:
-    """One line where ModelScope is asked for and its library is not there."""
+    """Yield a line if ModelScope is asked for and its library is not there."""
     if config.use_ms and find_spec("modelscope") is None:
         yield (
             "--use_ms is set, and the library of ModelScope is not installed. Type pip install "
@@ -29,8 +29,8 @@ def library_problems(config: CommandConfig) -> Iterator[str]:
 
 
 def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
-    """The config with the folder of its snapshot in the place of every id, with a bar while files
-    come; raises ConfigError that lists the ids that cannot be had.
+    """Put the folder of its snapshot in the place of every id, with a bar while files come; raise
+    ConfigError that lists the ids that cannot be had.
     """
     problems = []
     for option in walk(type(config)) if config.use_ms else ():
@@ -53,7 +53,7 @@ def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
 
 
 def _snapshot(name: str, kind: str, *, is_shown: bool) -> str:
-    """The local folder of an id, or of `id@subset`, of which all files are fetched."""
+    """Fetch all files of an id, or of `id@subset`, and return their folder."""
     from modelscope import snapshot_download  # noqa: PLC0415 - for --use_ms alone
     from modelscope_hub.errors import HubError  # noqa: PLC0415
 

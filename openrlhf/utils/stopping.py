@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _Listener:
-    """What this process was asked; signals reach the main thread only."""
+    """Signals of this process, which reach the main thread only."""
 
     def __init__(self) -> None:
         self.grace_s: float | None = None  # of the loop that runs; None: there is none

@@ -17,7 +17,7 @@ ALIGNMENT = 64  # bytes between the beginnings of tensors in a buffer
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A 64-bit checksum of the raw bits, sensitive to their order; costs about as much as a copy.
+    """Return a 64-bit checksum of the raw bits, sensitive to their order; about as fast as a copy.
 
     The bits are read as 64-bit words w; the answer is sum(w_i * m_i) mod 2^64 with an odd
     multiplier m_i of its own for every position: a single changed word always changes it.
@@ -27,14 +27,14 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of the raw bits as 64-bit words, mod 2^64: that of a tensor is the sum of its parts',
-    if those are whole words.
+    """Return the sum of the raw bits as 64-bit words, mod 2^64: that of parts of whole words adds
+    up to that of the tensor.
     """
     return int(_words(tensor).sum()) % 2**64
 
 
 def align(num_bytes: int) -> int:
-    """The next place in a buffer where a tensor may begin."""
+    """Return the next place in a buffer where a tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own bytes, (nbytes,) uint8; a copy only when it is not contiguous."""
+    """Return the tensor's bytes, (nbytes,) uint8; a copy only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -54,7 +54,7 @@ def tensors_in(
     shapes: Sequence[Sequence[int]],
     offsets: Sequence[int],
 ) -> Iterator[Tensor]:
-    """Views of the tensors that lie in a byte buffer, (num_bytes,) uint8, at the given offsets."""
+    """Yield views of the tensors in a byte buffer, (num_bytes,) uint8, at these offsets."""
     for name, shape, offset in zip(dtypes, shapes, offsets, strict=True):
         dtype = getattr(torch, name)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -62,7 +62,7 @@ def tensors_in(
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits as (W,) int64; the last word is filled up with zeros."""
+    """Return the bits as (W,) int64; the last word is filled up with zeros."""
     data = as_bytes(tensor)
     if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0:
         return data.view(torch.int64)
@@ -72,7 +72,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _fold(words: Tensor, level: int) -> int:
-    """Weighted sum of (W,) words: those of each FOLD_WIDTH become one word of the next level."""
+    """Return the weighted sum of (W,) words: each FOLD_WIDTH become one word of the next level."""
     multipliers = _multipliers(level, words.device)
     if len(words) <= FOLD_WIDTH:
         return int(_weighted(words, multipliers[: len(words)]))
@@ -85,7 +85,7 @@ def _fold(words: Tensor, level: int) -> int:
 
 
 def _weighted(words: Tensor, multipliers: Tensor) -> Tensor:
-    """Weighted sums over the last dimension of (W,) or (R, W)."""
+    """Return weighted sums over the last dimension of (W,) or (R, W)."""
     # Integer products of vectors exist on the CPU only; there they are the fastest way.
     if words.device.type == "cpu":
         return torch.matmul(words, multipliers)
@@ -94,7 +94,7 @@ def _weighted(words: Tensor, multipliers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _multipliers(level: int, device: torch.device) -> Tensor:
-    """Odd pseudo-random numbers, (FOLD_WIDTH,) int64, another set for every level."""
+    """Return odd pseudo-random numbers, (FOLD_WIDTH,) int64, another set for every level."""
     generator = torch.Generator().manual_seed(0x5EED + level)
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     numbers = torch.randint(low, high, (FOLD_WIDTH,), generator=generator, dtype=torch.int64) | 1

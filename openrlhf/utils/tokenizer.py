@@ -96,14 +96,14 @@ def eos_token_ids(
 def encode_text(
     tokenizer: Tokenizer, text: str, *, allow_special_tokens: bool = False
 ) -> list[int]:
-    """Ids of a text, without BOS or EOS; special tokens spelled in it stay text unless they are
-    allowed.
+    """Return the ids of a text, without BOS or EOS; special tokens spelled in it stay text unless
+    they are allowed.
     """
     return _encode(tokenizer, [text], allow_special=allow_special_tokens)[0]
 
 
 def leading_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids a tokenizer itself puts before any text (BOS for most); empty when it adds none."""
+    """Return the ids that a tokenizer puts before any text (BOS for most); () if none."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a", add_special_tokens=True)["input_ids"])
     for start in range(len(full) - len(bare) + 1):
@@ -135,8 +135,8 @@ def render_chat(
     add_generation_prompt: bool = False,
     wants_spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The dialogue as the chat template writes it, in a sandbox, and what its generation markers
-    enclose.
+    """Render a dialogue by the chat template, in a sandbox; return it and the spans that its
+    generation markers enclose.
 
     Spans are (start, end) characters, empty unless wanted. Raises TemplateError.
     """
@@ -209,27 +209,27 @@ class TextEncoder:
         self._adds_prefix_space = _adds_prefix_space(tokenizer)
 
     def hide(self, text: str) -> str:
-        """Data text with a stand-in for every special token spelled in it."""
+        """Put a stand-in for every special token that the data spells."""
         if not self._special_pattern.search(text):
             return text
         self.num_spelled += 1
         return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
 
     def plain(self, text: str) -> str:
-        """Text of a column, not of a message: its special tokens stay where they are allowed."""
+        """Hide special tokens in the text of a column, unless they are allowed."""
         if not self.allow_special_tokens:
             return self.hide(text)
         self.num_spelled += self._special_pattern.search(text) is not None
         return text
 
     def reveal(self, text: str) -> str:
-        """The text as a person reads it: stand-ins replaced by what they stand for."""
+        """Replace stand-ins by what they stand for, as a person reads it."""
         return self._stand_in_pattern.sub(lambda match: self._originals[match[0]], text)
 
     def end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Where inference would stop in a turn (start, end) of a rendered text: behind its first
-        end token, which may stand right behind the turn. White space behind another special token
-        that the template closes the turn with is left out too.
+        """Return where inference would stop in a turn (start, end) of a rendered text: behind its
+        first end token, which may stand right behind the turn. White space behind another special
+        token that the template closes the turn with is left out too.
         """
         pattern = self._end_pattern
         if found := pattern.search(text, start, end) or pattern.match(text, end):
@@ -250,14 +250,14 @@ class TextEncoder:
         return [self.with_leading_ids(segments[0]) for segments in rows]
 
     def with_leading_ids(self, token_ids: list[int]) -> list[int]:
-        """The ids with the tokenizer's own beginning, unless they begin so already."""
+        """Put the tokenizer's own beginning before the ids, unless they begin so already."""
         if tuple(token_ids[: len(self.leading_ids)]) == self.leading_ids:
             return token_ids
         return [*self.leading_ids, *token_ids]
 
     def encode_segments(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-        """Ids of every segment of every row; segments are encoded apart, so a boundary is never
-        merged over.
+        """Return the ids of every segment of every row; segments are encoded apart, so a boundary
+        is never merged over.
 
         Rows hold rendered text; the result has the same nesting, one id list per segment.
         """
@@ -281,7 +281,7 @@ class TextEncoder:
         return result
 
     def _encode(self, texts: list[str], *, allow_special: bool, is_first: bool) -> list[list[int]]:
-        """Ids of texts; those that follow others lack the space some tokenizers put first."""
+        """Encode texts; those that follow others lack the space that some tokenizers put first."""
         if is_first or not self._adds_prefix_space or not texts:
             return _encode(self.tokenizer, texts, allow_special=allow_special)
         [anchor] = _encode(self.tokenizer, [_ANCHOR], allow_special=False)

@@ -30,7 +30,7 @@ CLOSE_TIMEOUT_S = 15.0
 
 
 def _strict_json(value: object) -> object:
-    """NaN and infinities are no JSON: null. Scalar tensors and numpy numbers become numbers."""
+    """Return None for NaN and infinities, which are no JSON; scalars of arrays as numbers."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float):
@@ -39,7 +39,7 @@ def _strict_json(value: object) -> object:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl; a line torn by a crash is left out."""
+    """Return the records of a metrics.jsonl; a line torn by a crash is left out."""
     records = []
     for line in Path(path).read_text().splitlines():
         try:
@@ -206,7 +206,7 @@ class RolloutWriter:
         self.num_lost = 0
 
     def write(self, step: int, rows: Sequence[Mapping[str, object]]) -> Path | None:
-        """Write one step's samples over an earlier attempt's; answers the file, or None if lost."""
+        """Write one step's samples over an earlier attempt's; return the file, or None if lost."""
         import pyarrow.parquet  # noqa: PLC0415 - heavy
 
         path = self._path(step)
@@ -228,7 +228,7 @@ class RolloutWriter:
 
 
 def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
-    """A pyarrow table of the union of the rows' columns, in the order of first appearance."""
+    """Return a pyarrow table of all columns of the rows, in the order of first appearance."""
     import pyarrow  # noqa: PLC0415 - heavy
 
     names = dict.fromkeys(name for row in rows for name in row)
@@ -244,7 +244,7 @@ def _as_table(rows: Sequence[Mapping[str, object]]) -> object:
 
 
 def _plain(value: object) -> object:
-    """Tensors and arrays as lists; an empty mapping as null, since parquet has no empty struct."""
+    """Return tensors as lists, and an empty mapping as None: parquet has no empty struct."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -52,12 +52,12 @@ def load_module(path: str | Path) -> ModuleType:
 
 
 def code_digest(path: str | Path) -> str:
-    """What tells a file from another, and from what it was before an edit."""
+    """Return a digest of a file: another one after an edit."""
     return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
 
 
 def load_attribute(path: str | Path, name: str) -> object:
-    """A class or function of a user's file; raises ConfigError that lists what the file has
+    """Load a class or function of a user's file; raise ConfigError that lists what the file has
     instead.
     """
     module = load_module(path)
@@ -68,7 +68,7 @@ def load_attribute(path: str | Path, name: str) -> object:
 
 
 def import_function(where: str) -> Callable[..., object]:
-    """The function at `package.module:name` or `file.py:name`; raises ConfigError."""
+    """Import the function at `package.module:name` or `file.py:name`; raise ConfigError."""
     place, _, name = where.rpartition(":")
     if place.endswith(".py"):
         found = load_attribute(place, name)
@@ -95,7 +95,7 @@ def accepted(function: Callable[..., object], arguments: Mapping[str, object]) -
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Classes and functions that a user's file defines itself, in order."""
+    """Return the classes and functions that a user's file defines itself, in order."""
     return [
         name
         for name, value in vars(module).items()
@@ -106,12 +106,12 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def file_of(path: str | Path) -> str:
-    """Where a path led when it was loaded: user code may have changed the folder since."""
+    """Return where a path led when it was loaded: user code may have changed the folder."""
     return _files.get(str(path)) or str(Path(path).expanduser().resolve())
 
 
 def in_words(error: BaseException) -> str:
-    """What an exception is and says, in one line that is not too long."""
+    """Describe an exception in one line that is not too long."""
     message = " ".join(str(error).split())
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]} ..."
@@ -120,7 +120,7 @@ def in_words(error: BaseException) -> str:
 
 
 def user_line(path: str | Path, error: BaseException) -> str | None:
-    """`file:line` of the deepest place in the user's file that an error went through, if any."""
+    """Return `file:line` of the deepest place in the user's file that an error went through."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}:{error.lineno}"
     file = file_of(path)

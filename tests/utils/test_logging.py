@@ -5,16 +5,12 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
-import peft
 import rich.console
-import transformers
 
 from openrlhf.config.base import Caution
 from openrlhf.utils import logging as console
-from tests.tiny import make_model
 
 METRICS = {
     "reward": 0.4121,
@@ -212,14 +208,3 @@ def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, m
     assert screen.getvalue() == (
         "note: 8 samples of each prompt.\n\x1b[33mwarning: code of the model is run.\x1b[0m\n"
     )
-
-
-def test_adapters_on_experts_are_put_on_without_a_false_warning(tmp_path):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        console.quiet_frameworks()
-        model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path, "mixtral"))
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
-        warnings.warn("another", RuntimeWarning, stacklevel=1)
-    assert [str(warning.message) for warning in seen] == ["another"]
-    assert any("experts" in name for name, _ in adapted.named_parameters() if "lora" in name)
