@@ -148,9 +148,6 @@ class SFTConfig(SupervisedConfig):
     def problems(self) -> Iterator[str]:
         """Add settings of dialogues that contradict each other."""
         yield from super().problems()
-        is_template_given = is_given(self, "data.apply_chat_template")
-        if self.data.multiturn and is_template_given and not self.data.apply_chat_template:
-            yield "--multiturn is set with --apply_chat_template false. Leave one of them out."
         yield from self.model.plain_text_problems(
             multiturn=self.data.multiturn, apply_chat_template=self.data.apply_chat_template
         )

@@ -19,7 +19,6 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.errors import ConfigError
 from openrlhf.models.kernels import check_here
 from openrlhf.serving.batch_tasks import BatchTask, PromptTask, Rows, ScoreTask, check_vllm
 from openrlhf.serving.post_processors import best_answers, preference_pairs, rewards_in_prompts
@@ -40,7 +39,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     topology = Topology.from_env(local_rank=config.local_rank)
     output = Path(config.output_path)
     check_gpus()
-    check_writable(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     gathered = Gathered()
     if config.eval_task != "generate_vllm":
         gathered.attempt(lambda: check_here(config.ds))
@@ -168,21 +167,6 @@ def post_process(
         normalize = reward.normalize_enable
         return rewards_in_prompts(rows, reward.template, normalize=normalize), []
     return rows, []
-
-
-def check_writable(output: Path) -> None:
-    """Raise ConfigError for an output that could not be written in the end."""
-    if output.is_dir():
-        raise ConfigError(f"--output_path is a folder: {output}. Type the name of a file.")
-    problem = "the folder is read-only"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = error.strerror
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError(
-            f"--output_path {output} cannot be written: {problem}. Type another path."
-        )
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -12,7 +12,6 @@ import torch
 from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.train_engine import EvalEngine
-from openrlhf.errors import ConfigError
 from openrlhf.models.loading import merge_adapter
 from openrlhf.utils.logging import notice
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -21,11 +20,9 @@ from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 def run_lora_combiner(config: LoraCombinerConfig) -> None:
     """Write the merged model, with its tokenizer, at `config.output_path`."""
     base, adapter = config.model_path, config.lora_path
-    assert base is not None and adapter is not None, "check_models_are_named"
-    assert config.output_path is not None, "check_models_are_named"
+    assert base is not None and adapter is not None, "they are needed"
+    assert config.output_path is not None, "they are needed"
     output = Path(config.output_path)
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output_path is a file: {output}. Type the name of a folder.")
     tokenizer = tokenizer_of(config, base, Path(adapter).expanduser())
     model = merge_adapter(
         base,

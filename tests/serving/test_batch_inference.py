@@ -248,11 +248,6 @@ def test_a_language_model_scores_nothing(folder: Path) -> None:
         run_batch_inference(config)
 
 
-def test_an_output_that_is_a_folder_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        run_batch_inference(config_of(folder, "generate", GREEDY, output_path="model"))
-
-
 def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:
     with pytest.raises(ConfigError, match="2048 positions"):
         run_batch_inference(config_of(folder, "generate", "--max_new_tokens 2047"))
