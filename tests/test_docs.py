@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sized
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -184,51 +183,6 @@ def check_files(config: Any) -> None:
     """Files that a command names are there."""
     if isinstance(config, PPOConfig) and config.reward.remote_url:
         assert Path(config.reward.remote_url).is_file()
-
-
-@pytest.mark.parametrize("block", cases("bash"))
-def test_rows_shown_are_rows_the_command_can_use(
-    block: Block, folder: Path, tiny_model_dir: Path
-) -> None:
-    for words in commands(block, folder):
-        training = training_command(words)
-        if training is None or "--help" in training[1]:
-            continue
-        if not any(Path(word).is_file() for word in training[1] if word.endswith(".jsonl")):
-            continue
-        models = [flag for flag in ("--pretrain", "--teacher_model") if flag in training[1]]
-        tiny = [word for flag in models for word in (flag, str(tiny_model_dir))]
-        config = parse(training[0], [*training[1], *tiny]).config
-        assert len(examples_of(config)) == 2
-
-
-def examples_of(config: Any) -> Sized:
-    """The data set a command reads."""
-    from openrlhf.datasets.loading import load_rows
-    from openrlhf.trainer import (
-        dpo_trainer,
-        kd_trainer,
-        kto_trainer,
-        ppo_setup,
-        prm_trainer,
-        rm_trainer,
-        sft_trainer,
-        supervised_run,
-    )
-
-    if isinstance(config, PPOConfig):
-        return ppo_setup.prepare_inputs(config, has_engines=False).prompts
-    if isinstance(config, BatchInferenceConfig):
-        return load_rows(config.data.dataset)
-    recipes = {
-        SFTConfig: sft_trainer.SFTTrainer,
-        RMConfig: rm_trainer.RMTrainer,
-        DPOConfig: dpo_trainer.DPOTrainer,
-        KTOConfig: kto_trainer.KTOTrainer,
-        PRMConfig: prm_trainer.PRMTrainer,
-        KDConfig: kd_trainer.KDTrainer,
-    }
-    return supervised_run.prepare_inputs(recipes[type(config)], config).samples
 
 
 @pytest.mark.parametrize("block", cases("python"))

@@ -104,22 +104,6 @@ def allowed_libraries(name: str) -> set[str]:
     return HOMES[max(homes, key=len)] if homes else set()
 
 
-@pytest.mark.parametrize(
-    ("importer", "imported", "answer"),
-    [
-        ("openrlhf.utils.metrics", "openrlhf.config.common.LoggerConfig", True),
-        ("openrlhf.config.common", "openrlhf.utils.metrics", False),
-        ("openrlhf.models.actor", "openrlhf.engines.base", False),
-        ("openrlhf.trainer.ppo_utils.experience", "openrlhf.trainer.ray.launcher", False),
-        ("openrlhf.trainer.ray.launcher", "openrlhf.trainer.ppo_utils.experience", True),
-        ("openrlhf.trainer.sft_trainer", "openrlhf.trainer.ppo_trainer", False),
-        ("openrlhf.trainer.sft_trainer", "openrlhf.trainer.base_trainer", True),
-    ],
-)
-def test_the_rule_itself(importer, imported, answer):
-    assert is_allowed(importer, imported) is answer
-
-
 def test_every_package_has_a_layer():
     assert {package_of(name) for name in NAMES} - {""} <= set(LAYERS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,3 +154,13 @@ def as_openrlhf_saves(
     weights[f"{head}.weight"] = weights.pop("score.weight")
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+class Payload:
+    """What an attacker puts into a pickle: loading it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.marker}",)

@@ -1,5 +1,5 @@
-"""Ranks that share rows compute what one rank computes: log-probs, entropy, values, rewards,
-verdicts on steps, distillation, router losses, and the gradients of all of them.
+"""Ranks that share rows compute what one rank computes: log-probs, entropy, values, router losses,
+and the gradients of all of them (of every loss: tests/trainer/test_every_loss.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor, PackedModel
-from openrlhf.models.distillation import Student, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
-from openrlhf.models.process_reward import MarkedBatch, StepJudge
-from openrlhf.models.value_head import CriticModel, RewardLearner
+from openrlhf.models.value_head import CriticModel
 from openrlhf.utils.packing import PackedBatch
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model
@@ -63,45 +60,11 @@ def of_critic(model: CriticModel, batch: PackedBatch) -> list[Tensor]:
     return [model(batch)]
 
 
-def of_reward_model(model: RewardLearner, batch: PackedBatch) -> list[Tensor]:
-    return [model(batch).scores]
-
-
-def of_judge(model: StepJudge, batch: PackedBatch) -> list[Tensor]:
-    markers = batch.predict_index[::3]
-    labels = torch.arange(len(markers)) % 2  # the tokens 0 and 1, or the first two of a list
-    of_any = model(MarkedBatch(batch, markers, labels))
-    of_two = model(MarkedBatch(batch, markers, labels, torch.tensor([10, 20])))
-    return [*of_any[:2], *of_two[:2]]
-
-
-class Pair(PackedModel):
-    """A student with its teacher."""
-
-    def __init__(self, student: Student, teacher: Teacher) -> None:
-        super().__init__(student.model)
-        self.student, self.teacher = student, teacher
-
-
-def of_pair(model: Pair, batch: PackedBatch) -> list[Tensor]:
-    model.student.context = model.teacher.context = model.context
-    with torch.no_grad():
-        hidden = model.teacher(batch)
-    terms = model.student(batch, as_head(model.teacher.head, hidden))
-    return [terms.loss, terms.logprobs.detach(), terms.divergence.detach()]
-
-
 class Case(NamedTuple):
     """A model and what is asked of it."""
 
     load: Callable[[Path], PackedModel]
     ask: Callable[..., list[Tensor]]
-
-
-def load_pair(folder: Path) -> Pair:
-    method = Distillation("reverse", chunk_tokens=7)
-    student = Student(load_causal_lm(folder / "qwen2"), coef=0.4, method=method)
-    return Pair(student, Teacher(load_causal_lm(folder / "teacher")))
 
 
 def policy(family: str) -> Case:
@@ -115,9 +78,6 @@ def policy(family: str) -> Case:
 CASES = {
     **{family: policy(family) for family in FAMILIES},
     "critic": Case(lambda f: CriticModel(load_sequence_model(f / "reward")), of_critic),
-    "reward": Case(lambda f: RewardLearner(load_sequence_model(f / "reward")), of_reward_model),
-    "judge": Case(lambda f: StepJudge(load_causal_lm(f / "qwen2")), of_judge),
-    "distillation": Case(load_pair, of_pair),
 }
 Outcome = tuple[list[Tensor], Tensor]
 
@@ -162,7 +122,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     for family, options in FAMILIES.items():
         make_model(folder / family, family, initializer_range=0.1, **options)  # type: ignore[arg-type]
     heads = FAMILIES["qwen2"]
-    make_model(folder / "teacher", initializer_range=0.1, seed=1, **heads)  # type: ignore[arg-type]
     make_reward_model(folder / "reward", initializer_range=0.1, **heads)
     return run_ranks(compare_all, 4, folder)  # type: ignore[return-value]
 

@@ -101,19 +101,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run_ranks(train_all, 2, tmp_path_factory.mktemp("muon"))
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What one rank found, without ZeRO."""
-    return train(STAGES["zero0"], tmp_path_factory.mktemp("muon-alone") / "zero0")
-
-
 @pytest.mark.parametrize("case", STAGES)
 def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
-    results: list[dict], alone: dict, case: str
+    results: list[dict], case: str
 ) -> None:
     """The first step is the same one. Later ones part a little: Newton-Schulz works in bf16, where
     the last bit of a gradient may decide a rounding (seen: 0.003 in weights that moved by 0.5).
     """
+    first_stage = results[0]["zero0"]
     for found in (rank_results[case] for rank_results in results):
         assert found["losses"][-1] < 0.5 * found["losses"][0]
         steps = found["first_steps"]
@@ -126,9 +121,9 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
         torch.testing.assert_close(embedding.abs().median(), torch.tensor(0.01), atol=1e-3, rtol=0)
         for name, tensor in found["weights"].items():
             if "bf16" not in case:
-                first = alone["first_steps"][name]
+                first = first_stage["first_steps"][name]
                 torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
-                torch.testing.assert_close(tensor, alone["weights"][name], atol=0.02, rtol=0)
+                torch.testing.assert_close(tensor, first_stage["weights"][name], atol=0.02, rtol=0)
             assert torch.equal(found["restored"][name], tensor)
             after, again = found["after_save"][name], found["after_restore"][name]
             torch.testing.assert_close(again, after, atol=1e-6, rtol=0)

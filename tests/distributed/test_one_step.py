@@ -76,7 +76,7 @@ def after_grpo(folder: Path, division: Division) -> Weights:
     worker = PolicyModelActor(config, RankIdentity("actor", 0, world_size, str(folder)))
     worker.setup()
     worker.init_model(num_updates=1000)
-    worker.fit(own_steps(worker, NUM_SAMPLES, "token"), 0.1)
+    worker.fit(own_steps(worker, NUM_SAMPLES), 0.1)
     return weights_of(worker.engine)
 
 

@@ -15,9 +15,7 @@ import transformers
 from torch import Tensor
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
 from openrlhf.trainer.ray.model_actor import ModelWorker, RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -30,15 +28,13 @@ from tests.trainer.test_experience import rollout
 STAGES = {2: (0, 3), 4: (0, 2, 3)}
 # None of them is the default of its flag.
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, VALUE_CLIP, KL_COEF, ENTROPY_COEF = 0.1, 0.3, 1.5, 0.3, 0.1, 0.02
-TEMPERATURE, MAX_NEW_TOKENS, PTX_COEF = 0.8, 32, 0.3
-# name -> aggregation; "idle" has samples without advantage and no other term, so they are left out;
-# "text" has pre-training text beside the samples
+TEMPERATURE, MAX_NEW_TOKENS = 0.8, 32
+# name -> aggregation; "idle" has samples without advantage and no other term, so they are left out
 POLICY = {
     "token": "token_mean",
     "seq": "seq_mean",
     "sum": "seq_sum_norm",
     "idle": "token_mean",
-    "text": "token_mean",
 }
 VARIANTS = (*POLICY, "critic")
 # name -> samples of the set, micro-batch size, token budget of a micro-batch
@@ -78,24 +74,6 @@ def ragged_set(count: int) -> Experience:
         values=noise[3],
         returns=noise[3] + noise[4],
     )
-
-
-class RaggedTexts:
-    """Texts of 2 to 30 tokens, fewer than the largest set has samples."""
-
-    fingerprint = "texts"
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> SFTExample:
-        generator = torch.Generator().manual_seed(1000 + index)
-        ids = torch.randint(6, 64, (2 + 3 * index % 29,), generator=generator)
-        return SFTExample(ids, torch.arange(len(ids)) > 0)
-
-
-def with_texts(plan: list[list[UpdateStep]]) -> list[list[UpdateStep]]:
-    return TextMixer(RaggedTexts(), seed=0).mix(plan)
 
 
 # The textbook: one padded forward in double precision, formulas written out.
@@ -148,17 +126,6 @@ def textbook_policy_loss(model: torch.nn.Module, experience: Experience, variant
     return mean_over_step(terms_N, experience, POLICY[variant])
 
 
-def textbook_text_loss(model: torch.nn.Module, experience: Experience) -> Tensor:
-    """Mean over all tokens but the first of each text, one text at a time."""
-    [[step]] = with_texts([[UpdateStep(experience, 1, len(experience))]])
-    assert step.texts is not None and len(step.texts.token_ids) == len(experience)
-    losses = []
-    for ids in step.texts.token_ids:
-        logits = model(input_ids=ids[None]).logits[0, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
-    return torch.cat(losses).mean()
-
-
 def textbook_value_loss(model: torch.nn.Module, experience: Experience) -> Tensor:
     ids, attention_mask, is_predicting = padded(experience)
     hidden = model.model(input_ids=ids, attention_mask=attention_mask).last_hidden_state
@@ -179,10 +146,7 @@ def textbook_gradient(folder: Path, variant: str, count: int) -> Tensor:
     if is_critic:
         textbook_value_loss(model, experience).backward()
     else:
-        loss = textbook_policy_loss(model, experience, variant)
-        if variant == "text":
-            loss = loss + PTX_COEF * textbook_text_loss(model, experience)
-        loss.backward()
+        textbook_policy_loss(model, experience, variant).backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -200,7 +164,7 @@ def make_config(folder: Path, zero_stage: int, world_size: int) -> PPOConfig:
     critic = {"model_name_or_path": str(folder / "critic"), "value_clip": VALUE_CLIP, **optim}
     return PPOConfig.model_validate(
         {
-            "actor": {**actor, "entropy_coef": ENTROPY_COEF, "ptx_coef": PTX_COEF},
+            "actor": {**actor, "entropy_coef": ENTROPY_COEF},
             "critic": critic,
             "ds": {"zero_stage": zero_stage, "ring_attn_size": 2 if world_size == 4 else 1},
             "algo": {"kl": {"use_loss": True, "estimator": "k3"}},
@@ -231,13 +195,11 @@ def changed(config: PPOConfig, variant: str, cut: str) -> PPOConfig:
     )
 
 
-def own_steps(worker: ModelWorker, count: int, variant: str) -> list[UpdateStep]:
+def own_steps(worker: ModelWorker, count: int) -> list[UpdateStep]:
     topology = worker.strategy.topology
     plan = plan_updates(
         ragged_set(count), topology.dp_size, train_batch_size=64, max_epochs=1, seed=0
     )
-    if variant == "text":
-        plan = with_texts(plan)
     # As the first of two updates: the old log-probs count, and clipping with them.
     return [replace(step, num_steps=2) for step in plan[topology.dp_rank]]
 
@@ -270,7 +232,7 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
             for cut in cuts_of(zero_stage, variant):
                 worker.config = changed(config, variant, cut)
                 extra = () if variant == "critic" else (KL_COEF,)
-                steps = own_steps(worker, CUTS[cut][0], variant)
+                steps = own_steps(worker, CUTS[cut][0])
                 gradient = captured(worker, lambda w=worker, a=(steps, *extra): w.fit(*a))
                 gradients[zero_stage, variant, cut] = gradient
     return gradients

@@ -4,6 +4,7 @@ change nothing.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from openrlhf.distributed.optimizer import muon_groups, parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.errors import NumericsError
+from openrlhf.errors import CheckpointError, ConfigError, NumericsError
 from tests.distributed.spawn import run_ranks
 
 CASES = {
     "zero0": {"zero_stage": 0},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
+    "zero3-zpg": {"zero_stage": 3, "zpg": 2},
     "zero2-offload": {"zero_stage": 2, "adam_offload": True},
     "zero3-bf16": {"zero_stage": 3, "param_dtype": "bf16"},
 }
@@ -140,7 +142,6 @@ def run_case(options: dict, folder: Path, name: str) -> dict:
         "is_unchanged": is_unchanged,
         "norm_after": norm_after,
         "is_restored": is_restored,
-        "stage": engine.engine.zero_optimization_stage(),
     }
 
 
@@ -158,9 +159,9 @@ def run_all_cases(folder: Path) -> dict:
     return results
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return run_ranks(run_all_cases, request.param, tmp_path_factory.mktemp("engine"))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_ranks(run_all_cases, 2, tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +197,56 @@ def test_every_stage_trains_as_a_bare_loop_does(
 
 
 def test_named_numbers_are_summed_and_maximised_over_ranks(results: list[dict]) -> None:
-    world_size = len(results)
-    total = sum(range(1, world_size + 1))
-    assert results[0]["sum"] == {"a": 0.5 * world_size, "b": total}
-    assert results[-1]["max"] == {"rank": world_size - 1}
+    assert results[0]["sum"] == {"a": 1.0, "b": 3.0}
+    assert results[1]["max"] == {"rank": 1}
 
 
-def test_on_one_rank_fp32_training_pays_for_no_partitioning(results: list[dict]) -> None:
-    stage = results[0]["zero2"]["stage"]
-    assert stage == (0 if len(results) == 1 else 2)
+def test_ranks_that_cannot_be_divided_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="--zpg 2: 3 ranks cannot be divided"):
+        DeepSpeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
+
+
+STAGES = (0, 3)
+
+
+def make_engine(stage: int, frozen: int, seed: int) -> TrainEngine:
+    """Two layers, one of them frozen."""
+    strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage), seed=seed)
+    strategy.setup()
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[frozen].requires_grad_(False)
+    return strategy.prepare_train(model, OptimizerConfig(), num_updates=3)
+
+
+def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in stored_parameters(engine.module)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_weights_are_not_saved_and_those_of_the_start_stay(
+    tmp_path: Path, stage: int
+) -> None:
+    first = make_engine(stage, frozen=0, seed=1)
+    first.save_states(tmp_path / "model")
+    if stage == 0:
+        [path] = (tmp_path / "model").glob("*model_states.pt")
+        saved = torch.load(path, weights_only=False)["module"]
+        assert set(saved) == {"1.weight", "1.bias"}
+    assert json.loads((tmp_path / "model" / "engine.json").read_text())["trained"] == [
+        "1.bias",
+        "1.weight",
+    ]
+    second = make_engine(stage, frozen=0, seed=2)
+    before, expected = weights_of(second), weights_of(first)
+    second.load_states(tmp_path / "model")
+    found = weights_of(second)
+    assert torch.equal(found["1.weight"], expected["1.weight"])
+    assert torch.equal(found["0.weight"], before["0.weight"])
+    assert not torch.equal(found["0.weight"], expected["0.weight"])
+
+
+def test_a_checkpoint_of_other_trained_weights_is_refused(tmp_path: Path) -> None:
+    make_engine(0, frozen=0, seed=1).save_states(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"0\.bias is trained in one of the two only"):
+        make_engine(0, frozen=1, seed=1).load_states(tmp_path / "model")

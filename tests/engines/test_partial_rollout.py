@@ -24,16 +24,8 @@ from tests.engines.helpers import (
     restored,
     send,
     shake,
-    start,
     weights,
 )
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model_dir):
-    engine = start(tiny_model_dir, enable_prefix_caching=True)
-    yield engine
-    engine.shutdown()
 
 
 @pytest.fixture

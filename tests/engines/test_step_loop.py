@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -63,21 +62,6 @@ def test_many_threads_are_served_by_one(loop):
         thread.join()
     assert answers == {k: [k, 2 * k] for k in range(1, 9)}
     assert loop.stepper.threads == {"counter"}
-
-
-def test_a_command_runs_while_requests_are_in_flight(loop):
-    [future] = loop.submit([10**9])
-    assert loop.call(lambda: len(loop.stepper.left)) == 1
-    assert not future.done()
-
-
-def test_a_paused_loop_takes_requests_and_serves_them_later(loop):
-    loop.call(loop.pause)
-    [future] = loop.submit([1])
-    time.sleep(0.05)
-    assert not future.done()
-    loop.call(loop.resume)
-    assert future.result(5) == 1
 
 
 def test_a_bad_request_fails_alone(loop):

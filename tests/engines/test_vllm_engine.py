@@ -26,18 +26,6 @@ from tests.engines.helpers import (
 LONG_PROMPT = tuple(6 + k % 250 for k in range(200))  # more than one block of the cache
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_dir):
-    engine = start(tiny_model_dir, enable_prefix_caching=True)
-    yield engine
-    engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir):
-    return load(tiny_model_dir)
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_logprobs_are_those_of_the_trainer(engine, model, temperature):
     prompts = [tuple(range(10, 10 + n)) for n in (1, 7, 40, 64)]
@@ -76,18 +64,6 @@ def test_every_stop_id_stops_and_belongs_to_the_answer(engine, model):
         [[answer]] = engine.generate([sampling])
         assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
         assert len(answer.logprobs) == len(expected)
-
-
-def test_the_eos_of_the_model_does_not_stop_when_it_is_not_asked_for(engine, model):
-    with restored(engine, model, 0):
-        biased = load(model.config._name_or_path)
-        with torch.no_grad():
-            biased.lm_head.weight[biased.config.eos_token_id] = 0
-            biased.lm_head.weight[:] = biased.lm_head.weight[biased.config.eos_token_id]
-        send(engine, weights(biased), 1)
-        [[answer]] = engine.generate([request(max_new_tokens=300)])
-        assert biased.config.eos_token_id in answer.token_ids[:-1]
-        assert answer.finish_reason == "length"
 
 
 def test_samples_of_a_prompt_differ_and_seeds_repeat(engine):
@@ -161,13 +137,6 @@ def test_after_a_sleep_nothing_is_sampled_until_weights_and_memory_are_back(
         ("wake_up", {"tags": ["weights"]}),
         ("wake_up", {"tags": ["kv_cache"]}),
     ]
-    engine.sleep()  # all of it at once, and no new weights
-    engine.wake_up()
-    [pending] = engine.submit([request(temperature=0.0, max_new_tokens=24)])
-    with pytest.raises(TimeoutError):
-        pending.result(timeout=0.3)
-    send(engine, weights(model), 0)
-    assert pending.result(timeout=60)[0].token_ids == greedy(model)
 
 
 def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
@@ -200,19 +169,6 @@ def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
         with pytest.raises(WeightSyncError, match="came twice"):
             send(engine, [*named, named[0]], 4)
     assert engine_greedy(engine) == greedy(model)
-
-
-def test_three_updates_of_tied_embeddings_arrive(tiny_tied_model_dir):
-    engine = start(tiny_tied_model_dir)
-    try:
-        three_updates(engine, load(tiny_tied_model_dir))
-        # A trainer that sends the LM head beside the embedding says the same thing twice.
-        trained = load(tiny_tied_model_dir)
-        head = ("lm_head.weight", trained.lm_head.weight.detach())
-        send(engine, [*weights(trained), head], 4)
-        assert engine_greedy(engine) == greedy(trained)
-    finally:
-        engine.shutdown()
 
 
 def test_a_dead_engine_says_so(tiny_model_dir):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from multiprocessing.connection import Connection
 
 import pytest
@@ -15,7 +14,6 @@ from openrlhf.engines.weight_transfer import (
     BucketReader,
     HostMemory,
 )
-from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 
@@ -80,30 +78,3 @@ def test_tensors_lie_at_multiples_of_64_bytes_and_a_large_one_alone():
         (("large",), (0,), 160),
         (("a",), (0,), 16),
     ]
-
-
-def test_a_rank_that_nobody_reads_from_walks_through_the_same_buckets_without_memory():
-    buffers = BucketBuffers(HostMemory(), is_used=False)
-    buffers.bucket_bytes = 64
-    assert [p.bucket({}).names for p in buffers.pack(WEIGHTS)] == [("a",), ("odd",), ("b",)]
-    assert buffers.handle() == {}
-
-
-def test_released_memory_is_taken_again_and_leaves_no_file():
-    memory = HostMemory()
-    buffer = memory.allocate(100)
-    _, descriptor, _, _ = memory.export(buffer)
-    assert "(deleted)" in os.readlink(f"/proc/self/fd/{descriptor}")
-    memory.release([buffer])
-    assert memory.allocate(50) is buffer
-    assert memory.allocate(50) is not buffer
-
-
-def test_memory_that_is_gone_is_not_mistaken_for_what_took_its_place():
-    memory = HostMemory()
-    buffer = memory.allocate(64)
-    pid, descriptor, inode, num_bytes = memory.export(buffer)
-    with pytest.raises(WeightSyncError, match="is something else"):
-        HostMemory().open((pid, descriptor, inode + 1, num_bytes))
-    with pytest.raises(WeightSyncError, match="cannot be opened"):
-        HostMemory().open((pid, 9_999, inode, num_bytes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from openrlhf.utils.tracking import read_metrics
+
 # Rollout and training sizes every command shares; later flags win.
 SMALL = (
     "--micro_train_batch_size 4 --train_batch_size 8 --micro_rollout_batch_size 4 "
@@ -22,17 +24,14 @@ PPO_HYBRID = (
     "--vllm_enable_sleep --deepspeed_enable_sleep"
 )
 
-GRPO = (
-    "--advantage_estimator group_norm --ref_num_nodes 1 --ref_num_gpus_per_node 1 "
-    "--reward_num_nodes 1 --reward_num_gpus_per_node 1 --actor_num_nodes 1 "
-    "--actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 "
-    "--colocate_all_models --max_epochs 1 --bf16 --actor_learning_rate 5e-7 "
-    "--init_kl_coef 0.01 --use_kl_loss --kl_estimator k3 --normalize_reward "
-    "--no_advantage_std_norm --input_key context_messages --apply_chat_template"
-)
-
 
 def argv(flags: str, *, sizes: str = SMALL, **values: Path | str) -> list[str]:
     """The words of a command; values become further flags, so paths may hold spaces."""
     extra = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     return [*flags.split(), *sizes.split(), *extra]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """The records of training steps."""
+    path = run_dir / "metrics.jsonl"
+    return [r for r in read_metrics(path) if "reward" in r] if path.exists() else []

@@ -29,6 +29,14 @@ def reward_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def critic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny critic, as OpenRLHF saves one."""
+    folder = tmp_path_factory.mktemp("tiny")
+    made = make_reward_model(folder / "made")
+    return as_openrlhf_saves(made, folder / "critic", head="value_head", kind="CriticModel")
+
+
+@pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eleven prompts: a number that divides no batch."""
     rows = [
@@ -55,3 +63,15 @@ def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_key_heads_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy whose layers two ranks can split."""
     return make_model(tmp_path_factory.mktemp("tiny") / "two_key_heads", num_kv_heads=2)
+
+
+@pytest.fixture
+def given(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path) -> dict:
+    """Names and values of an RL command that works; eleven prompts, a run folder of its own."""
+    return {
+        "pretrain": tiny_model_dir,
+        "prompt_data": prompt_file,
+        "remote_rm_url": reward_file,
+        "label_key": "answer",
+        "save_path": tmp_path / "run",
+    }

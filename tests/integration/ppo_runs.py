@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-
-import torch
 
 from openrlhf.cli import train_ppo
 from openrlhf.distributed.backend import shut_down
@@ -77,43 +74,6 @@ def start(root: Path, run_dir: Path, flags: str, *more: str) -> int:
 def steps_of(run_dir: Path) -> list[dict]:
     """Records of training."""
     return [record for record in records(run_dir) if "reward" in record]
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """A hash of what every file of a checkpoint holds, but for its notes, in which there are times.
-
-    Of DeepSpeed's pickles the contents count: which equal strings are one object does not.
-    """
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in ("state.json", "manifest.json"):
-            digest = hashlib.sha256()
-            if path.suffix == ".pt":
-                add_content(torch.load(path, weights_only=False), digest)
-            else:
-                digest.update(path.read_bytes())
-            found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
-
-
-def add_content(value: object, digest: hashlib._Hash) -> None:
-    """Feed a tree of containers, tensors and plain objects to a digest, bit by bit."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            digest.update(repr(name).encode())
-            add_content(part, digest)
-    elif isinstance(value, list | tuple):
-        digest.update(str(len(value)).encode())
-        for part in value:
-            add_content(part, digest)
-    elif isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        digest.update(type(value).__name__.encode())
-        add_content(vars(value), digest)
-    else:
-        digest.update(repr(value).encode())
 
 
 def saved_run(folder: Path) -> dict:

@@ -11,33 +11,10 @@ from textwrap import dedent
 import pytest
 
 from openrlhf.cli import train_ppo
-from openrlhf.utils.tracking import read_metrics
+from tests.integration.commands import steps_of
 from tests.rollout.agent_files import OPENAI_EXECUTOR
 from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
 
-ONE_TURN = """
-from openrlhf.utils.agent import AgentExecutorBase
-
-
-class AgentExecutor(AgentExecutorBase):
-    async def execute(
-        self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None
-    ):
-        ids = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        sampling_params.max_tokens = min(sampling_params.max_tokens, 8)
-        result = await llm_engine.generate(ids, sampling_params)
-        output = result.outputs[0]
-        reward = sum(map(ord, output.text)) % 8 / 8
-        return {
-            "prompt": prompt,
-            "label": label,
-            "reward": reward,
-            "scores": reward,
-            "extra_logs": {"has_label": float(label.isdigit())},
-            "observation_tokens": ids + list(output.token_ids),
-            "action_ranges": [(len(ids), len(ids) + len(output.token_ids))],
-        }
-"""
 # The environment counts its turns; what is rewarded differs from sample to sample.
 ENVIRONMENT = (
     dedent(ENV)
@@ -62,7 +39,6 @@ NEW_FLAGS = (
 FILES = {
     "0.8, several turns, async": ("train_ppo_ray", ENVIRONMENT + dedent(OWN_LOOP), OLD_FLAGS, 3),
     "0.11, several turns": ("train_ppo", ENVIRONMENT + dedent(NEW), NEW_FLAGS, 3),
-    "0.11, one turn": ("train_ppo", ONE_TURN, NEW_FLAGS, 1),
     "0.11, OpenAI server": ("train_ppo", f"START = 'thread'\n{OPENAI_EXECUTOR}", NEW_FLAGS, 2),
 }
 
@@ -76,7 +52,7 @@ def command(name: str, model: Path, prompts: Path, folder: Path) -> tuple[str, l
 
 
 def check(name: str, folder: Path) -> None:
-    steps = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if "reward" in r]
+    steps = steps_of(folder / "run")
     assert len(steps) == 2
     assert 1 <= steps[0]["agent/num_turns"] <= FILES[name][3]
     assert steps[0]["vllm_kl"] < 1e-6
@@ -110,7 +86,7 @@ def test_an_agent_trains_the_policy_in_one_process(
 def test_a_file_without_an_agent_is_one_line(
     tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, words = command("0.11, one turn", tiny_model_dir, prompt_file, tmp_path)
+    _, words = command("0.11, several turns", tiny_model_dir, prompt_file, tmp_path)
     (tmp_path / "agent_func.py").write_text("x = 1\n")
     with pytest.raises(SystemExit) as stopped:
         train_ppo.main([*words, "--vllm_num_engines", "0"])

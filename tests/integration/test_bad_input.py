@@ -35,38 +35,26 @@ def run(
     return int(stop.value.code or 0), [line for line in lines if line.startswith("error: ")]
 
 
-@pytest.fixture
-def good(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path) -> dict:
-    """Values of a command that works."""
-    return {
-        "pretrain": tiny_model_dir,
-        "prompt_data": prompt_file,
-        "remote_rm_url": reward_file,
-        "label_key": "answer",
-        "save_path": tmp_path / "run",
-    }
-
-
 def without_vllm(name: str) -> object:
     """What find_spec answers where everything but vLLM is installed."""
     return None if name == "vllm" else find_spec(name)
 
 
 def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], good: dict, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], given: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_engine, "find_spec", without_vllm)
-    code, errors = run(capsys, GOOD, **{**good, "vllm_num_engines": "1"})
+    code, errors = run(capsys, GOOD, **{**given, "vllm_num_engines": "1"})
     assert (code, len(errors)) == (2, 1)
     for words in ("vLLM", "not installed", ".[vllm]", "make install", "--vllm_num_engines 0"):
         assert words in errors[0]
     by_default = GOOD.replace("--vllm_num_engines 0", "")
     with pytest.raises(SystemExit) as stop:
-        train_ppo_ray.main(argv(by_default, **good))
+        train_ppo_ray.main(argv(by_default, **given))
     assert stop.value.code == 2
     assert errors[0] in capsys.readouterr().err
     # Without Ray nobody asked for vLLM: the next problem is said.
-    code, errors = run(capsys, by_default, **{**good, "input_key": "question"})
+    code, errors = run(capsys, by_default, **{**given, "input_key": "question"})
     assert (code, len(errors)) == (2, 1)
     assert "question" in errors[0]
 
@@ -94,7 +82,7 @@ def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
 def test_a_wrong_value_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    good: dict,
+    given: dict,
     tmp_path: Path,
     changes: dict,
     message: str,
@@ -102,7 +90,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("")
     Path("no_func.py").write_text("x = 1\n")
-    code, errors = run(capsys, GOOD, **{**good, **changes})
+    code, errors = run(capsys, GOOD, **{**given, **changes})
     assert code == 2
     assert len(errors) == 1
     assert message in errors[0]
@@ -118,19 +106,19 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     ],
 )
 def test_a_reward_that_fails_during_the_run_is_exit_code_3(
-    capsys: pytest.CaptureFixture[str], good: dict, tmp_path: Path, body: str, message: str
+    capsys: pytest.CaptureFixture[str], given: dict, tmp_path: Path, body: str, message: str
 ) -> None:
     path = tmp_path / "reward_bad.py"
     path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    code, errors = run(capsys, GOOD, **{**good, "remote_rm_url": path})
+    code, errors = run(capsys, GOOD, **{**given, "remote_rm_url": path})
     assert code == 3
     assert len(errors) == 1
     assert message in errors[0]
 
 
-def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], good: dict) -> None:
+def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], given: dict) -> None:
     changes = {"pretrain": "/nowhere/model", "n_samples_per_prompt": "1", "label_key": "gold"}
-    code, errors = run(capsys, GOOD, **{**good, **changes})
+    code, errors = run(capsys, GOOD, **{**given, **changes})
     assert code == 2
     group, model, label = errors
     assert "--n_samples_per_prompt is 1" in group
@@ -141,7 +129,7 @@ def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], good: dic
 @pytest.mark.slow  # each starts Python with all libraries twice
 @pytest.mark.parametrize("is_silent", [True, False])
 def test_a_hub_that_cannot_be_reached_is_one_line(
-    good: dict, tmp_path: Path, *, is_silent: bool
+    given: dict, tmp_path: Path, *, is_silent: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -150,9 +138,9 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
         offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
         env = {name: value for name, value in os.environ.items() if name not in offline}
         env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_ETAG_TIMEOUT": "3"}
-        rows = {"pretrain": good["pretrain"], "dataset": "org/rows@part"}
+        rows = {"pretrain": given["pretrain"], "dataset": "org/rows@part"}
         for name, words, missing in (
-            ("train_ppo", argv(GOOD, **{**good, "pretrain": "org/none"}), "model org/none"),
+            ("train_ppo", argv(GOOD, **{**given, "pretrain": "org/none"}), "model org/none"),
             ("train_sft", argv("", sizes="", **rows, save_path=tmp_path), "data set org/rows@part"),
         ):
             command = [sys.executable, "-m", f"openrlhf.cli.{name}", *words]
@@ -164,12 +152,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
 
 
 def test_a_missing_column_starts_no_cluster(
-    capsys: pytest.CaptureFixture[str], good: dict, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], given: dict, tmp_path: Path
 ) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text_of_mine": "hi"}])
     before = _raylets()
     with pytest.raises(SystemExit) as stop:
-        train_ppo_ray.main(argv(GOOD, **{**good, "prompt_data": rows}))
+        train_ppo_ray.main(argv(GOOD, **{**given, "prompt_data": rows}))
     said = capsys.readouterr().err
     assert stop.value.code == 2 and "text_of_mine" in said and "Traceback" not in said
     assert _raylets() <= before

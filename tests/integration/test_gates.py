@@ -5,28 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import argv
+from tests.integration.commands import argv, steps_of
 
 FLAGS = "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
-
-
-@pytest.fixture
-def values(
-    tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path
-) -> dict[str, Path | str]:
-    return {
-        "pretrain": tiny_model_dir,
-        "prompt_data": prompt_file,
-        "label_key": "answer",
-        "remote_rm_url": reward_file,
-        "save_path": tmp_path / "run",
-    }
 
 
 def without_temperature(generate: Any) -> Any:
@@ -51,17 +36,17 @@ train_ppo.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_a_temperature_that_one_side_forgot_ends_the_first_step(values: dict) -> None:
+def test_a_temperature_that_one_side_forgot_ends_the_first_step(given: dict) -> None:
     """In processes of their own: one that held vLLM and let go of it cannot hold it again."""
     flags = "--vllm_num_engines 1 --enforce_eager --temperature 0.6 --max_samples 4 "
     flags += "--rollout_batch_size 4"
-    command = [sys.executable, "-m", "openrlhf.cli.train_ppo", *argv(FLAGS + flags, **values)]
+    command = [sys.executable, "-m", "openrlhf.cli.train_ppo", *argv(FLAGS + flags, **given)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-2000:]
-    [step] = [r for r in read_metrics(values["save_path"] / "metrics.jsonl") if "reward" in r]
+    [step] = steps_of(given["save_path"])
     assert step["vllm_kl"] < 1e-6 and step["logprobs_diff_max"] < 1e-3
-    values["save_path"] = values["save_path"].with_name("forgetful")
-    command = [sys.executable, "-c", FORGETFUL, *argv(FLAGS + flags, **values)]
+    given["save_path"] = given["save_path"].with_name("forgetful")
+    command = [sys.executable, "-c", FORGETFUL, *argv(FLAGS + flags, **given)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert result.returncode == 3, result.stderr[-2000:]
     said = "engine and trainer disagree about the sampled tokens at step 1"

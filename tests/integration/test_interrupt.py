@@ -20,14 +20,14 @@ import psutil
 import pytest
 
 from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import argv
+from tests.integration.commands import argv, steps_of
 from tests.integration.test_launchers import environment, launched
 from tests.tiny import write_jsonl
 
 DEADLINE_S = 240.0
 FLAGS = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
-    "--label_key answer --num_episodes {episodes} --logging_steps 1 "
+    "--num_episodes {episodes} --logging_steps 1 "
 )
 SFT_FLAGS = "--train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1 --logging_steps 1"
 
@@ -92,26 +92,14 @@ def saved_step(error: str, root: Path) -> int:
     ],
 )
 def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
-    command: str,
-    number: int,
-    tiny_model_dir: Path,
-    prompt_file: Path,
-    reward_file: Path,
-    tmp_path: Path,
+    command: str, number: int, given: dict, tmp_path: Path
 ) -> None:
     module, *flags = command.split()
     run, root = tmp_path / "run", tmp_path / "ckpt"
 
     def words(episodes: int) -> list[str]:
-        return argv(
-            FLAGS.format(episodes=episodes) + " ".join(flags),
-            pretrain=tiny_model_dir,
-            prompt_data=prompt_file,
-            remote_rm_url=reward_file,
-            train_batch_size="16",
-            save_path=run,
-            ckpt_path=root,
-        )
+        text = FLAGS.format(episodes=episodes) + " ".join(flags)
+        return argv(text, **given, train_batch_size="16", ckpt_path=root)
 
     python = [sys.executable, "-m", f"openrlhf.cli.{module}"]
     with started([*python, *words(2000)]) as process:
@@ -127,7 +115,7 @@ def test_an_interrupted_run_saves_ends_all_its_processes_and_goes_on(
     subprocess.run(
         [*python, *words(cursor["episode"] + 1), "--load_checkpoint"], check=True, timeout=200
     )
-    steps = [r["step"] for r in read_metrics(run / "metrics.jsonl") if "reward" in r]
+    steps = [record["step"] for record in steps_of(run)]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= step
 
 

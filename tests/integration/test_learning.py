@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_ppo_ray
-from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import PPO_HYBRID, argv
+from tests.integration.commands import PPO_HYBRID, argv, steps_of
 from tests.tiny import make_model, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -56,64 +55,6 @@ def reward_func(queries, prompts, labels):
         "extra_logs": {"dummy_scores": reward},  # Additional logging info for wandb
     }
 """
-AGENT_FUNC = """
-import random
-from typing import Any, Dict
-
-import torch
-from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase
-
-
-# A simple n-step environment
-class AgentInstance(AgentInstanceBase):
-    async def __init__(self, *args, **kwargs):
-        self.step_idx = 0
-        self.max_steps = random.randint(1, 2)
-
-    async def reset(self, states: dict, **kwargs):
-        return {"observation": states["observation"]}  # Return original text observation
-
-    async def step(self, states: dict, **kwargs) -> Dict[str, Any]:
-        print(f"step_idx: {self.step_idx}, max_steps: {self.max_steps}")
-
-        observation_text = states["observation_text"]
-        action_text = states["action_text"]
-        label = states["label"]
-
-        # Check if episode is done
-        done = self.step_idx >= self.max_steps
-        wanted = sum(letter in label for letter in action_text)
-        share = wanted / max(len(action_text), 8)
-        reward = torch.tensor([share / (self.max_steps + 1)])
-
-        environment_feedback = (
-            "\\n\\nHuman: [CORRECT]\\n</s>"
-            if done
-            else "\\n\\nHuman: [INCORRECT]\\n</s>\\n\\nAssistant: "
-        )
-
-        self.step_idx += 1
-
-        return {
-            "rewards": reward,
-            "scores": torch.tensor(share),
-            "environment_feedback": environment_feedback,
-            "done": done,
-            "sampling_params": states.get("sampling_params", None),
-            "extra_logs": {"dummy_scores": reward},
-        }
-
-
-class AgentExecutor(AgentExecutorBase):
-    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
-        super().__init__(
-            AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
-        )
-
-    async def execute(self, prompt, label, sampling_params):
-        sampling_params.max_tokens = 8
-        return await super().execute(prompt, label, sampling_params)
-"""
 
 
 @pytest.fixture
@@ -132,8 +73,7 @@ def train(flags: str, *, sizes: str = SIZES, **values: Path | str) -> list[dict[
     """Run the command; the records of its steps."""
     words = argv(flags, **values)
     train_ppo_ray.main([*words, *sizes.split()])
-    path = Path(values["save_path"]) / "metrics.jsonl"
-    steps = [record for record in read_metrics(path) if "reward" in record]
+    steps = steps_of(Path(values["save_path"]))
     print([round(step["reward"], 3) for step in steps])
     return steps
 

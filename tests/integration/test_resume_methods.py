@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.distributed.checkpoints import GIB
+from openrlhf.distributed.manifest import num_bytes
 from tests.distributed.spawn import meet_elsewhere, run_ranks
 from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
@@ -38,7 +44,6 @@ CASES = {
     "kd_on_policy": f"kd {SFT} --teacher_model {{root}}/teacher --kd_on_policy "
     "--kd_max_new_tokens 4",
 }
-QUICK_CASES = ("rm_lora", "dpo_precomputed")
 
 
 def make_row(i: int) -> dict:
@@ -62,18 +67,19 @@ def make_inputs(root: Path) -> Path:
     return root
 
 
+def words(root: Path, run_dir: Path, case: str, *more: str) -> tuple[str, list[str]]:
+    """The name of a case's command, and what is typed behind it."""
+    name, *flags = CASES[case].format(root=root).split()
+    paths = f"--pretrain {root}/model --dataset {root}/rows.jsonl --eval_dataset {root}/rows.jsonl"
+    saved = ("--save_path", str(run_dir), "--ckpt_path", str(run_dir / "ckpt"))
+    return name, [*paths.split(), *COMMON.split(), *flags, *saved, *more]
+
+
 def start(root: Path, run_dir: Path, case: str, *more: str) -> None:
     """One start of a case's command."""
     meet_elsewhere()
-    method, *flags = CASES[case].format(root=root).split()
-    command = importlib.import_module(f"openrlhf.cli.train_{method}")
-    paths = f"--pretrain {root}/model --dataset {root}/rows.jsonl --eval_dataset {root}/rows.jsonl"
-    command.main(
-        [
-            *(*paths.split(), *COMMON.split(), *flags),
-            *("--save_path", str(run_dir), "--ckpt_path", str(run_dir / "ckpt"), *more),
-        ]
-    )
+    name, flags = words(root, run_dir, case, *more)
+    importlib.import_module(f"openrlhf.cli.train_{name}").main(flags)
 
 
 def straight_and_resumed(root: Path, folder: Path, case: str, *more: str) -> None:
@@ -83,11 +89,6 @@ def straight_and_resumed(root: Path, folder: Path, case: str, *more: str) -> Non
     with stopping_behind(STOP):
         start(root, folder / "resumed", case, *saving, *more)
     start(root, folder / "resumed", case, *saving, *more)
-
-
-def run_alone(root: Path) -> None:
-    for case in QUICK_CASES:
-        straight_and_resumed(root, root / "alone" / case, case)
 
 
 def run_two_ranks(root: Path) -> None:
@@ -125,12 +126,6 @@ def check_same(folder: Path, case: str) -> None:
         assert configs[0]["mean"] == configs[1]["mean"] and configs[0]["std"] == configs[1]["std"]
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(root: Path) -> None:
-    run_ranks(run_alone, 1, root)
-    for case in QUICK_CASES:
-        check_same(root / "alone" / case, case)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_resumed_run_of_any_method_on_two_ranks_is_the_run_that_was_not_stopped(
@@ -139,3 +134,79 @@ def test_a_resumed_run_of_any_method_on_two_ranks_is_the_run_that_was_not_stoppe
     run_ranks(run_two_ranks, 2, root)
     for case in CASES:
         check_same(root / "two" / case, case)
+
+
+LONG = ("--max_epochs", "8", "--save_steps", "5", "--max_ckpt_num", "2", "--load_checkpoint")
+
+
+def run_long(name: str, root: Path) -> None:
+    start(root, root / name, "sft_lora", *LONG)
+
+
+def test_the_same_command_goes_on_exactly_after_a_kill(root: Path) -> None:
+    straight, killed = root / "straight", root / "killed"
+    run_ranks(partial(run_long, "straight"), 1, root)
+    command = [sys.executable, "-m", "openrlhf.cli.train_sft"]
+    command += words(root, killed, "sft_lora", *LONG)[1]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not any(record["step"] >= 9 for record in records(killed)):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+    assert not list(killed.glob("*.safetensors"))
+    run_ranks(partial(run_long, "killed"), 1, root)
+    assert not (killed / "ckpt" / "aside-1").exists()  # where checkpoints go that are not resumed
+    assert records(straight) == records(killed)
+    expected, found = weights_of(straight), weights_of(killed)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    kept = sorted(path.name for path in (killed / "ckpt").glob("global_step*"))
+    assert kept == ["global_step20", "global_step24"]
+
+
+# Of a run of 6 steps, the third of them smaller.
+RUNS = {
+    "none": "",
+    "every_fourth": "--save_steps 4",
+    "newest_two": "--save_steps 1 --max_ckpt_num 2",
+    "exports_too": "--save_steps 2 --max_ckpt_num 2 --save_hf_ckpt",
+    "exports_only": "--save_steps 2 --save_hf_ckpt --disable_ds_ckpt",
+    "no_room": "--save_steps 2 --max_ckpt_mem 1e-9",
+}
+FOLDERS = {
+    "none": [],
+    "every_fourth": ["global_step4", "global_step6"],
+    "newest_two": ["global_step5", "global_step6"],
+    "exports_too": ["global_step4", "global_step4_hf", "global_step6", "global_step6_hf"],
+    "exports_only": ["global_step2_hf", "global_step4_hf", "global_step6_hf"],
+    "no_room": ["global_step6"],  # the newest stays, whatever its size
+    "room_for_two": ["global_step5", "global_step6"],
+    "exports_only_again": ["aside-1", "global_step2_hf", "global_step4_hf", "global_step6_hf"],
+}
+
+
+def folders(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "ckpt").glob("*"))
+
+
+def run_everything(root: Path) -> dict:
+    """Folders before and after; runs in one process one after the other."""
+    found: dict = {}
+    for name, flags in RUNS.items():
+        start(root, root / name, "sft_lora", *flags.split())
+        found[name] = folders(root / name)
+    size = num_bytes(root / "newest_two" / "ckpt" / "global_step6") / GIB
+    cap = f"--save_steps 1 --max_ckpt_num 9 --max_ckpt_mem {2.5 * size}".split()
+    start(root, root / "room_for_two", "sft_lora", *cap)
+    found["room_for_two"] = folders(root / "room_for_two")
+    again = [*RUNS["exports_only"].split(), "--load_checkpoint"]
+    start(root, root / "exports_only", "sft_lora", *again)  # there is nothing to go on from
+    found["exports_only_again"] = folders(root / "exports_only")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_leaves_the_checkpoints_its_flags_ask_for(tmp_path: Path) -> None:
+    assert run_ranks(run_everything, 1, make_inputs(tmp_path)) == [FOLDERS]

@@ -9,8 +9,7 @@ import pytest
 
 from openrlhf.cli import train_ppo
 from openrlhf.trainer.ppo_trainer import PPOTrainer
-from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import argv
+from tests.integration.commands import argv, steps_of
 from tests.rewards.servers import RewardServer, free_url
 from tests.tiny import make_reward_model
 
@@ -28,25 +27,15 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.fixture
-def values(tiny_model_dir: Path, prompt_file: Path, tmp_path: Path) -> dict[str, Path | str]:
-    """Values that all commands share; eleven prompts are two steps."""
-    return {
-        "pretrain": tiny_model_dir,
-        "prompt_data": prompt_file,
-        "label_key": "answer",
-        "save_path": tmp_path / "run",
-    }
+def values(given: dict) -> dict[str, Path | str]:
+    """What all commands share but their source of rewards."""
+    return {name: value for name, value in given.items() if name != "remote_rm_url"}
 
 
 def unruly_file(tmp_path: Path, what: str) -> Path:
     path = tmp_path / "unruly.py"
     path.write_text(UNRULY.format(what=what))
     return path
-
-
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    path = run_dir / "metrics.jsonl"
-    return [r for r in read_metrics(path) if "reward" in r] if path.exists() else []
 
 
 def error_of(

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(600)]
 
 FLAGS = (
     "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
-    "--label_key answer --num_episodes 100 --vllm_num_engines 1 --actor_num_gpus_per_node 2 "
+    "--num_episodes 100 --vllm_num_engines 1 --actor_num_gpus_per_node 2 "
     "--engine_timeout_s 20 --rank_timeout_s 20"
 )
 
@@ -32,10 +32,7 @@ FLAGS = (
 )
 def test_a_stopped_process_is_named_and_the_run_ends(
     ray_cluster: None,
-    tiny_model_dir: Path,
-    prompt_file: Path,
-    reward_file: Path,
-    tmp_path: Path,
+    given: dict,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     title: str,
@@ -51,16 +48,8 @@ def test_a_stopped_process_is_named_and_the_run_ends(
             stopped[0].send_signal(signal.SIGSTOP)
 
     monkeypatch.setattr(PPOTrainer, "settle", settle_and_stop)
-    words = argv(
-        FLAGS,
-        pretrain=tiny_model_dir,
-        prompt_data=prompt_file,
-        remote_rm_url=reward_file,
-        train_batch_size="16",
-        save_path=tmp_path / "run",
-    )
     with pytest.raises(SystemExit) as ended:
-        train_ppo_ray.main(words)
+        train_ppo_ray.main(argv(FLAGS, **given, train_batch_size="16"))
     said = capsys.readouterr().err
     named = rf"{who} on node \S+ \(pid {stopped[0].pid}\) has not answered for \d+ s.*"
     assert ended.value.code == 3 and re.search(f"error: {named} was ended", said), said[-3000:]

@@ -10,17 +10,12 @@ import torch
 import transformers
 
 from openrlhf.cli import train_ppo_ray
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.rollout.rollout import Rollouts, SampleBatch
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.tracking import read_metrics
-from tests.integration.commands import PPO_HYBRID, argv
+from tests.integration.commands import PPO_HYBRID, argv, steps_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    """The training records of a run."""
-    return [r for r in read_metrics(run_dir / "metrics.jsonl") if "reward" in r]
 
 
 ON_TWO_RANKS = "--ring_attn_size 2 " + " ".join(
@@ -34,13 +29,19 @@ ON_TWO_RANKS = "--ring_attn_size 2 " + " ".join(
     ids=["one rank", "shared rows"],
 )
 def test_ppo_in_hybrid_mode(
-    tiny_model_dir: Path, reward_model_dir: Path, prompt_file: Path, tmp_path: Path, extra: str
+    tiny_model_dir: Path,
+    reward_model_dir: Path,
+    critic_dir: Path,
+    prompt_file: Path,
+    tmp_path: Path,
+    extra: str,
 ) -> None:
     train_ppo_ray.main(
         argv(
             f"{PPO_HYBRID} {extra}",
             pretrain=tiny_model_dir,
             reward_pretrain=reward_model_dir,
+            critic_pretrain=critic_dir,
             prompt_data=prompt_file,
             save_path=tmp_path / "run",
             ckpt_path=tmp_path / "ckpt",
@@ -55,39 +56,6 @@ def test_ppo_in_hybrid_mode(
     assert (tmp_path / "run" / "chat_template.jinja").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        # What reaches the engine is merged, out of the parts that two ranks hold.
-        "rloo --lora_rank 4 --actor_learning_rate 1e-3 --zero_stage 3 --actor_num_gpus_per_node 2",
-        "reinforce --top_p 0.9 --temperature 0.7",
-    ],
-)
-def test_every_estimator_with_a_reward_function(
-    tiny_model_dir: Path, reward_file: Path, prompt_file: Path, tmp_path: Path, flags: str
-) -> None:
-    train_ppo_ray.main(
-        argv(
-            f"--init_kl_coef 0 --train_batch_size 16 --advantage_estimator {flags}",
-            pretrain=tiny_model_dir,
-            remote_rm_url=reward_file,
-            label_key="answer",
-            prompt_data=prompt_file,
-            n_samples_per_prompt="2",
-            train_batch_size="16",
-            save_path=tmp_path / "run",
-        )
-    )
-    first, last = steps_of(tmp_path / "run")
-    # On-policy in fp32: the engine and the trainer agree, and the ratio is exactly 1.
-    for record in (first, last):
-        assert record["vllm_kl"] < 1e-6
-        assert record["logprobs_diff_max"] < 1e-3
-        assert record["ratio_max"] == 1.0
-    assert "extra/num_chars" in first
-
-
 @pytest.mark.parametrize(
     ("model", "estimator", "engines"),
     [
@@ -96,6 +64,12 @@ def test_every_estimator_with_a_reward_function(
             "tiny_model_dir",
             "rloo",
             "--vllm_num_engines 1 --ring_attn_size 2 --vllm_sync_with_ray",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # what reaches the engine is merged, out of the parts that two ranks hold
+            "tiny_model_dir",
+            "reinforce",
+            "--vllm_num_engines 1 --lora_rank 4 --zero_stage 3",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -118,9 +92,7 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     model: str,
     estimator: str,
     engines: str,
-    reward_file: Path,
-    prompt_file: Path,
-    tmp_path: Path,
+    given: dict,
 ) -> None:
     answers: dict[str, list[Rollout]] = {}
     generate = Rollouts.generate_samples
@@ -136,19 +108,15 @@ def test_two_ranks_stay_in_sync_with_their_engines(
             f"--advantage_estimator {estimator} --init_kl_coef 0 --actor_num_gpus_per_node 2 "
             f"{engines} --num_episodes 2 --actor_learning_rate 1e-3 "
             "--enable_prefix_caching --use_dynamic_batch",
-            pretrain=request.getfixturevalue(model),
-            remote_rm_url=reward_file,
-            label_key="answer",
-            prompt_data=prompt_file,
+            **given | {"pretrain": request.getfixturevalue(model)},
             n_samples_per_prompt="2",
             train_batch_size="16",
-            eval_dataset=prompt_file,
+            eval_dataset=given["prompt_data"],
             eval_temperature="0",
             eval_n_samples_per_prompt="1",
-            save_path=tmp_path / "run",
         )
     )
-    records = steps_of(tmp_path / "run")
+    records = steps_of(given["save_path"])
     assert len(records) == 4
     # Weights have moved by then; a stale engine would show. A step whose rewards are all equal
     # trains on nothing and compares nothing.
@@ -158,7 +126,7 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     assert all(record["logprobs_diff_max"] < 1e-3 for record in compared)
     assert compared[0]["ratio_max"] == 1.0
     # What both engines answer greedily at the end is what Hugging Face answers with the export.
-    policy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    policy = load_causal_lm(given["save_path"])
     assert len(answers["eval4"]) == 11
     for rollout in answers["eval4"]:
         prompt = rollout.token_ids[: -rollout.num_actions]

@@ -1,42 +1,166 @@
-"""Adapters: what they train, that a head goes with them, and that merging changes no answer."""
+"""Adapters: what they train, and their folder, which stands for the base with it merged."""
 
 from __future__ import annotations
 
-from functools import partial
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file, save_file
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.adapters import adapters_disabled, add_lora, load_adapter
-from openrlhf.models.loading import load_causal_lm, load_sequence_model, merge_adapter
+from openrlhf.models.adapters import adapters_disabled, add_lora, is_adapted, load_adapter
+from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_sequence_model
 from openrlhf.models.value_head import RewardModel
+from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.packing import PackedBatch
-from tests.tiny import make_model
+from tests.tiny import Payload, make_model
 
 LORA = LoraConfig(rank=4, alpha=8)
-FAMILIES = ("qwen3", "gemma")
 
 
 @pytest.fixture
 def batch() -> PackedBatch:
-    token_ids = [torch.arange(10, 22), torch.arange(40, 45)]
-    masks = [torch.ones(len(ids), dtype=torch.bool) for ids in token_ids]
-    for mask in masks:
-        mask[0] = False
-    return PackedBatch.from_sequences(token_ids, masks)
+    ids = torch.arange(20, 40)
+    masks = [torch.arange(12) > 0, torch.arange(8) > 0]
+    return PackedBatch.from_sequences([ids[:12], ids[12:]], masks)
 
 
-def randomise(model: torch.nn.Module) -> None:
-    """Give an adapter an effect: PEFT starts with B = 0."""
-    generator = torch.Generator().manual_seed(0)
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+
+
+@pytest.fixture
+def policy(tiny_model_dir: Path, tmp_path: Path) -> tuple[Path, torch.nn.Module]:
+    """A policy's adapter, and the adapted model it was saved from."""
+    adapted = add_lora(load_causal_lm(tiny_model_dir), LORA)
+    randomise(adapted)
+    adapted.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy", adapted
+
+
+def save_reward_adapter(base: Path, path: Path, head: str = "score") -> torch.nn.Module:
+    """A reward model's adapter as train_rm leaves it; answers the adapted model."""
+    adapted = add_lora(load_sequence_model(base, value_head_prefix=head), LORA)
+    randomise(adapted)
+    adapted.save_pretrained(path)
+    config = adapted.get_base_model().config
+    config.update({"mean": 0.5, "std": 2.0})
+    config.save_pretrained(path)
+    return adapted
+
+
+def test_the_folder_of_an_adapter_is_its_base_with_the_adapter_merged(
+    policy: tuple[Path, torch.nn.Module], batch: PackedBatch
+) -> None:
+    path, adapted = policy
+    model = load_causal_lm(path)
+    assert not is_adapted(model) and not hasattr(model, "peft_config")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    torch.testing.assert_close(
+        Actor(model)(batch).logprobs, Actor(adapted)(batch).logprobs, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_an_adapter_on_an_adapter_names_the_folder_below_and_loads_with_it(
+    policy: tuple[Path, torch.nn.Module], tmp_path: Path, batch: PackedBatch
+) -> None:
+    second = add_lora(load_causal_lm(policy[0]), LORA)
+    randomise(second, seed=1)
+    second.save_pretrained(tmp_path / "second")
+    assert base_of_adapter(tmp_path / "second") == str(policy[0])
+    torch.testing.assert_close(
+        Actor(load_causal_lm(tmp_path / "second"))(batch).logprobs,
+        Actor(second)(batch).logprobs,
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("head", ["score", "value_head"])
+def test_a_reward_adapter_brings_its_head_and_scale(
+    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch, head: str
+) -> None:
+    adapted = save_reward_adapter(tiny_model_dir, tmp_path / "reward", head)
+    assert is_value_model(load_config(str(tmp_path / "reward")))
+    model = RewardModel.from_pretrained(
+        tmp_path / "reward", normalize_reward=True, allow_fresh_head=False
+    )
+    expected = (RewardModel(adapted)(batch) - 0.5) / 2.0
+    torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=1e-5)
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "adapter_model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_that_lacks_a_weight_or_has_one_too_many_is_refused(
+    policy: tuple[Path, torch.nn.Module],
+) -> None:
+    name, ones = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight", torch.ones(128, 4)
+    edit_weights(policy[0], lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=re.escape(f"1 are missing ({name}")):
+        load_causal_lm(policy[0])
+    more = name.replace("layers.1", "layers.7")
+    edit_weights(policy[0], lambda weights: weights.update({name: ones, more: ones + 1}))
+    with pytest.raises(ConfigError, match=re.escape(f"1 are unexpected ({more}")):
+        load_causal_lm(policy[0])
+
+
+def test_a_pickled_adapter_loads_unless_it_would_run_code(
+    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = policy[0]
+    monkeypatch.chdir(folder)
+    expected = load_causal_lm(folder).state_dict()
+    weights = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(weights, folder / "adapter_model.bin")
+    found = load_causal_lm(folder).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.save(weights | {"payload": Payload(folder / "ran")}, folder / "adapter_model.bin")
+    for load in (load_causal_lm, lambda path: load_adapter(load_causal_lm(tiny_model_dir), path)):
+        with pytest.raises(ConfigError, match="would run code when it is loaded: it names posix"):
+            load(folder)
+    assert not (folder / "ran").exists()
+
+
+def set_base(folder: Path, base: str | None) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+
+
+def test_an_adapter_without_its_base_is_one_line_with_a_remedy(
+    policy: tuple[Path, torch.nn.Module],
+) -> None:
+    set_base(policy[0], "/no/such/base")
+    with pytest.raises(ConfigError, match=r"lacks its base\. Model path '/no/such/base' does not"):
+        load_config(str(policy[0]))
+    set_base(policy[0], None)
+    with pytest.raises(ConfigError, match="openrlhf merge-lora --model_path BASE --lora_path"):
+        load_config(str(policy[0]))
+
+
+def test_an_engine_that_reads_files_refuses_an_adapter(
+    policy: tuple[Path, torch.nn.Module], tiny_model_dir: Path
+) -> None:
+    line = f"--pretrain {policy[0]} .* merge-lora --model_path {tiny_model_dir} --lora_path"
+    with pytest.raises(ConfigError, match=line):
+        refuse_adapter(policy[0], "--pretrain")
+    refuse_adapter(tiny_model_dir, "--pretrain")
+
+
+FAMILIES = ("qwen3", "gemma")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,51 +191,3 @@ def test_an_adapter_that_is_switched_off_leaves_the_base(
 def test_unknown_target_modules_are_refused_with_those_there_are(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--target_modules query: down_proj, gate_proj, k_proj"):
         add_lora(load_causal_lm(tiny_model_dir), LoraConfig(rank=4, target_modules=("query",)))
-
-
-def test_a_merged_policy_answers_as_the_adapted_one(
-    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch
-) -> None:
-    adapted = add_lora(load_causal_lm(tiny_model_dir), LORA)
-    randomise(adapted)
-    adapted.save_pretrained(tmp_path / "adapter")
-    merged = merge_adapter(str(tiny_model_dir), str(tmp_path / "adapter"))
-    merged.save_pretrained(tmp_path / "merged")
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "merged", output_loading_info=True
-    )
-    assert not any(info.values())
-    expected = Actor(adapted)(batch).logprobs
-    ids = batch.token_ids[:12]
-    logprobs = loaded(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(logprobs, expected[:11], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("head_name", ["score", "value_head"])
-def test_the_head_of_a_reward_model_goes_with_its_adapter(
-    tiny_model_dir: Path, tmp_path: Path, batch: PackedBatch, head_name: str
-) -> None:
-    base = partial(load_sequence_model, tiny_model_dir, value_head_prefix=head_name)
-    adapted = add_lora(base(), LORA)
-    randomise(adapted)
-    model = RewardModel(adapted)
-    model(batch).sum().backward()
-    head = adapted.get_base_model().get_submodule(head_name).modules_to_save["default"].weight
-    assert head.grad is not None
-    head.data.normal_(generator=torch.Generator().manual_seed(1))
-    expected = model(batch)
-    adapted.save_pretrained(tmp_path / "adapter")
-    again = load_adapter(base(), tmp_path / "adapter")
-    torch.testing.assert_close(RewardModel(again)(batch), expected)
-    adapted.get_base_model().config.update({"mean": 0.5, "std": 2.0})
-    adapted.get_base_model().config.save_pretrained(tmp_path / "adapter")
-    merged = merge_adapter(str(tiny_model_dir), str(tmp_path / "adapter"), is_rm=True)
-    merged.save_pretrained(tmp_path / "merged")
-    if head_name == "score":
-        auto_class = transformers.AutoModelForSequenceClassification
-        loaded, info = auto_class.from_pretrained(tmp_path / "merged", output_loading_info=True)
-        assert not any(info.values())
-    else:
-        loaded = load_sequence_model(tmp_path / "merged", allow_fresh_head=False)
-    assert (loaded.config.mean, loaded.config.std) == (0.5, 2.0)
-    torch.testing.assert_close(RewardModel(loaded)(batch), expected, atol=1e-5, rtol=1e-5)

@@ -12,10 +12,9 @@ from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models import kernels, loading
-from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import apply_liger, check_here
 from openrlhf.models.loading import load_causal_lm, say_attention
-from tests.models.helpers import full_batch, gradients, random_sequences, tiny_model
+from tests.models.helpers import tiny_model
 
 # What of Liger's interface is used, as a package that notes the call on the model.
 LIGER = """
@@ -53,21 +52,6 @@ def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
     assert model.liger_call == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-def test_kernels_of_expert_layers_equal_the_plain_loop(implementation, mixtral_dir):
-    batch = full_batch(random_sequences([30, 1, 17, 5]))
-    stats, grads = [], []
-    for name in ("eager", implementation):
-        model = load_causal_lm(mixtral_dir, dtype=torch.float32, experts_implementation=name)
-        assert model.config._experts_implementation == name
-        stats.append(Actor(model)(batch).logprobs)
-        stats[-1].mean().backward()
-        grads.append(gradients(model))
-    torch.testing.assert_close(stats[1], stats[0], atol=1e-5, rtol=0)
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][name], gradient, atol=1e-5, rtol=0, msg=name)
-
-
 @pytest.fixture
 def bare(monkeypatch):
     """A machine on which none of the optional packages is installed."""
@@ -79,7 +63,7 @@ def test_deepspeed_compiles_for_gpus_only():
     assert line.startswith("--deepcompile: DeepSpeed compiles for CUDA GPUs only")
     check_here(DeepSpeedConfig(deepcompile=True), is_cuda=True)
     line = "--pretrain m --dataset d --deepcompile --zero_stage 0"
-    with pytest.raises(ConfigError, match="Type --zero_stage 2"):
+    with pytest.raises(ConfigError, match="--deepcompile with --zero_stage 0"):
         parse_config(SFTConfig, line.split())
 
 
@@ -134,3 +118,27 @@ def test_flash_attention_that_does_not_run_is_said_once(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == bool(said)
     assert all(line.startswith(said) and "(SDPA)" in line for line in lines)
+
+
+FP16 = DeepSpeedConfig(param_dtype="fp16")
+LINE = r"--ds\.param_dtype fp16: this CPU does not train in fp16\. Type --bf16 or"
+
+
+@pytest.fixture
+def cpu_knows(monkeypatch: pytest.MonkeyPatch):
+    """Decides whether this CPU multiplies matrices in fp16."""
+
+    def decide(answer: bool) -> None:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: answer)
+
+    return decide
+
+
+def test_fp16_needs_a_gpu_or_a_cpu_that_knows_it(cpu_knows):
+    cpu_knows(False)
+    with pytest.raises(ConfigError, match=LINE):
+        check_here(FP16, is_cuda=False)
+    check_here(FP16, is_cuda=True)
+    check_here(DeepSpeedConfig(param_dtype="bf16"), is_cuda=False)
+    cpu_knows(True)
+    check_here(FP16, is_cuda=False)

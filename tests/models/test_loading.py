@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -13,6 +12,7 @@ from openrlhf.models.loading import choose_attention, load_causal_lm, load_confi
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.value_head import RewardModel
 from tests.models.helpers import tiny_model
+from tests.tiny import Payload
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,6 @@ def test_a_folder_with_a_torn_file_is_one_line(causal_dir, tmp_path, file, conte
     with pytest.raises(ConfigError, match=words) as caught:
         load_causal_lm(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
-
-
-class Payload:
-    """An object whose pickle runs a command when it is loaded."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from openrlhf.models import packing
 from openrlhf.models.packing import (
     PackedRow,
     ScoreOptions,
-    causal_attention,
     grouped_attention,
     padded_layout,
     row_attention,
@@ -93,12 +92,3 @@ def test_a_row_that_begins_inside_a_sequence_sees_the_keys_before_it(options, mo
     torch.testing.assert_close(
         torch.autograd.grad((output * weights).sum(), (q, k, v)), expected_grads
     )
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_decoding_one_token_sees_its_window(softcap):
-    q, k, v = (x.transpose(0, 1)[None] for x in random_qkv(8))
-    options = ScoreOptions(sliding_window=3, softcap=softcap)
-    full = causal_attention(q, k, v, options)
-    last = causal_attention(q[:, :, -1:], k, v, options)
-    torch.testing.assert_close(last, full[:, :, -1:])

@@ -77,12 +77,6 @@ def test_scoring_with_a_model_that_never_had_a_head_is_an_error(causal_dir):
         fp32(causal_dir, allow_fresh_head=False)
 
 
-def test_a_classifier_of_several_labels_is_an_error(reward_dir, tmp_path):
-    path = edit_config(reward_dir, tmp_path, id2label={"0": "bad", "1": "good"})
-    with pytest.raises(ConfigError, match="2 labels"):
-        fp32(path)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "mistral"])
 @pytest.mark.parametrize(
     ("cls", "head"),

@@ -25,7 +25,7 @@ from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.trainer.base_trainer import Position
 from openrlhf.trainer.supervised_run import Checkpointer
 from tests.distributed.spawn import run_ranks
-from tests.distributed.test_checkpoint import Payload
+from tests.tiny import Payload
 from tests.trainer.small_run import (
     FACTS,
     NUM_SAMPLES,
