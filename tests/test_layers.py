@@ -45,7 +45,6 @@ HOMES = {
     "openrlhf.engines.weight_receiver": {"torch", "vllm"},
     "openrlhf.engines.own_generate": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
-    "openrlhf.distributed.run_folder": {"psutil"},
     "openrlhf.distributed.optimizer": {"torch", "transformers"},
     "openrlhf.distributed.weights": {"torch", "transformers", "safetensors"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},

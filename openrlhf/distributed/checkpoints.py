@@ -35,10 +35,10 @@ from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.distributed.export import library_versions
 from openrlhf.distributed.run_folder import (
     FINISHED,
+    holding,
     move_aside,
     read_json,
     set_earlier_run_aside,
-    why_held,
 )
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
@@ -405,11 +405,13 @@ class RunCheckpoints:
 
     def _take_root(self) -> None:
         """Make room in a checkpoint root that the run did not use so far."""
-        reason = why_held(Path(self.config.path))
-        if reason is not None:
-            raise CheckpointError(f"--ckpt_path {self.config.path} is in use: {reason}")
-        self.store.remove_torn()
-        self.store.set_aside(after_step=-1 if self.resume_step is None else self.resume_step)
+        try:
+            with holding(self.store.root, "--ckpt_path"):
+                self.store.remove_torn()
+                after_step = -1 if self.resume_step is None else self.resume_step
+                self.store.set_aside(after_step=after_step)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
 
     def _finish(self, step: int | None) -> dict[str, Any]:
         return {"step": step, "data": asdict(self.data)}
