@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import rich.console
@@ -67,13 +68,25 @@ def hide_bars() -> None:
     _hidden.append(True)
 
 
-def no_advance(num_done: int = 1, total: int | None = None) -> None:
-    """Do nothing: there is no bar."""
-
-
 def are_drawn() -> bool:
     """Return True where a person sees the bars of this process."""
     return not _hidden and is_terminal()
+
+
+@contextmanager
+def _bar(description: str, total: int | None, *, is_shown: bool) -> Iterator[Callable[..., None]]:
+    """Draw a bar while the block runs; yield what takes rich's `advance`, `completed`, `total`."""
+    if not is_shown or not are_drawn():
+        yield lambda **_: None
+        return
+    if not _shared:
+        _shared.append(_Bars())
+    [bars] = _shared
+    name = bars.begin(description, total)
+    try:
+        yield partial(bars.update, name)
+    finally:
+        bars.finish(name)
 
 
 @contextmanager
@@ -81,17 +94,8 @@ def counter(
     description: str, total: int | None = None, *, is_shown: bool = True
 ) -> Iterator[Callable[[int, int | None], None]]:
     """Draw a bar while the block runs; yield a function of (items done so far, items in all)."""
-    if not is_shown or not are_drawn():
-        yield lambda num_done, total: None
-        return
-    if not _shared:
-        _shared.append(_Bars())
-    [bars] = _shared
-    name = bars.begin(description, total)
-    try:
-        yield lambda num_done, total: bars.update(name, completed=num_done, total=total)
-    finally:
-        bars.finish(name)
+    with _bar(description, total, is_shown=is_shown) as update:
+        yield lambda num_done, total: update(completed=num_done, total=total)
 
 
 @contextmanager
@@ -99,16 +103,8 @@ def progress(
     description: str, total: int | None = None, *, is_shown: bool = True
 ) -> Iterator[Advance]:
     """Draw a bar over `total` items (None: unknown) while the block runs; yield what moves it."""
-    num_so_far, last_total = 0, total
-    with counter(description, total, is_shown=is_shown) as show:
-
-        def advance(num_done: int = 1, total: int | None = None) -> None:
-            nonlocal num_so_far, last_total
-            num_so_far += num_done
-            last_total = total or last_total
-            show(num_so_far, last_total)
-
-        yield advance
+    with _bar(description, total, is_shown=is_shown) as update:
+        yield lambda num_done=1, total=None: update(advance=num_done, total=total)
 
 
 def tracked(items: Iterable[ItemT], description: str) -> Iterator[ItemT]:
