@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,22 @@ class RowSlice:
         return _Gather.apply(x_S, self)
 
     def to_heads(self, x_ShD: Tensor) -> Tensor:
-        """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)."""
-        return _Exchange.apply(x_ShD, self, True)  # noqa: FBT003 - autograd knows no names
+        """From all heads of the slice to this rank's share of the heads of the row: (P, h/c, D)
+        (arXiv 2309.14509).
+        """
+        x_cShD = x_ShD.unflatten(1, (self.context.size, -1)).transpose(0, 1)
+        return self.row_order(_exchange(x_cShD, self.context.group))
 
     def to_tokens(self, x_PhD: Tensor) -> Tensor:
         """Undo `to_heads`: from (P, h/c, D) to (S, h, D)."""
-        return _Exchange.apply(x_PhD, self, False)  # noqa: FBT003 - as above
+        x_cShD = _exchange(self.rank_order(x_PhD), self.context.group)
+        return x_cShD.transpose(0, 1).flatten(1, 2)
 
     def spread(self, x_n: Tensor, index_n: Tensor, size: int) -> Tensor:
         """Put what every rank has at its places together -> (size, ...), the same on all ranks."""
         if x_n.dtype == torch.bool:
-            return _Spread.apply(x_n.int(), index_n, size, self.context.group).bool()
-        return _Spread.apply(x_n, index_n, size, self.context.group)
+            return self.spread(x_n.int(), index_n, size).bool()
+        return self.total(x_n.new_zeros(size, *x_n.shape[1:]).index_copy(0, index_n, x_n))
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of a number over the ranks, each with the gradient of its own part."""
@@ -107,11 +112,9 @@ class RowSlice:
 
 
 def _exchange(x_c: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send part k to rank k; the parts that came, (c, ...)."""
+    """Send part k to rank k; return the parts that came, (c, ...). The gradient goes back alike."""
     x_c = x_c.contiguous()
-    received = torch.empty_like(x_c)
-    dist.all_to_all_single(received, x_c, group=group)
-    return received
+    return all_to_all_single(torch.empty_like(x_c), x_c, group=group)
 
 
 class _Gather(torch.autograd.Function):
@@ -131,47 +134,6 @@ class _Gather(torch.autograd.Function):
         # A reduce-scatter, which gloo does not have.
         parts_cS = _exchange(ctx.own.rank_order(grad_P), ctx.own.context.group)
         return parts_cS.sum(0), None
-
-
-def _to_heads(x_ShD: Tensor, own: RowSlice) -> Tensor:
-    x_cShD = x_ShD.unflatten(1, (own.context.size, -1)).transpose(0, 1)
-    return own.row_order(_exchange(x_cShD, own.context.group))
-
-
-def _to_tokens(x_PhD: Tensor, own: RowSlice) -> Tensor:
-    x_cShD = _exchange(own.rank_order(x_PhD), own.context.group)
-    return x_cShD.transpose(0, 1).flatten(1, 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """`RowSlice.to_heads` and `to_tokens` (arXiv 2309.14509): each is the gradient of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, own: RowSlice, to_heads: bool) -> Tensor:
-        ctx.own, ctx.to_heads = own, to_heads
-        return _to_heads(x, own) if to_heads else _to_tokens(x, own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = _to_tokens if ctx.to_heads else _to_heads
-        return back(grad, ctx.own), None, None
-
-
-class _Spread(torch.autograd.Function):
-    """Sum of rows that are zero elsewhere; the gradient goes to this rank's own places."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_n: Tensor, index_n: Tensor, size: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.index_n = index_n
-        whole = x_n.new_zeros(size, *x_n.shape[1:]).index_copy_(0, index_n, x_n)
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad_N.index_select(0, ctx.index_n), None, None, None
 
 
 class _Total(torch.autograd.Function):
