@@ -12,11 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import NotRequired, Self
 
 from openrlhf.algorithms.balancing import (
     balanced_partitions,
@@ -105,15 +104,12 @@ class LoopSettings:
             max_tokens=budget and budget * config.ds.ring_attn_size,
         )
 
-    def num_updates(self, num_samples: int) -> int:
-        """Optimizer steps of a run; the last batch of an epoch may be smaller."""
-        return self.num_updates_from(Position(), num_samples)
-
-    def num_updates_from(self, position: Position, num_samples: int) -> int:
-        """Optimizer steps that are left."""
+    def num_updates(self, num_samples: int, position: Position = Position()) -> int:
+        """Return the optimizer steps of a run, or those left behind `position`; the last batch of
+        an epoch may be smaller.
+        """
         per_epoch = -(-num_samples // self.batch_size)
-        num_done_now = num_samples - position.num_samples
-        left_now = -(-num_done_now // self.batch_size)
+        left_now = -(-(num_samples - position.num_samples) // self.batch_size)
         return max(0, (self.max_epochs - position.epoch - 1) * per_epoch + left_now)
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -123,25 +119,14 @@ class LoopSettings:
         return token_budget_batches(lengths, self.max_tokens)
 
 
-class LoopParts(TypedDict):
-    """The arguments of every trainer, whatever its loss."""
-
-    samples: SampleSet[Any]
-    settings: LoopSettings
-    tracker: Tracker
-    eval_samples: NotRequired[SampleSet[Any] | None]
-    aux_loss_coef: NotRequired[float]
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Everything that is read and checked before a model is loaded."""
 
-    run_dir: Path
     model_path: str
     tokenizer: Tokenizer
-    samples: TokenizedDataset[Any]
-    eval_samples: TokenizedDataset[Any] | None
+    samples: SampleSet[Any]
+    eval_samples: SampleSet[Any] | None
 
 
 @dataclass(frozen=True)
@@ -156,17 +141,6 @@ class SupervisedRun(Generic[ConfigT]):
     settings: LoopSettings
     tracker: Tracker
 
-    @property
-    def loop(self) -> LoopParts:
-        """The arguments of every trainer."""
-        return LoopParts(
-            samples=self.inputs.samples,
-            eval_samples=self.inputs.eval_samples,
-            settings=self.settings,
-            tracker=self.tracker,
-            aux_loss_coef=self.config.model.aux_loss_coef,
-        )
-
 
 class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
@@ -174,30 +148,20 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     name: ClassVar[str]  # of the command
     sample_set: ClassVar[type[TokenizedDataset[Any]]]
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        samples: SampleSet[SampleT],
-        settings: LoopSettings,
-        tracker: Tracker,
-        eval_samples: SampleSet[SampleT] | None = None,
-        aux_loss_coef: float = 0.0,  # of the router loss of a mixture of experts
-    ) -> None:
-        self.strategy = strategy
-        self.engine = engine
-        self.samples = samples
-        self.eval_samples = eval_samples
-        self.settings = settings
-        self.tracker = tracker
-        self.aux_loss_coef = aux_loss_coef
-        self.num_updates = settings.num_updates(len(samples))
+    def __init__(self, run: SupervisedRun[Any]) -> None:
+        self.run = run
+        self.strategy = run.strategy
+        self.engine = run.engine
+        self.samples: SampleSet[SampleT] = run.inputs.samples
+        self.eval_samples: SampleSet[SampleT] | None = run.inputs.eval_samples
+        self.settings = run.settings
+        self.tracker = run.tracker
+        self.num_updates = run.settings.num_updates(len(self.samples))
         self.position = Position()
         self.pending = Metrics()  # of the steps since the last line that was logged
         self.clock = RunClock(0)
         self._num_bad_steps = 0
-        self._lengths = samples.lengths.tolist()
+        self._lengths = self.samples.lengths.tolist()
 
     @classmethod
     def check(cls, config: Any, tokenizer: Tokenizer) -> None:
@@ -213,14 +177,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Load the module to train."""
         return load_actor(config, model_path)
 
-    @classmethod
-    def of(cls, run: SupervisedRun[Any]) -> Self:
-        """Build the trainer of a run."""
-        return cls(run.strategy, run.engine, **run.loop)
-
-    def export(self, run: SupervisedRun[Any], path: Path) -> None:
+    def export(self, path: Path) -> None:
         """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(run.engine, hf_model_of(run.model), run.inputs.tokenizer, path)
+        export_hf(self.engine, hf_model_of(self.run.model), self.run.inputs.tokenizer, path)
 
     @abstractmethod
     def counts(self, samples: Sequence[SampleT]) -> dict[str, float]:
@@ -229,10 +188,6 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     @abstractmethod
     def collate(self, samples: Sequence[SampleT]) -> BatchT:
         """Pack samples into one batch."""
-
-    @abstractmethod
-    def empty_sample(self) -> SampleT:
-        """Return the smallest sample there can be, which counts nothing where a rank has none."""
 
     @abstractmethod
     def compute_loss(
@@ -259,11 +214,12 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return the sum of the losses with the router losses of S sequences added, each as many
         times as its weight says.
         """
-        if not self.aux_loss_coef or aux_loss_S is None:
+        coef = self.run.config.model.aux_loss_coef
+        if not coef or aux_loss_S is None:
             return loss_sum
         aux_sum, total = (aux_loss_S * weights_S).sum(), weights_S.sum().item()
         metrics.add("aux_loss", aux_sum.item() / total, weight=total)
-        return loss_sum + self.aux_loss_coef * aux_sum
+        return loss_sum + coef * aux_sum
 
     @property
     def global_step(self) -> int:
@@ -285,27 +241,24 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
             self.position = self.position.after(len(rows), of=len(self.samples))
             if self.is_due(self.settings.logging_steps):
                 self._log()
-            if self._is_evaluation_due():
-                self._evaluate_and_log()
+            self._evaluate_if_due()
             if after_step is not None:
                 after_step()
         self.tracker.close()
 
     def batches_left(self) -> Iterator[list[int]]:
-        """Yield the rows of every global batch from where the run stands to its end."""
-        start = self.position.num_samples
-        for epoch in range(self.position.epoch, self.settings.max_epochs):
-            yield from self.batches(epoch, start=start)
-            start = 0
-
-    def batches(self, epoch: int, *, start: int = 0) -> Iterator[list[int]]:
-        """Yield the rows of every global batch of an epoch, from its `start`th sample on; the same
-        on every rank.
+        """Yield the rows of every global batch from where the run stands to its end; the same on
+        every rank.
         """
-        sampler = EpochSampler(len(self.samples), self.settings.seed)
-        order = sampler.order(epoch).tolist()[start:]
-        for batch in fixed_batches(len(order), self.settings.batch_size):
-            yield [order[place] for place in batch]
+        start, sampler = (
+            self.position.num_samples,
+            EpochSampler(len(self.samples), self.settings.seed),
+        )
+        for epoch in range(self.position.epoch, self.settings.max_epochs):
+            order = sampler.order(epoch).tolist()[start:]
+            for batch in fixed_batches(len(order), self.settings.batch_size):
+                yield [order[place] for place in batch]
+            start = 0
 
     def eval_batches(self, num_samples: int) -> list[list[int]]:
         """Return the rows of every batch of an evaluation: of a step's size, in file order."""
@@ -319,7 +272,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Continue where `state_dict` was taken."""
         self.position = Position(**state["position"])
         self._num_bad_steps = state["num_bad_steps"]
-        left = self.settings.num_updates_from(self.position, len(self.samples))
+        left = self.settings.num_updates(len(self.samples), self.position)
         self.num_updates = self.global_step + left
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
@@ -329,7 +282,9 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         micro_batches = [
             [self.samples[row] for row in part] for part in self.share_of(rows, self._lengths)
         ]
-        denominators = self._denominators(micro_batches) | self.prepare(rows, self.samples)
+        own_samples = [sample for part in micro_batches for sample in part]
+        denominators = self.strategy.all_reduce_sum(self.counts(own_samples))
+        denominators |= self.prepare(rows, self.samples)
         metrics = Metrics()
         count = len(micro_batches)
         with progress(f"step {self.global_step + 1}", count, is_shown=count > 1) as advance:
@@ -378,21 +333,17 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self, samples: SampleSet[SampleT], rows: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[tuple[list[int], BatchT]]:
         """Yield this rank's micro-batches of rows with the rows in them; one without rows holds the
-        empty sample, and its results do not count.
+        shortest sample, and its results do not count.
         """
         for part in self.share_of(rows, lengths):
-            batch = self.collate([samples[row] for row in part] or [self.empty_sample()])
+            batch = self.collate([samples[row] for row in part] or [shortest(samples)])
             yield part, batch.to(self.engine.device)
-
-    def _denominators(self, micro_batches: Sequence[Sequence[SampleT]]) -> dict[str, float]:
-        samples = [sample for part in micro_batches for sample in part]
-        return self.strategy.all_reduce_sum(self.counts(samples))
 
     def _micro_loss(
         self, samples: Sequence[SampleT], denominators: Mapping[str, float], metrics: Metrics
     ) -> Tensor:
         """Return the loss of one micro-batch; one that is empty still runs, for its collectives."""
-        batch = self.collate(samples or [self.empty_sample()]).to(self.engine.device)
+        batch = self.collate(samples or [shortest(self.samples)]).to(self.engine.device)
         if samples:
             loss, own = self.compute_loss(batch, denominators)
             metrics.merge(own)
@@ -422,13 +373,10 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return True if what is done every `interval` steps, and after the last, is due."""
         return self.global_step % interval == 0 or self.global_step == self.num_updates
 
-    def _is_evaluation_due(self) -> bool:
-        if self.settings.eval_steps < 1:
-            return self.position.num_samples == 0  # an epoch has just ended
-        return self.is_due(self.settings.eval_steps)
-
-    def _evaluate_and_log(self) -> None:
-        if self.eval_samples is None:
+    def _evaluate_if_due(self) -> None:
+        every, has_ended_epoch = self.settings.eval_steps, self.position.num_samples == 0
+        is_due = self.is_due(every) if every >= 1 else has_ended_epoch
+        if self.eval_samples is None or not is_due:
             return
         values = self.evaluate()
         if self.strategy.is_main:
@@ -448,6 +396,11 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         for part in all_gather_object(metrics, group=self.strategy.dp_group):
             merged.merge(part)
         return merged.values()
+
+
+def shortest(samples: SampleSet[SampleT]) -> SampleT:
+    """Return the sample with the fewest tokens, which stands in where a rank has none."""
+    return samples[int(samples.lengths.argmin())]
 
 
 def load_options(config: SupervisedConfig) -> LoadOptions:

@@ -7,11 +7,9 @@ over pairs; `nll_loss` is a mean over the tokens of better answers, with a weigh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from torch import Tensor
-from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.preference_loss import (
     PairLogps,
@@ -22,17 +20,13 @@ from openrlhf.algorithms.preference_loss import (
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.actor import TokenStats
-from openrlhf.trainer.base_trainer import LoopParts, SupervisedRun
+from openrlhf.trainer.base_trainer import SupervisedRun
 from openrlhf.trainer.preference import (
     PreferenceBatch,
-    Reference,
     ReferencedSamples,
     ReferencedTrainer,
     by_side,
-    empty_pair,
     make_reference,
     pack_pairs,
 )
@@ -47,23 +41,14 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     name = "dpo"
     sample_set = PreferenceDataset
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        loss: PreferenceLoss,
-        reference: Reference | None = None,
-        precompute: bool = False,  # ask the reference once, before the first step
-        nll_coef: float = 0.0,  # of the language-model loss of better answers
-        **loop: Unpack[LoopParts],
-    ) -> None:
-        super().__init__(strategy, engine, **loop)
-        assert (reference is not None) or not loss.needs_reference, "the loss needs a reference"
-        self.loss = loss
-        self.reference = reference if loss.needs_reference else None
-        self.precompute = precompute
-        self.nll_coef = nll_coef
+    def __init__(self, run: SupervisedRun[DPOConfig]) -> None:
+        super().__init__(run)
+        config = run.config
+        self.loss = loss_of(config)
+        self.nll_coef = config.model.nll_loss_coef  # of the language-model loss of better answers
+        if config.has_reference:
+            path = config.ref.model_name_or_path or run.inputs.model_path
+            self.reference = make_reference(run, path)
 
     @classmethod
     def check(cls, config: DPOConfig, tokenizer: Tokenizer) -> None:
@@ -78,20 +63,6 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         path = config.ref.model_name_or_path
         return (path,) if config.has_reference and path else ()
 
-    @classmethod
-    def of(cls, run: SupervisedRun[DPOConfig]) -> Self:
-        config = run.config
-        path = config.ref.model_name_or_path or run.inputs.model_path
-        return cls(
-            run.strategy,
-            run.engine,
-            loss=loss_of(config),
-            reference=make_reference(run, path) if config.has_reference else None,
-            precompute=config.ref.precompute_log_probs,
-            nll_coef=config.model.nll_loss_coef,
-            **run.loop,
-        )
-
     def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
         """Return the numbers of pairs and of tokens of better answers."""
         num_tokens = sum(int(pair.chosen_mask.sum()) for pair in samples)
@@ -100,10 +71,6 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
         """One row of both sides of all pairs."""
         return pack_pairs(samples)
-
-    def empty_sample(self) -> PreferencePair:
-        """Two answers of one token."""
-        return replace(empty_pair(), ref_sums=(0.0, 0.0) if self.is_precomputed else None)
 
     def keep_sums(self) -> None:
         self.samples = ReferencedSamples(self.samples, self.sums_of_all(self.samples))

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.supervised import KDConfig
 from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.distributed.weights import gathered, hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
@@ -30,7 +28,6 @@ from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
 from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.trainer.base_trainer import (
-    LoopParts,
     SampleSet,
     SupervisedRun,
     load_actor,
@@ -119,20 +116,13 @@ class KDTrainer(SFTTrainer):
 
     name = "kd"
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        teacher: EvalEngine,
-        answers: StudentAnswers | None = None,  # on policy: in place of the data's
-        **loop: Unpack[LoopParts],
-    ) -> None:
-        super().__init__(strategy, engine, **loop)
-        self.teacher = teacher
-        self.answers = answers
-        if answers is not None:
-            self.samples = answers
+    def __init__(self, run: SupervisedRun[KDConfig]) -> None:
+        super().__init__(run)
+        teacher = Teacher(load_causal_lm(teacher_path(run.config), **load_options(run.config)))
+        self.teacher = run.strategy.prepare_eval(teacher, offload=run.config.teacher.offload)
+        self.answers: StudentAnswers | None = None  # on policy: in place of the data's
+        if run.config.kd.on_policy_enable:
+            self.samples = self.answers = make_answers(run)
 
     @classmethod
     def check(cls, config: KDConfig, tokenizer: Tokenizer) -> None:
@@ -160,18 +150,6 @@ class KDTrainer(SFTTrainer):
         model = load_actor(config, model_path).model
         with_aux_loss = config.model.aux_loss_coef > 0
         return Student(model, coef=config.kd.coef, method=method, with_aux_loss=with_aux_loss)
-
-    @classmethod
-    def of(cls, run: SupervisedRun[KDConfig]) -> Self:
-        config = run.config
-        model = load_causal_lm(teacher_path(config), **load_options(config))
-        return cls(
-            run.strategy,
-            run.engine,
-            teacher=run.strategy.prepare_eval(Teacher(model), offload=config.teacher.offload),
-            answers=make_answers(run) if config.kd.on_policy_enable else None,
-            **run.loop,
-        )
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Sample answers if on policy, then do one optimizer step."""

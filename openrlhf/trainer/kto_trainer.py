@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.preference_loss import (
     KTOOptions,
@@ -26,17 +25,13 @@ from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedExample,
     UnpairedPreferenceDataset,
 )
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.families import num_positions
-from openrlhf.trainer.base_trainer import LoopParts, SampleSet, SupervisedRun
+from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun
 from openrlhf.trainer.preference import (
     PreferenceBatch,
-    Reference,
     ReferencedSamples,
     ReferencedTrainer,
-    empty_answer,
     evaluating,
     make_reference,
     mismatched_pairs,
@@ -51,40 +46,17 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     name = "kto"
     sample_set = UnpairedPreferenceDataset
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        reference: Reference,
-        options: KTOOptions,
-        max_len: int,  # tokens of a mismatched pair
-        precompute: bool = False,  # ask the reference once, before the first step
-        **loop: Unpack[LoopParts],
-    ) -> None:
-        super().__init__(strategy, engine, **loop)
-        self.reference: Reference | None = reference
-        self.precompute = precompute
-        self.options = options
-        self.max_len = max_len
-
-    @classmethod
-    def of(cls, run: SupervisedRun[KTOConfig]) -> Self:
+    def __init__(self, run: SupervisedRun[KTOConfig]) -> None:
+        super().__init__(run)
         model, max_len = run.config.model, run.config.data.max_len
         # Rows are held against the model's positions; a long prompt with a long response is not.
         limit = num_positions(hf_model_of(run.model).config) or max_len
-        return cls(
-            run.strategy,
-            run.engine,
-            reference=make_reference(run, run.inputs.model_path),
-            options=KTOOptions(
-                beta=model.beta,
-                desirable_weight=model.desirable_loss_weight,
-                undesirable_weight=model.undesirable_loss_weight,
-            ),
-            max_len=min(max_len, limit),
-            precompute=run.config.ref.precompute_log_probs,
-            **run.loop,
+        self.max_len = min(max_len, limit)  # tokens of a mismatched pair
+        self.reference = make_reference(run, run.inputs.model_path)
+        self.options = KTOOptions(
+            beta=model.beta,
+            desirable_weight=model.desirable_loss_weight,
+            undesirable_weight=model.undesirable_loss_weight,
         )
 
     def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
@@ -94,10 +66,6 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     def collate(self, samples: Sequence[UnpairedExample]) -> PreferenceBatch:
         """One row of all answers."""
         return pack_answers(samples)
-
-    def empty_sample(self) -> UnpairedExample:
-        """A prompt and a response of one token each."""
-        return replace(empty_answer(), ref_sums=(0.0,) if self.is_precomputed else None)
 
     def keep_sums(self) -> None:
         self.samples = self._referenced(self.samples, self.batches_left())

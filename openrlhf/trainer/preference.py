@@ -100,18 +100,6 @@ def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[0::2], values[1::2]
 
 
-def empty_pair() -> PreferencePair:
-    """Return two answers of one token; stands in where a rank has no pairs."""
-    ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
-    return PreferencePair(ids, mask, ids, mask, 0.0)
-
-
-def empty_answer() -> UnpairedExample:
-    """Return a prompt and a response of one token each; stands in where a rank has no answers."""
-    ids, mask = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
-    return UnpairedExample(ids, mask, is_desirable=True)
-
-
 def mismatched_pairs(
     rows: Sequence[int], samples: SampleSet[UnpairedExample], *, max_len: int
 ) -> list[UnpairedExample]:
@@ -168,16 +156,15 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
     the first step.
     """
 
-    reference: Reference | None
-    precompute: bool
-    is_precomputed = False
+    reference: Reference | None = None  # where the loss needs none, or was asked before
 
     @classmethod
     def load_model(cls, config: Any, model_path: str) -> Actor:
         return load_actor(config, model_path, has_dropout=False)
 
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
-        if self.precompute and self.reference is not None and not self.is_finished:
+        is_asked = self.run.config.ref.precompute_log_probs
+        if is_asked and self.reference is not None and not self.is_finished:
             self.precompute_reference()
         super().fit(after_step=after_step)
 
@@ -187,7 +174,7 @@ class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
         if self.strategy.is_main:
             notice(f"computing the reference log-probs of {len(self.samples)} samples")
         self.keep_sums()
-        self.reference, self.is_precomputed = None, True
+        self.reference = None
 
     @abstractmethod
     def keep_sums(self) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
 
 from openrlhf.config.supervised import PRMConfig
 from openrlhf.datasets.process_reward_dataset import (
@@ -18,13 +17,10 @@ from openrlhf.datasets.process_reward_dataset import (
     ProcessRewardDataset,
     single_token_id,
 )
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.models.process_reward import MarkedBatch, StepJudge
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopParts, SupervisedRun, load_actor
+from openrlhf.trainer.base_trainer import BaseTrainer, SupervisedRun, load_actor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
-from openrlhf.utils.tokenizer import Tokenizer
 
 
 class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
@@ -35,27 +31,17 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     name = "prm"
     sample_set = ProcessRewardDataset
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        reward_tokens: Sequence[int] = (),
-        **loop: Unpack[LoopParts],
-    ) -> None:
-        super().__init__(strategy, engine, **loop)
-        self.reward_tokens = torch.tensor(reward_tokens) if reward_tokens else None
-        self.places = {token_id: place for place, token_id in enumerate(reward_tokens)}
+    def __init__(self, run: SupervisedRun[PRMConfig]) -> None:
+        super().__init__(run)
+        texts, tokenizer = run.config.model.reward_tokens or (), run.inputs.tokenizer
+        ids = [single_token_id(tokenizer, text, flag="--reward_tokens") for text in texts]
+        self.reward_tokens = torch.tensor(ids) if ids else None
+        self.places = {token_id: place for place, token_id in enumerate(ids)}
 
     @classmethod
     def load_model(cls, config: PRMConfig, model_path: str) -> StepJudge:
         model = load_actor(config, model_path).model
         return StepJudge(model, with_aux_loss=config.model.aux_loss_coef > 0)
-
-    @classmethod
-    def of(cls, run: SupervisedRun[PRMConfig]) -> Self:
-        reward_tokens = reward_token_ids(run.config, run.inputs.tokenizer)
-        return cls(run.strategy, run.engine, reward_tokens=reward_tokens, **run.loop)
 
     def counts(self, samples: Sequence[ProcessExample]) -> dict[str, float]:
         """Return the number of markers."""
@@ -71,16 +57,6 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
             marker_mask.nonzero().squeeze(-1),
             torch.cat([self._labels(sample) for sample in samples]),
             self.reward_tokens,
-        )
-
-    def empty_sample(self) -> ProcessExample:
-        """One marker, whose label is the first there is."""
-        label = next(iter(self.places), 0)
-        return ProcessExample(
-            torch.zeros(1, dtype=torch.int64),
-            torch.ones(1, dtype=torch.bool),
-            torch.tensor([label]),
-            is_soft=False,
         )
 
     def compute_loss(
@@ -105,9 +81,3 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
             return sample.labels
         places = torch.tensor([self.places[int(label)] for label in sample.labels])
         return 1.0 - places.float() if len(self.places) == 2 else places
-
-
-def reward_token_ids(config: PRMConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return what a label may be, the good one first; empty for any token."""
-    tokens = config.model.reward_tokens or ()
-    return tuple(single_token_id(tokenizer, text, flag="--reward_tokens") for text in tokens)

@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack
 
 from openrlhf.algorithms.reward_loss import pairwise_losses
 from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.collectives import on_main
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.errors import CheckpointError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
@@ -28,12 +25,11 @@ from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import (
     BaseTrainer,
-    LoopParts,
     SampleSet,
     SupervisedRun,
     load_options,
 )
-from openrlhf.trainer.preference import PreferenceBatch, by_side, empty_pair, pack_pairs
+from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
 
 NUM_CHECKED_PAIRS = 4  # scored again from the exported files
@@ -46,18 +42,10 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     name = "rm"
     sample_set = PreferenceDataset
 
-    def __init__(
-        self,
-        strategy: DeepSpeedStrategy,
-        engine: TrainEngine,
-        *,
-        loss_kind: str = "sigmoid",
-        with_margin: bool = False,
-        **loop: Unpack[LoopParts],
-    ) -> None:
-        super().__init__(strategy, engine, **loop)
-        self.loss_kind = loss_kind
-        self.with_margin = with_margin
+    def __init__(self, run: SupervisedRun[RMConfig]) -> None:
+        super().__init__(run)
+        self.loss_kind = run.config.model.loss_type
+        self.with_margin = run.config.model.margin_loss_enable
         self.scale = (0.0, 1.0)  # mean and standard deviation of scores, of the step below
         self.scaled_step = -1
 
@@ -76,12 +64,6 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
             )
         return reward_model
 
-    @classmethod
-    def of(cls, run: SupervisedRun[RMConfig]) -> Self:
-        model = run.config.model
-        kind, with_margin = model.loss_type, model.margin_loss_enable
-        return cls(run.strategy, run.engine, loss_kind=kind, with_margin=with_margin, **run.loop)
-
     def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
         """Return the number of pairs."""
         return {"num_pairs": float(len(samples))}
@@ -89,10 +71,6 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
         """One row of both sides of all pairs."""
         return pack_pairs(samples)
-
-    def empty_sample(self) -> PreferencePair:
-        """Two answers of one token."""
-        return empty_pair()
 
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
@@ -136,8 +114,9 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         mean = sums["total"] / (2 * len(samples))
         return mean, math.sqrt(max(sums["squares"] / (2 * len(samples)) - mean**2, 1e-12))
 
-    def export(self, run: SupervisedRun[Any], path: Path) -> None:
+    def export(self, path: Path) -> None:
         """Write the model with its scale in its config; read back and compared before it counts."""
+        run = self.run
         samples = run.inputs.eval_samples or run.inputs.samples
         if self.scaled_step != self.global_step:  # a checkpoint's export may be the last
             self.scale = self.reward_scale(samples)
@@ -148,7 +127,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         batch = self.collate(pairs).to(run.engine.device)
         with torch.no_grad():
             expected = run.engine(batch.packed).scores.cpu()
-        super().export(run, path)
+        super().export(path)
         # Putting an adapter on draws random numbers, which are those of a run that goes on.
         with torch.random.fork_rng():
             on_main(lambda: check_export(run, path, batch, expected))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from openrlhf.algorithms.language_loss import sft_loss
@@ -30,10 +29,6 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
         return PackedBatch.from_sequences(
             [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
         )
-
-    def empty_sample(self) -> SFTExample:
-        """Two tokens, the second learned."""
-        return SFTExample(torch.zeros(2, dtype=torch.int64), torch.tensor([False, True]))
 
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]

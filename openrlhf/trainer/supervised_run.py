@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -116,13 +115,13 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         return
     run = prepare_run(recipe, config, inputs, strategy, opened)
     check_room(hf_model_of(run.model), run_dir)
-    trainer = recipe.of(run)
-    checkpointer = Checkpointer(trainer, opened, export=lambda path: trainer.export(run, path))
+    trainer = recipe(run)
+    checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()
     if strategy.is_main:  # what is refused leaves the folder as it was
         unsaid = undecided(config, inputs.samples, inputs.eval_samples)
         save_resolved(config, run_dir / "config.yaml", without=unsaid)
-        say_start(run, trainer)
+        say_start(trainer)
     try:
         with (
             stopping.patiently(config.ckpt.grace_s),
@@ -133,7 +132,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     except stopping.Interrupted:
         strategy.shut_down()
         raise
-    export_final(lambda path: trainer.export(run, path), run_dir)
+    export_final(trainer.export, run_dir)
     if strategy.is_main:
         opened.note_finished(run_dir, trainer.global_step)
         notice(f"model saved to {run_dir}")
@@ -176,7 +175,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
             gathered.attempt(partial(found.check_fits, limits), about=about)
     gathered.raise_if_any()
     assert samples is not None, "or else problems were raised"
-    return Inputs(Path(config.ckpt.output_dir), model_path, tokenizer, samples, eval_samples)
+    return Inputs(model_path, tokenizer, samples, eval_samples)
 
 
 def _configs(
@@ -224,18 +223,15 @@ def prepare_run(
     )
     tracker: Tracker = NullTracker()
     if strategy.is_main:
-        opened.clear_folder(inputs.run_dir, config)
-        tracker = make_tracker(
-            config.logger,
-            inputs.run_dir,
-            config.model_dump(mode="json"),
-            resume_step=opened.resume_step,
-        )
+        run_dir, told = Path(config.ckpt.output_dir), config.model_dump(mode="json")
+        opened.clear_folder(run_dir, config)
+        tracker = make_tracker(config.logger, run_dir, told, resume_step=opened.resume_step)
     return SupervisedRun(config, inputs, strategy, model, engine, settings, tracker)
 
 
-def say_start(run: SupervisedRun[Any], trainer: BaseTrainer[Any, Any]) -> None:
+def say_start(trainer: BaseTrainer[Any, Any]) -> None:
     """Print the banner: model, data, batch arithmetic, run folder."""
+    run = trainer.run
     parameters = list(run.engine.module.parameters())
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
@@ -262,7 +258,7 @@ def say_start(run: SupervisedRun[Any], trainer: BaseTrainer[Any, Any]) -> None:
             "training": {
                 "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
                 "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
-                "run folder": inputs.run_dir,
+                "run folder": run.config.ckpt.output_dir,
             },
         }
     )
@@ -277,17 +273,10 @@ def is_at_end(checkpoints: RunCheckpoints, max_epochs: int) -> bool:
 class Checkpointer:
     """Saves a trainer when it is due, and puts it back where a checkpoint stands."""
 
-    def __init__(
-        self,
-        trainer: BaseTrainer[Any, Any],
-        checkpoints: RunCheckpoints,
-        *,
-        export: Callable[[Path], None],
-    ) -> None:
+    def __init__(self, trainer: BaseTrainer[Any, Any], checkpoints: RunCheckpoints) -> None:
         self.trainer = trainer
         self.checkpoints = checkpoints
         self.topology = trainer.strategy.topology
-        self._export = export
 
     def resume(self) -> None:
         """Put model, optimizer, position and random numbers where they were; all ranks call."""
@@ -338,7 +327,7 @@ class Checkpointer:
             "place": place,
         }
         return self.checkpoints.save(
-            position.global_step, write=self._write, export=self._export, state=state
+            position.global_step, write=self._write, export=self.trainer.export, state=state
         )
 
     def _write(self, folder: Path) -> None:

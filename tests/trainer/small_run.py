@@ -14,7 +14,7 @@ from openrlhf.config.common import AdamConfig, CheckpointConfig, DeepSpeedConfig
 from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.trainer.base_trainer import BaseTrainer, LoopSettings
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, LoopSettings, SupervisedRun
 from openrlhf.trainer.supervised_run import Checkpointer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tracking import NullTracker, Tracker
@@ -51,8 +51,8 @@ class Rows:
 class VectorTrainer(BaseTrainer[Tensor, Rows]):
     """The mean square of what a small net makes of vectors; its dropout draws random numbers."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, run: SupervisedRun) -> None:
+        super().__init__(run)
         self.seen: list[list[int]] = []
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
@@ -65,8 +65,9 @@ class VectorTrainer(BaseTrainer[Tensor, Rows]):
     def collate(self, samples: Sequence[Tensor]) -> Rows:
         return Rows(torch.stack(list(samples)))
 
-    def empty_sample(self) -> Tensor:
-        return torch.zeros(6)
+    def export(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text("{}")
 
     def compute_loss(
         self, batch: Rows, denominators: Mapping[str, float]
@@ -85,23 +86,15 @@ def make_trainer(options: dict, run_dir: Path, resume_step: int | None, seed: in
         adam=AdamConfig(lr=1e-2, weight_decay=0.1), max_norm=0.5, lr_scheduler="cosine"
     )
     tracker = Tracker(run_dir, resume_step=resume_step) if strategy.is_main else NullTracker()
+    engine = strategy.prepare_train(model, optim, num_updates=NUM_STEPS)
+    inputs = Inputs("", None, Vectors(), Vectors())  # type: ignore[arg-type]
     return VectorTrainer(
-        strategy,
-        strategy.prepare_train(model, optim, num_updates=NUM_STEPS),
-        samples=Vectors(),
-        eval_samples=Vectors(),
-        settings=SETTINGS,
-        tracker=tracker,
+        SupervisedRun(None, inputs, strategy, model, engine, SETTINGS, tracker)  # type: ignore[type-var]
     )
 
 
 def config_of(root: Path, **changes: object) -> CheckpointConfig:
     return CheckpointConfig(path=str(root)).model_copy(update=changes)
-
-
-def write_export(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text("{}")
 
 
 def weights_of(trainer: VectorTrainer) -> list[Tensor]:
@@ -118,7 +111,7 @@ def run(
     """One start of a command: resumes if told to, trains, says what it did."""
     opened = open_checkpoints(config, FACTS)
     trainer = make_trainer(options, root / "run", opened.resume_step, seed)
-    checkpointer = Checkpointer(trainer, opened, export=write_export)
+    checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()
     lrs = []
 

@@ -34,7 +34,6 @@ from tests.trainer.small_run import (
     config_of,
     make_trainer,
     run,
-    write_export,
 )
 
 CASES = {
@@ -58,7 +57,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
     """The last rank cannot write more than a few bytes, three times."""
     opened = open_checkpoints(config_of(root, save_steps=1), FACTS)
     trainer = make_trainer(options, root / "run", None, 1)
-    checkpointer = Checkpointer(trainer, opened, export=write_export)
+    checkpointer = Checkpointer(trainer, opened)
     answers: list[object] = [checkpointer.save()]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     save_states = trainer.engine.save_states
@@ -89,7 +88,7 @@ def refusal(options: dict, root: Path) -> str:
     opened = open_checkpoints(config, FACTS)
     trainer = make_trainer(options, root / "other-world", None, 1)
     try:
-        Checkpointer(trainer, opened, export=write_export).resume()
+        Checkpointer(trainer, opened).resume()
     except CheckpointError as error:
         return str(error)
     return ""
@@ -315,7 +314,7 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
 
 def test_the_number_of_updates_that_are_left_counts_the_smaller_batches() -> None:
     left = [
-        SETTINGS.num_updates_from(Position(0, epoch, used), NUM_SAMPLES)
+        SETTINGS.num_updates(NUM_SAMPLES, Position(0, epoch, used))
         for epoch, used in ((0, 0), (0, 8), (0, 16), (1, 0), (1, 16), (2, 0))
     ]
     assert left == [6, 5, 4, 3, 1, 0]

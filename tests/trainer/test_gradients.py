@@ -149,7 +149,7 @@ def start(folder: Path, case: str, flags: str = "") -> tuple[BaseTrainer, Superv
     run = prepare_run(recipe, config, inputs, strategy, open_checkpoints(config.ckpt, facts))
     if command == "kto":  # whose reference is the model that it starts from
         run = replace(run, inputs=replace(inputs, model_path=str(folder / f"{kind}other")))
-    trainer = recipe.of(run)
+    trainer = recipe(run)
     if "--precompute_ref_log_probs" in own:
         trainer.precompute_reference()
         assert trainer.reference is None
@@ -191,7 +191,7 @@ def export_and_spoil(folder: Path) -> str:
     """The error of the check of an export whose head is changed afterwards; "" on other ranks."""
     trainer, run = start(folder, "rm", "--zero_stage 3 --lora_rank 4")
     path = folder / "export"
-    trainer.export(run, path)
+    trainer.export(path)
     batch = trainer.collate([trainer.samples[0], trainer.samples[1]])
     with torch.no_grad():
         expected = run.engine(batch.packed).scores
