@@ -8,7 +8,7 @@ Knows nothing of argv or files.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -180,15 +180,23 @@ def switch(description: str, *names: str, default: bool = False, **details: obje
 
 
 def walk(
-    config_class: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
+    config_class: type[BaseModel],
+    prefix: str = "",
+    defaults: BaseModel | None = None,
+    only: Iterable[str] | None = None,
 ) -> Iterator[Option]:
-    """Yield every leaf of the tree, in the order of declaration; a section has its `defaults`."""
-    for name, info in config_class.model_fields.items():
+    """Yield every leaf of the tree, in the order of declaration; a section has its `defaults`.
+
+    A command `shows` some leaves of a section only: the others keep their defaults.
+    """
+    shows = getattr(config_class, "shows", {})
+    for name in only or config_class.model_fields:
+        info = config_class.model_fields[name]
         section = info.annotation
         own = info.get_default(call_default_factory=True)
         default = getattr(defaults, name, own)
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from walk(section, f"{prefix}{name}.", default)
+            yield from walk(section, f"{prefix}{name}.", default, shows.get(name))
         else:
             extra = info.json_schema_extra
             declared = extra.get("option") if isinstance(extra, dict) else None

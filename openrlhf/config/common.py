@@ -8,7 +8,7 @@ to the part: `AdamConfig(lr=1e-5)`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from difflib import get_close_matches
 from typing import ClassVar, Literal
@@ -159,8 +159,8 @@ class TrainedModelConfig(Base):
             )
 
 
-class PrecisionConfig(Base):
-    """`ds.*` of a command that only reads and writes weights."""
+class LoadConfig(Base):
+    """`ds.*` of a command that does not train: how weights are loaded."""
 
     param_dtype: DType = option(
         "auto",
@@ -169,11 +169,6 @@ class PrecisionConfig(Base):
         meanings={"bf16": {"true": "bf16"}},
         at_resume="refused",
     )
-
-
-class LoadConfig(PrecisionConfig):
-    """`ds.*` of a command that computes with one model: how its weights are loaded."""
-
     attn_implementation: str = option(
         "flash_attention_2",
         "Attention; without CUDA or the flash-attn package SDPA is used. "
@@ -184,11 +179,6 @@ class LoadConfig(PrecisionConfig):
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
         option(None, "Kernels of mixture-of-experts layers.", flat=False)
     )
-
-
-class HeadConfig(LoadConfig):
-    """`ds.*` of a command that may load a model with a scalar head."""
-
     value_head_prefix: str = option(
         "score",
         "Attribute name of the scalar head; the model's own config wins.",
@@ -198,7 +188,7 @@ class HeadConfig(LoadConfig):
     )
 
 
-class DeepSpeedConfig(HeadConfig):
+class DeepSpeedConfig(LoadConfig):
     """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.")
@@ -372,9 +362,23 @@ def logger_of(project: str, stem: str) -> LoggerConfig:
     return LoggerConfig(wandb=WandbConfig(project=project, run_name=timed_name(stem)))
 
 
-class CheckedDataConfig(Base):
-    """Facts that the data is held against before a model is loaded, and how far it is trusted."""
+class TextDataConfig(Base):
+    """`data.*`: templates of dialogues and prompts, facts that the data is held against before a
+    model is loaded, and how far it is trusted.
+    """
 
+    apply_chat_template: bool = switch(
+        "Use the tokenizer's chat template; unset: for message lists."
+    )
+    tokenizer_chat_template: str | None = option(
+        None, "A chat template to use instead.", opens="template"
+    )
+    disable_fast_tokenizer: bool = switch(
+        "Has no effect: with transformers 5 all tokenizers are fast."
+    )
+    input_template: str | None = option(
+        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it."
+    )
     expect_rows: str | None = option(
         None, "Rows the data must have before --max_samples; of several data sets with commas."
     )
@@ -388,28 +392,6 @@ class CheckedDataConfig(Base):
         "Control tokens spelled in plain-text columns are control tokens; false: text, for data "
         "that is not trusted. In messages they are always text.",
         default=True,
-    )
-
-
-class TemplateConfig(Base):
-    """Templates of dialogues."""
-
-    apply_chat_template: bool = switch(
-        "Use the tokenizer's chat template; unset: for message lists."
-    )
-    tokenizer_chat_template: str | None = option(
-        None, "A chat template to use instead.", opens="template"
-    )
-    disable_fast_tokenizer: bool = switch(
-        "Has no effect: with transformers 5 all tokenizers are fast."
-    )
-
-
-class PromptTemplateConfig(TemplateConfig):
-    """Templates of dialogues and of plain prompts."""
-
-    input_template: str | None = option(
-        "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it."
     )
 
 
@@ -488,6 +470,8 @@ class CommandConfig(Base):
 
     # Flags that old commands have and nothing reads: accepted with a notice.
     dead_flags: ClassVar[tuple[str, ...]] = ()
+    # Section -> the leaves of it that the command has; all of those that are not named here.
+    shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     use_ms: bool = switch("ModelScope instead of the Hugging Face hub.")
     trust_remote_code: bool = switch("Run Python files that come with a model or tokenizer.")

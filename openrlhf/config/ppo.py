@@ -14,15 +14,14 @@ from pydantic import field_validator
 from openrlhf.config.base import Base, Caution, is_blank, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
-    CheckedDataConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     EvalConfig,
     LoggerConfig,
     OptimizerConfig,
-    PromptTemplateConfig,
     RewardModelsConfig,
     RunConfig,
+    TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
     logger_of,
@@ -499,7 +498,7 @@ class PPOTrainConfig(TrainConfig):
     )
 
 
-class PPODataConfig(CheckedDataConfig, PromptTemplateConfig):
+class PPODataConfig(TextDataConfig):
     """`data.*`: where prompts come from."""
 
     prompt_dataset: str | None = option(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -17,13 +17,11 @@ from openrlhf.config.base import Base, expand_home, is_blank, option, switch
 from openrlhf.config.common import (
     CommandConfig,
     DeepSpeedConfig,
-    HeadConfig,
     LoadConfig,
-    PrecisionConfig,
-    PromptTemplateConfig,
     RewardModelsConfig,
+    TextDataConfig,
 )
-from openrlhf.config.supervised import AnsweredDataConfig
+from openrlhf.config.supervised import ROWS, DatasetConfig
 
 MIB = 1 << 20
 
@@ -51,6 +49,11 @@ class SamplingConfig(Base):
         1.0, "Above 1: tokens that were there are less likely.", gt=0
     )
 
+    max_new_tokens: int = option(1024, "Most tokens in an answer.", gt=0)
+    best_of_n: int = option(1, "Answers to each prompt.", gt=0)
+    batch_size: int = option(2048, "Prompts in a slice of --iter.", "rollout_batch_size", gt=0)
+    iter: int | None = option(None, "Answer one slice of the prompts, from 0; unset: all.", ge=0)
+
     @property
     def is_greedy(self) -> bool:
         """Return True if chance plays no part."""
@@ -68,7 +71,7 @@ class CSFTConfig(Base):
     )
 
 
-class InferenceDataConfig(AnsweredDataConfig):
+class InferenceDataConfig(DatasetConfig):
     """`data.*` of batch_inference."""
 
     output_key: str = option("output", "Column of the answer.")
@@ -77,15 +80,6 @@ class InferenceDataConfig(AnsweredDataConfig):
     overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
         "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
     )
-
-
-class InferenceRolloutConfig(SamplingConfig):
-    """`rollout.*` of batch_inference."""
-
-    max_new_tokens: int = option(1024, "Most tokens in an answer.", gt=0)
-    best_of_n: int = option(1, "Answers to each prompt.", gt=0)
-    batch_size: int = option(2048, "Prompts in a slice of --iter.", "rollout_batch_size", gt=0)
-    iter: int | None = option(None, "Answer one slice of the prompts, from 0; unset: all.", ge=0)
 
 
 class InferenceVLLMConfig(Base):
@@ -117,7 +111,7 @@ class InferenceRewardConfig(Base):
     )
 
 
-class InferenceWeightsConfig(HeadConfig):
+class InferenceWeightsConfig(LoadConfig):
     """`ds.*` of batch_inference."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.")
@@ -129,6 +123,10 @@ class InferenceWeightsConfig(HeadConfig):
 
 class BatchInferenceConfig(CommandConfig):
     """Answer prompts or score answers, row by row (batch_inference)."""
+
+    shows: ClassVar = {
+        "data": (*ROWS, "input_key", "output_key", "prompt_max_len", "overlong_prompts")
+    }
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
     eval_task: Literal["generate_vllm", "generate", "rm"] | None = option(
@@ -144,7 +142,7 @@ class BatchInferenceConfig(CommandConfig):
     full_determinism: bool = switch("Deterministic kernels only.")
     model: ServedModelConfig = ServedModelConfig()
     data: InferenceDataConfig = InferenceDataConfig(input_template=None)
-    rollout: InferenceRolloutConfig = InferenceRolloutConfig()
+    rollout: SamplingConfig = SamplingConfig()
     vllm: InferenceVLLMConfig = InferenceVLLMConfig()
     reward: InferenceRewardConfig = InferenceRewardConfig()
     csft: CSFTConfig = CSFTConfig()
@@ -175,6 +173,8 @@ class BatchInferenceConfig(CommandConfig):
 class LoraCombinerConfig(CommandConfig):
     """Merge an adapter into its base model (lora_combiner)."""
 
+    shows: ClassVar = {"ds": ("param_dtype",)}
+
     model_path: str | None = option(
         None, "Base model: hub id or path.", needed="base model", opens="model"
     )
@@ -183,7 +183,7 @@ class LoraCombinerConfig(CommandConfig):
         None, "Folder to write the merged model to.", needed="output", opens="output"
     )
     is_rm: bool = switch("The model is a reward model.")
-    ds: PrecisionConfig = PrecisionConfig()
+    ds: LoadConfig = LoadConfig()
 
     _home = field_validator("output_path")(expand_home)
 
@@ -195,7 +195,7 @@ class LoraCombinerConfig(CommandConfig):
                 yield f"--output_path is --{name}: {path}. Type another folder."
 
 
-class ChatDataConfig(PromptTemplateConfig):
+class ChatDataConfig(TextDataConfig):
     """`data.*` of interactive_chat."""
 
     max_len: int = option(4096, "Most tokens in a conversation.", "max_len", "max_length", gt=0)
@@ -206,6 +206,12 @@ class ChatDataConfig(PromptTemplateConfig):
 
 class ChatConfig(CommandConfig):
     """Talk to a model in the terminal (interactive_chat)."""
+
+    shows: ClassVar = {
+        "data": (*list(TextDataConfig.model_fields)[:4], "max_len", "ta_prompt"),
+        "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
+        "ds": ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation"),
+    }
 
     model: ServedModelConfig = ServedModelConfig()
     data: ChatDataConfig = ChatDataConfig()
@@ -247,7 +253,7 @@ class ServedTextConfig(Base):
     disable_fast_tokenizer: bool = switch("Has no effect: all are fast.")
 
 
-class ServedWeightsConfig(HeadConfig):
+class ServedWeightsConfig(LoadConfig):
     """`ds.*` of serve_rm: how weights are loaded."""
 
     packing_samples: bool = switch("Accepted for old commands: texts are packed on every device.")

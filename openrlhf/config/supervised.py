@@ -13,15 +13,13 @@ from typing import ClassVar, Literal
 from openrlhf.config.base import Base, Caution, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
-    CheckedDataConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     EvalConfig,
     LoggerConfig,
     OptimizerConfig,
-    PromptTemplateConfig,
     RunConfig,
-    TemplateConfig,
+    TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
     logger_of,
@@ -64,8 +62,8 @@ class SFTModelConfig(ModelConfig):
                 yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
 
 
-class DatasetConfig(CheckedDataConfig, TemplateConfig):
-    """`data.*`: where rows come from, and how their text becomes tokens."""
+class DatasetConfig(TextDataConfig):
+    """`data.*`: where rows come from, and which columns are read."""
 
     dataset: str | None = option(
         None,
@@ -88,33 +86,31 @@ class DatasetConfig(CheckedDataConfig, TemplateConfig):
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused."
     )
-
-
-class AnsweredDataConfig(DatasetConfig, PromptTemplateConfig):
-    """`data.*` of commands that read prompts with answers."""
-
     input_key: str = option("input", "Column of the prompt, text or messages.")
     output_key: str | None = option(
         None, "Column of the answer; unset: `completion`, or the last message of a chat."
     )
-
-
-class SupervisedDataConfig(DatasetConfig):
-    """`data.*` of commands that train on rows."""
-
     dataloader_num_workers: int = option(
         0, "Has no effect: the trainer packs batches itself.", ge=0
     )
-
-
-class PromptedDataConfig(SupervisedDataConfig, AnsweredDataConfig):
-    """`data.*` of commands that train on prompts with answers."""
-
-
-class SFTDataConfig(PromptedDataConfig):
-    """`data.*` of train_sft."""
-
     multiturn: bool = switch("Learn every assistant turn.")
+    prompt_key: str | None = option(
+        None, "Column of the prompt; unset: `prompt` if there is one, else no column."
+    )
+    chosen_key: str = option("chosen", "Column of the better answer.")
+    rejected_key: str = option("rejected", "Column of the worse answer.")
+    label_key: str = option(
+        "label", "Column of the label: 1 good, 0 bad (train_prm: one for each step end)."
+    )
+
+
+# Leaves of `data.*` that every supervised command has.
+ROWS = (
+    *TextDataConfig.model_fields,
+    *("dataset", "dataset_probs", "dataset_split", "max_len", "max_samples", "overlong_rows"),
+)
+ANSWERED = (*ROWS, "input_key", "output_key", "dataloader_num_workers")
+PAIRS = (*ROWS, "dataloader_num_workers", "prompt_key", "chosen_key", "rejected_key")
 
 
 class SupervisedConfig(RunConfig, OptimizerConfig):
@@ -123,7 +119,7 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
     has_value_head: ClassVar[bool] = False
 
     model: ModelConfig = ModelConfig()
-    data: SupervisedDataConfig = SupervisedDataConfig()
+    data: DatasetConfig = DatasetConfig()
     train: TrainConfig = TrainConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
@@ -138,9 +134,9 @@ class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""
 
     dead_flags: ClassVar[tuple[str, ...]] = ("train_split",)
+    shows: ClassVar = {"data": (*ANSWERED, "multiturn")}
 
     model: SFTModelConfig = SFTModelConfig()
-    data: SFTDataConfig = SFTDataConfig()
     train: TrainConfig = TrainConfig(max_epochs=2)
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_sft")
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")
@@ -151,16 +147,6 @@ class SFTConfig(SupervisedConfig):
         yield from self.model.plain_text_problems(
             multiturn=self.data.multiturn, apply_chat_template=self.data.apply_chat_template
         )
-
-
-class PairDataConfig(SupervisedDataConfig, PromptTemplateConfig):
-    """`data.*` of commands that learn from a better and a worse answer."""
-
-    prompt_key: str | None = option(
-        None, "Column of the prompt; unset: `prompt` if there is one, else no column."
-    )
-    chosen_key: str = option("chosen", "Column of the better answer.")
-    rejected_key: str = option("rejected", "Column of the worse answer.")
 
 
 class RMModelConfig(ModelConfig):
@@ -181,10 +167,11 @@ class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
     has_value_head: ClassVar[bool] = True
+    shows: ClassVar = {"data": PAIRS}
 
     adam: AdamConfig = AdamConfig(lr=9e-6)
     model: RMModelConfig = RMModelConfig()
-    data: PairDataConfig = PairDataConfig(max_len=512, input_template=None)
+    data: DatasetConfig = DatasetConfig(max_len=512, input_template=None)
     train: TrainConfig = TrainConfig(micro_batch_size=1)
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_rm")
     logger: LoggerConfig = logger_of("openrlhf_train_rm", "rm")
@@ -216,11 +203,6 @@ class RefConfig(Base):
     precompute_log_probs: bool = switch(
         "Compute its log-probabilities once, before training.", "precompute_ref_log_probs"
     )
-
-
-class DPORefConfig(RefConfig):
-    """`ref.*` of train_dpo."""
-
     model_name_or_path: str | None = option(
         None, "Reference model; unset: the same as --pretrain.", "ref_pretrain", opens="model"
     )
@@ -229,10 +211,12 @@ class DPORefConfig(RefConfig):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
+    shows: ClassVar = {"data": PAIRS}
+
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: DPOModelConfig = DPOModelConfig()
-    ref: DPORefConfig = DPORefConfig()
-    data: PairDataConfig = PairDataConfig(max_len=512, input_template=None)
+    ref: RefConfig = RefConfig()
+    data: DatasetConfig = DatasetConfig(max_len=512, input_template=None)
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_dpo")
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "exp")
@@ -281,19 +265,17 @@ class KTOModelConfig(ModelConfig):
     )
 
 
-class KTODataConfig(PromptedDataConfig):
-    """`data.*` of train_kto."""
-
-    label_key: str = option("label", "Column of the label: 1 good, 0 bad.")
-
-
 class KTOConfig(SupervisedConfig):
     """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
+
+    shows: ClassVar = {
+        "data": (*ANSWERED, "label_key"),
+        "ref": ("offload", "precompute_log_probs"),
+    }
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: KTOModelConfig = KTOModelConfig(model_name_or_path="bigscience/bloomz-1b7")
     ref: RefConfig = RefConfig()
-    data: KTODataConfig = KTODataConfig()
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kto")
     logger: LoggerConfig = logger_of("openrlhf_train_dpo", "rm")
@@ -325,19 +307,19 @@ class PRMModelConfig(ModelConfig):
     )
 
 
-class PRMDataConfig(SupervisedDataConfig):
-    """`data.*` of train_prm."""
-
-    input_key: str = option("input", "Column of the text with its step ends.")
-    label_key: str = option("label", "Column of the labels, one for each step end.")
-
-
 class PRMConfig(SupervisedConfig):
     """Process reward model (train_prm)."""
 
+    # The text is taken as it is, without a template.
+    shows: ClassVar = {
+        "data": (
+            *(name for name in ROWS if name != "input_template"),
+            *("dataloader_num_workers", "input_key", "label_key"),
+        )
+    }
+
     adam: AdamConfig = AdamConfig(lr=1e-6)
     model: PRMModelConfig = PRMModelConfig()
-    data: PRMDataConfig = PRMDataConfig()
     train: TrainConfig = TrainConfig(micro_batch_size=1)
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_prm")
@@ -396,10 +378,12 @@ class KDLossConfig(Base):
 class KDConfig(SupervisedConfig):
     """Knowledge distillation (train_kd)."""
 
+    shows: ClassVar = {"data": ANSWERED}
+
     model: SFTModelConfig = SFTModelConfig()
     teacher: TeacherConfig = TeacherConfig()
     kd: KDLossConfig = KDLossConfig()
-    data: PromptedDataConfig = PromptedDataConfig(output_key="output")
+    data: DatasetConfig = DatasetConfig(output_key="output")
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_kd")
     logger: LoggerConfig = logger_of("openrlhf_train_sft", "sft")

@@ -14,7 +14,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from openrlhf.config.base import Base, Caution, is_given
-from openrlhf.config.common import CheckedDataConfig
+from openrlhf.config.common import TextDataConfig
 from openrlhf.datasets.chat import RENDERED, is_rendered
 from openrlhf.datasets.problems import missing_column, unread_of
 from openrlhf.errors import ConfigError
@@ -30,7 +30,7 @@ def if_given(settings: Base, name: str) -> Any:
     return getattr(settings, name) if is_given(settings, name) else None
 
 
-def common_settings(data: CheckedDataConfig, *, overlong: str) -> dict[str, Any]:
+def common_settings(data: TextDataConfig, *, overlong: str) -> dict[str, Any]:
     """Return the fields that a `RowFormat` of any kind takes from a command's `data.*`."""
     return {
         "apply_chat_template": if_given(data, "apply_chat_template"),

@@ -20,7 +20,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from openrlhf.config.common import CheckedDataConfig
+from openrlhf.config.common import TextDataConfig
 from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
 from openrlhf.datasets.data_files import check_text, read_file
 from openrlhf.datasets.problems import (
@@ -60,7 +60,7 @@ class Expectations:
     duplicate_ids: str = "error"  # error | keep
 
     @classmethod
-    def of(cls, data: CheckedDataConfig) -> Expectations:
+    def of(cls, data: TextDataConfig) -> Expectations:
         """Return what a command's `data.*` says."""
         return cls(data.expect_rows, data.expect_sha256, data.duplicate_ids)
 

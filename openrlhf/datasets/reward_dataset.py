@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.base import Caution
-from openrlhf.config.supervised import PairDataConfig
+from openrlhf.config.supervised import DatasetConfig
 from openrlhf.datasets.chat import (
     LeftOutError,
     Message,
@@ -67,7 +67,7 @@ class PreferenceFormat(RowFormat):
     drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
 
     @classmethod
-    def of(cls, data: PairDataConfig, *, with_margin: bool = False) -> PreferenceFormat:
+    def of(cls, data: DatasetConfig, *, with_margin: bool = False) -> PreferenceFormat:
         """As a command's `data.*` says."""
         return cls(
             prompt_key=if_given(data, "prompt_key"),

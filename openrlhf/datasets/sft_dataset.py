@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from openrlhf.config.base import Caution, is_given
-from openrlhf.config.supervised import AnsweredDataConfig
+from openrlhf.config.supervised import DatasetConfig
 from openrlhf.datasets.chat import (
     LeftOutError,
     Message,
@@ -81,7 +81,7 @@ class AnsweredFormat(RowFormat):
     further_remedy: ClassVar[str] = ""  # for rows without a response column
 
     @classmethod
-    def of(cls, data: AnsweredDataConfig, **more: Any) -> Self:
+    def of(cls, data: DatasetConfig, **more: Any) -> Self:
         """As a command's `data.*` says; `more` are the fields of the kind of row."""
         return cls(
             input_key=if_given(data, "input_key"),
