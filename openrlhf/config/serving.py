@@ -21,22 +21,9 @@ from openrlhf.config.common import (
     RewardModelsConfig,
     TextDataConfig,
 )
-from openrlhf.config.supervised import ROWS, DatasetConfig
+from openrlhf.config.supervised import ROWS, DatasetConfig, ModelConfig
 
 MIB = 1 << 20
-
-
-class ServedModelConfig(Base):
-    """`model.*`: the model that is used."""
-
-    model_name_or_path: str | None = option(
-        None,
-        "Model: hub id or path.",
-        "pretrain",
-        "model_name_or_path",
-        needed="model",
-        opens="model",
-    )
 
 
 class SamplingConfig(Base):
@@ -125,7 +112,8 @@ class BatchInferenceConfig(CommandConfig):
     """Answer prompts or score answers, row by row (batch_inference)."""
 
     shows: ClassVar = {
-        "data": (*ROWS, "input_key", "output_key", "prompt_max_len", "overlong_prompts")
+        "model": ("model_name_or_path",),
+        "data": (*ROWS, "input_key", "output_key", "prompt_max_len", "overlong_prompts"),
     }
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
@@ -140,7 +128,7 @@ class BatchInferenceConfig(CommandConfig):
     micro_batch_size: int = option(16, "Rows in a forward pass of one device.", gt=0)
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
-    model: ServedModelConfig = ServedModelConfig()
+    model: ModelConfig = ModelConfig()
     data: InferenceDataConfig = InferenceDataConfig(input_template=None)
     rollout: SamplingConfig = SamplingConfig()
     vllm: InferenceVLLMConfig = InferenceVLLMConfig()
@@ -208,12 +196,13 @@ class ChatConfig(CommandConfig):
     """Talk to a model in the terminal (interactive_chat)."""
 
     shows: ClassVar = {
+        "model": ("model_name_or_path",),
         "data": (*list(TextDataConfig.model_fields)[:4], "max_len", "ta_prompt"),
         "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
         "ds": ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation"),
     }
 
-    model: ServedModelConfig = ServedModelConfig()
+    model: ModelConfig = ModelConfig()
     data: ChatDataConfig = ChatDataConfig()
     rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)
     csft: CSFTConfig = CSFTConfig()
