@@ -159,8 +159,8 @@ class TrainedModelConfig(Base):
             )
 
 
-class LoadConfig(Base):
-    """`ds.*` of a command that does not train: how weights are loaded."""
+class DeepSpeedConfig(Base):
+    """`ds.*`: how weights are loaded, held, sharded and computed with."""
 
     param_dtype: DType = option(
         "auto",
@@ -186,11 +186,6 @@ class LoadConfig(Base):
         "value_prefix_head",
         at_resume="refused",
     )
-
-
-class DeepSpeedConfig(LoadConfig):
-    """`ds.*`: how weights are loaded, held, sharded and computed with."""
-
     zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage.")
     zpg: int = option(1, "ZeRO++ secondary partition size.", ge=1)
     adam_offload: bool = switch("Keep the optimizer in CPU memory.")

@@ -17,13 +17,14 @@ from openrlhf.config.base import Base, expand_home, is_blank, option, switch
 from openrlhf.config.common import (
     CommandConfig,
     DeepSpeedConfig,
-    LoadConfig,
     RewardModelsConfig,
     TextDataConfig,
 )
 from openrlhf.config.supervised import ROWS, DatasetConfig, ModelConfig
 
 MIB = 1 << 20
+# Leaves of `ds.*` of commands that do not train.
+WEIGHTS = ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation")
 
 
 class SamplingConfig(Base):
@@ -98,20 +99,11 @@ class InferenceRewardConfig(Base):
     )
 
 
-class InferenceWeightsConfig(LoadConfig):
-    """`ds.*` of batch_inference."""
-
-    zero_stage: Literal[0, 1, 2, 3] = option(0, "ZeRO stage; 3 shards the weights.")
-
-    def as_deepspeed(self) -> DeepSpeedConfig:
-        """Return the same as settings of training, for code that serves both."""
-        return DeepSpeedConfig(**self.model_dump())
-
-
 class BatchInferenceConfig(CommandConfig):
     """Answer prompts or score answers, row by row (batch_inference)."""
 
     shows: ClassVar = {
+        "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),
         "model": ("model_name_or_path",),
         "data": (*ROWS, "input_key", "output_key", "prompt_max_len", "overlong_prompts"),
     }
@@ -134,7 +126,7 @@ class BatchInferenceConfig(CommandConfig):
     vllm: InferenceVLLMConfig = InferenceVLLMConfig()
     reward: InferenceRewardConfig = InferenceRewardConfig()
     csft: CSFTConfig = CSFTConfig()
-    ds: InferenceWeightsConfig = InferenceWeightsConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
 
     _home = field_validator("output_path")(expand_home)
 
@@ -171,7 +163,7 @@ class LoraCombinerConfig(CommandConfig):
         None, "Folder to write the merged model to.", needed="output", opens="output"
     )
     is_rm: bool = switch("The model is a reward model.")
-    ds: LoadConfig = LoadConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
 
     _home = field_validator("output_path")(expand_home)
 
@@ -199,14 +191,14 @@ class ChatConfig(CommandConfig):
         "model": ("model_name_or_path",),
         "data": (*list(TextDataConfig.model_fields)[:4], "max_len", "ta_prompt"),
         "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
-        "ds": ("param_dtype", "attn_implementation", "load_in_4bit", "experts_implementation"),
+        "ds": WEIGHTS,
     }
 
     model: ModelConfig = ModelConfig()
     data: ChatDataConfig = ChatDataConfig()
     rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)
     csft: CSFTConfig = CSFTConfig()
-    ds: LoadConfig = LoadConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
 
 
 class ServedRewardConfig(RewardModelsConfig):
@@ -242,12 +234,6 @@ class ServedTextConfig(Base):
     disable_fast_tokenizer: bool = switch("Has no effect: all are fast.")
 
 
-class ServedWeightsConfig(LoadConfig):
-    """`ds.*` of serve_rm: how weights are loaded."""
-
-    packing_samples: bool = switch("Accepted for old commands: texts are packed on every device.")
-
-
 class ServerLimitsConfig(Base):
     """`limits.*`: what the server takes from others."""
 
@@ -277,6 +263,8 @@ class ServerLimitsConfig(Base):
 class ServeRewardConfig(CommandConfig):
     """A reward model behind HTTP (serve_rm)."""
 
+    shows: ClassVar = {"ds": (*WEIGHTS, "value_head_prefix", "packing_samples")}
+
     host: str = option(
         "127.0.0.1",
         "Address to listen on. Others than this machine's loopback need a token: "
@@ -293,7 +281,7 @@ class ServeRewardConfig(CommandConfig):
     )
     reward: ServedRewardConfig = ServedRewardConfig()
     data: ServedTextConfig = ServedTextConfig()
-    ds: ServedWeightsConfig = ServedWeightsConfig()
+    ds: DeepSpeedConfig = DeepSpeedConfig()
     limits: ServerLimitsConfig = ServerLimitsConfig()
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from openrlhf.config.common import DeepSpeedConfig, LoadConfig
+from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import check_gpus
 
@@ -35,16 +35,16 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def check_here(ds: LoadConfig, *, is_cuda: bool | None = None) -> None:
+def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None = None) -> None:
     """Raise ConfigError that lists what these settings need and this machine does not have."""
     if is_cuda is None:
         check_gpus()
         is_cuda = torch.cuda.is_available()
-    if problems := list(_missing(ds, is_cuda=is_cuda)):
+    if problems := list(_missing(ds, trains=trains, is_cuda=is_cuda)):
         raise ConfigError(problems)
 
 
-def _missing(ds: LoadConfig, *, is_cuda: bool) -> Iterator[str]:
+def _missing(ds: DeepSpeedConfig, *, trains: bool, is_cuda: bool) -> Iterator[str]:
     yield from _attention_problems(ds.attn_implementation, is_cuda=is_cuda)
     if ds.experts_implementation == "deepgemm":
         yield (
@@ -56,7 +56,7 @@ def _missing(ds: LoadConfig, *, is_cuda: bool) -> Iterator[str]:
             "--load_in_4bit: the bitsandbytes package is not installed. "
             "Install bitsandbytes, or leave --load_in_4bit out."
         )
-    if isinstance(ds, DeepSpeedConfig):
+    if trains:
         yield from _training_problems(ds, is_cuda=is_cuda)
 
 

@@ -42,7 +42,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     gathered = Gathered()
     if config.eval_task != "generate_vllm":
-        gathered.attempt(lambda: check_here(config.ds))
+        gathered.attempt(lambda: check_here(config.ds, trains=False))
     gathered.attempt(lambda: check_vllm(config))
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
@@ -52,7 +52,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     gathered.raise_if_any()
     assert task is not None, "or else problems were raised"
     strategy = DeepSpeedStrategy(
-        config.ds.as_deepspeed(),
+        config.ds,
         seed=config.seed,
         full_determinism=config.full_determinism,
         local_rank=config.local_rank,

@@ -128,7 +128,7 @@ class Chat:
     def __init__(self, config: ChatConfig, output: TextIO) -> None:
         path = config.model.model_name_or_path
         assert path is not None, "a model is needed"
-        check_here(config.ds)
+        check_here(config.ds, trains=False)
         data, trust = config.data, config.trust_remote_code
         limit = num_positions(load_config(path, trust_remote_code=trust))
         self.tokenizer = load_tokenizer(

@@ -276,7 +276,7 @@ def reply(request: Request, status: int, content: Content) -> Response:
 def serve_rewards(config: ServeRewardConfig) -> None:
     """Serve until a signal; raises ConfigError before anything listens that should not."""
     token = read_token(config)
-    check_here(config.ds)
+    check_here(config.ds, trains=False)
     models = load_order(config)
     listener = listen(config.host, config.port)
     address = address_of(listener)
