@@ -11,10 +11,8 @@ from pathlib import Path
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_setup import Schedule
-from openrlhf.trainer.ray.cluster import RoleCounts, reward_roles
+from openrlhf.trainer.ray.placement import RoleCounts, reward_roles
 from openrlhf.utils.logging import format_count
-
-Sections = dict[str, Mapping[str, object]]
 
 
 def banner_sections(
@@ -25,27 +23,40 @@ def banner_sections(
     sizes: Mapping[str, int],
     num_prompts: int,
     dtype: str,
-) -> Sections:
+) -> dict[str, Mapping[str, object]]:
     """Return the banner; `sizes` are parameter counts by role, `num_prompts` of one episode."""
+    cluster, train = counts.cluster, config.train
+    devices = "this process"
+    if cluster is not None:
+        on_cpu = f"CPU ranks on {cluster.num_cpus} core(s)"
+        devices = f"{cluster.num_gpus} GPU(s)" if cluster.has_gpus else on_cpu
+    num_drawn = min(config.rollout.batch_size, num_prompts)
+    num_samples = num_drawn * config.rollout.n_samples_per_prompt
     run = {
         "estimator": config.algo.advantage.estimator,
         "reward": reward_words(config),
-        "devices": counts.describe(),
+        "devices": devices,
         "dtype": dtype,
-        "batch": batch_words(config, schedule, num_prompts),
-        "steps": f"{schedule.num_steps} "
-        f"({num_prompts} prompts x {config.train.num_episodes} episode(s))",
+        "batch": f"{num_drawn} prompts x {config.rollout.n_samples_per_prompt} samples = "
+        f"{num_samples}; {schedule.updates_per_rollout} update(s) of "
+        f"{min(train.batch_size, num_samples)} samples a step",
+        "steps": f"{schedule.num_steps} ({num_prompts} prompts x {train.num_episodes} episode(s))",
         "folder": os.fspath(Path(config.ckpt.output_dir)),
     }
-    if config.train.async_enable:
-        run["queue"] = queue_words(config)
+    if train.async_enable:
+        num_at_once = config.rollout.vllm_generate_batch_size or config.rollout.batch_size
+        run["queue"] = (
+            f"samples at most {train.async_queue_size} update(s) behind, {num_at_once} prompts "
+            f"at once, weights change {'under' if train.partial_rollout_enable else 'between'} "
+            "samples"
+        )
     return {"models": model_entries(config, counts, sizes), "run": run}
 
 
 def model_entries(
     config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
 ) -> dict[str, object]:
-    """One line a role: its model, size, ranks and place; then what generates."""
+    """Return one line a role: its model, size, ranks and place; then what generates."""
     policy = config.actor.model_name_or_path
     paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
     entries: dict[str, object] = {
@@ -70,16 +81,6 @@ def place_words(counts: RoleCounts, role: str) -> str:
     return f", colocated with {', '.join(others)}" if others else ", in a place of its own"
 
 
-def queue_words(config: PPOConfig) -> str:
-    """Return how far generation runs ahead of training."""
-    num_at_once = config.rollout.vllm_generate_batch_size or config.rollout.batch_size
-    when = "under" if config.train.partial_rollout_enable else "between"
-    return (
-        f"samples at most {config.train.async_queue_size} update(s) behind, {num_at_once} prompts "
-        f"at once, weights change {when} samples"
-    )
-
-
 def reward_words(config: PPOConfig) -> str:
     """Return the source of rewards."""
     reward = config.reward
@@ -89,14 +90,3 @@ def reward_words(config: PPOConfig) -> str:
         return reward.remote_url
     weights = f", weights {' '.join(f'{w:g}' for w in reward.weights)}" if reward.weights else ""
     return f"the model(s) {', '.join(reward_roles(config))}{weights}"
-
-
-def batch_words(config: PPOConfig, schedule: Schedule, num_prompts: int) -> str:
-    """Return the arithmetic of a full step, or of all prompts if they are fewer."""
-    num_drawn = min(config.rollout.batch_size, num_prompts)
-    group = config.rollout.n_samples_per_prompt
-    num_samples = num_drawn * group
-    return (
-        f"{num_drawn} prompts x {group} samples = {num_samples}; {schedule.updates_per_rollout} "
-        f"update(s) of {min(config.train.batch_size, num_samples)} samples a step"
-    )

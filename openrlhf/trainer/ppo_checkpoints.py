@@ -1,5 +1,5 @@
 """Checkpoints of an RL run: policy, critic and the controller's own state in one commit, and the
-model of the best evaluation beside them.
+model of the best evaluation beside them. The trainers own a RunState and work on it.
 
 A folder `global_step<N>` holds `actor`, `critic`, a file of each rank, `state.json` and what was
 generated ahead. The controller stages and commits; the ranks write, so on several nodes the folder
@@ -10,27 +10,124 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
-from openrlhf.distributed.collectives import on_main
+from openrlhf.distributed.collectives import together
 from openrlhf.distributed.manifest import TEMPORARY
-from openrlhf.errors import ConfigError
+from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.rollout.kept_groups import KeptGroups
+from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_state import RunState
-from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy, pass_rate_names
+from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.cluster import TRAINED_ROLES
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.placement import TRAINED_ROLES
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.trained_worker import TrainedWorker
-from openrlhf.utils.logging import notice, warn
+from openrlhf.utils.logging import needed_history, notice, warn
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 
 RUN = "run"  # the controller's own state, in state.json
+
+
+@dataclass
+class KLController:
+    """Holds beta; `target` None keeps it constant."""
+
+    coef: float
+    target: float | None = None
+    horizon: int = 10000
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Move beta after a step whose mean KL to the reference was `kl`."""
+        if self.target is not None:
+            self.coef = adaptive_kl_coef(
+                self.coef, kl, target=self.target, horizon=self.horizon, num_samples=num_samples
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        """Return beta, for a checkpoint."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Load an adapted beta; a constant one stays what this command says."""
+        if self.target is not None:
+            self.coef = state["coef"]
+
+
+@dataclass
+class RunState:
+    """The progress of an RL run."""
+
+    sampler: StepSampler | RolloutQueue
+    kl_controller: KLController
+    texts: TextMixer | None = None  # pre-training text that is mixed in
+    global_step: int = 0  # steps done
+    weight_version: int = 0  # of the policy; counts its updates
+    evaluated_step: int | None = None  # the last one
+    # The first, the best and the last one of the pass rate by which the best model is chosen.
+    evaluations: list[Evaluation] = field(default_factory=list)
+    history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
+    unlogged: Metrics = field(default_factory=Metrics)  # of the steps since the last line
+    num_unlogged: int = 0  # those steps
+
+    def remember(self, values: Mapping[str, float]) -> None:
+        """Keep a step's metrics for the hints of later ones."""
+        self.history = needed_history([*self.history, values])
+
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation for the comparison at the end."""
+        same = [found for found in self.evaluations if found.name == evaluation.name]
+        self.evaluations = noteworthy([*same, evaluation])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as JSON; taken between two steps."""
+        return {
+            "global_step": self.global_step,
+            "weight_version": self.weight_version,
+            "evaluated_step": self.evaluated_step,
+            "evaluations": [list(found) for found in self.evaluations],
+            "kl": self.kl_controller.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "texts": None if self.texts is None else self.texts.state_dict(),
+            "history": [dict(values) for values in self.history],
+            "unlogged": self.unlogged.state_dict(),
+            "num_unlogged": self.num_unlogged,
+        }
+
+    def finished_groups(self) -> KeptGroups | None:
+        """Return finished samples that wait for later steps, where generation runs ahead; a
+        `state_dict` taken afterwards is of a state that still has all of them.
+        """
+        return self.sampler.finished_groups() if isinstance(self.sampler, RolloutQueue) else None
+
+    def load_groups(self, folder: Path) -> None:
+        """Take up the samples that a folder keeps, after `load_state_dict`."""
+        if isinstance(self.sampler, RolloutQueue):
+            self.sampler.load_groups(folder)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken."""
+        self.global_step = state["global_step"]
+        self.weight_version = state["weight_version"]
+        self.evaluated_step = state["evaluated_step"]
+        self.evaluations = [Evaluation(*found) for found in state["evaluations"]]
+        self.unlogged = Metrics.from_state_dict(state["unlogged"])
+        self.num_unlogged = state["num_unlogged"]
+        self.kl_controller.load_state_dict(state["kl"])
+        self.sampler.load_state_dict(state["sampler"])
+        if self.texts is not None:
+            self.texts.load_state_dict(state["texts"])
+        self.history = state["history"]
 
 
 def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
@@ -87,25 +184,19 @@ def check_is_shared(
     root = opened.store.root
     probe = root / f"{TEMPORARY}probe-{os.getpid()}"
 
-    def touch() -> str:
+    def touch() -> None:
         root.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        return str(probe)
 
-    path = on_main(touch)
-    answers = [
-        who
-        for role in TRAINED_ROLES
-        if role in groups
-        for who in groups[role].call(TrainedWorker.unseen, path)
-    ]
-    on_main(lambda: probe.unlink(missing_ok=True))
-    blind = [who for who in answers if who is not None]
-    if blind:
-        raise ConfigError(
-            f"--ckpt_path {root} is not seen by {', '.join(blind)}. "
-            "Type a --ckpt_path on a file system that all nodes share."
-        )
+    together(touch)
+    try:
+        for role in TRAINED_ROLES:
+            if role in groups:
+                groups[role].call(TrainedWorker.check_sees, str(probe))
+    except CheckpointError as error:
+        raise ConfigError(str(error).replace(str(probe), f"--ckpt_path {root}")) from error
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 class PPOCheckpoints:
@@ -124,7 +215,7 @@ class PPOCheckpoints:
         self.phases = phases
         self.kept: dict[str, Any] | None = None  # what was last saved or loaded
         self.best_metric = best_metric  # None: the best model is not kept
-        self.best = None if best_metric is None else on_main(self._best_so_far)
+        self.best = None if best_metric is None else together(self._best_so_far)
 
     def resume(self, state: RunState) -> None:
         """Put models, optimizers, random numbers and the controller where they were."""

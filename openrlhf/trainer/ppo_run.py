@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -44,12 +44,12 @@ from openrlhf.trainer.ppo_checkpoints import (
     is_at_end,
     open_run,
 )
-from openrlhf.trainer.ppo_models import named_models
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     Schedule,
     check_runs_without_ray,
     make_schedule,
+    named_models,
     needs_critic,
     needs_old_logprobs,
     needs_reference,
@@ -64,19 +64,18 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     RemoteExperienceMaker,
 )
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
-from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
+from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
-from openrlhf.trainer.ray.cluster import (
+from openrlhf.trainer.ray.cluster import LocalCluster, RayCluster
+from openrlhf.trainer.ray.launcher import ray_session
+from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.trainer.ray.placement import (
     TRAINED_ROLES,
-    RayCluster,
     pools_of,
     reward_roles,
     role_counts,
+    view_cluster,
 )
-from openrlhf.trainer.ray.launcher import ray_session
-from openrlhf.trainer.ray.local_group import LocalCluster
-from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.placement import view_cluster
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
@@ -96,27 +95,13 @@ MISMATCH_KL_FP32 = 1e-3
 MISMATCH_KL_HALF = 0.1
 
 Groups = dict[str, WorkerGroup]
+OpenCluster = Callable[[PPOConfig, str, int], AbstractContextManager[LocalCluster]]
 
 
 def run_ppo_ray(config: PPOConfig) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
-    inputs = prepare_inputs(config, has_engines=config.vllm.num_engines != 0)
-    config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
-    with inputs, holding_folders(config.ckpt):
-        redirect_framework_logs(inputs.run_dir, "driver")
-        opened = open_run(config, inputs)
-        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
-            return
-        with ray_session():
-            counts = role_counts(
-                config,
-                view_cluster(),
-                has_critic=needs_critic(config),
-                has_reference=needs_reference(config),
-            )
-            run_dir, resume_step = str(inputs.run_dir.resolve()), opened.resume_step or 0
-            with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
-                _run(config, inputs, cluster, opened)
+    has_engines = config.vllm.num_engines != 0
+    _prepare_and_run(config, _ray_cluster, Gathered(), has_engines=has_engines)
 
 
 def run_ppo_local(config: PPOConfig) -> None:
@@ -127,23 +112,39 @@ def run_ppo_local(config: PPOConfig) -> None:
     # On Ray models are elsewhere: each worker looks at its own machine.
     gathered.attempt(lambda: check_here(config.ds))
     has_engines = bool(config.vllm.num_engines)
+    _prepare_and_run(config, LocalCluster, gathered, has_engines=has_engines)
+
+
+@contextmanager
+def _ray_cluster(config: PPOConfig, run_dir: str, resume_step: int) -> Iterator[LocalCluster]:
+    with ray_session():
+        counts = role_counts(
+            config,
+            view_cluster(),
+            has_critic=needs_critic(config),
+            has_reference=needs_reference(config),
+        )
+        with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
+            yield cluster
+
+
+def _prepare_and_run(
+    config: PPOConfig, open_cluster: OpenCluster, gathered: Gathered, *, has_engines: bool
+) -> None:
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
     config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     with inputs, holding_folders(config.ckpt):
-        redirect_framework_logs(inputs.run_dir, "local-0")
-        with LocalCluster(config, str(inputs.run_dir)) as cluster:
-            opened = open_run(config, inputs)
-            if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
-                return
-            cluster.resume_step = opened.resume_step or 0
+        redirect_framework_logs(inputs.run_dir, "driver")
+        opened = open_run(config, inputs)
+        if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
+            return
+        run_dir = str(inputs.run_dir.resolve())
+        with open_cluster(config, run_dir, opened.resume_step or 0) as cluster:
             _run(config, inputs, cluster, opened)
 
 
 def _run(
-    config: PPOConfig,
-    inputs: RunInputs,
-    cluster: RayCluster | LocalCluster,
-    opened: RunCheckpoints,
+    config: PPOConfig, inputs: RunInputs, cluster: LocalCluster, opened: RunCheckpoints
 ) -> None:
     schedule = make_schedule(config, len(inputs.prompts))
     say_notices(schedule_notes(config, schedule))
@@ -197,7 +198,7 @@ def _run(
         warn(fall)
 
 
-def _start_groups(config: PPOConfig, cluster: RayCluster | LocalCluster) -> Groups:
+def _start_groups(config: PPOConfig, cluster: LocalCluster) -> Groups:
     groups: Groups = {"actor": cluster.start_group("actor", PolicyModelActor)}
     if needs_reference(config):
         groups["ref"] = cluster.start_group("ref", ReferenceModelActor)
@@ -243,13 +244,13 @@ def _init_models(
 def _assemble(
     config: PPOConfig,
     inputs: RunInputs,
-    cluster: RayCluster | LocalCluster,
+    cluster: LocalCluster,
     checkpoints: PPOCheckpoints,
     groups: Groups,
     rollouts: Rollouts,
     engines: Sequence[RolloutEngine],
 ) -> PPOParts:
-    schedule = make_schedule(config, len(inputs.prompts))
+    schedule, algo = make_schedule(config, len(inputs.prompts)), config.algo
     return PPOParts(
         actor=groups["actor"],
         critic=groups.get("critic"),
@@ -259,7 +260,9 @@ def _assemble(
         phases=checkpoints.phases,
         prompts=inputs.prompts,
         eval_prompts=inputs.eval_prompts,
-        group_filter=_group_filter(config),
+        group_filter=GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
+        if algo.dynamic_filtering_enable
+        else None,
         sampling=inputs.sampling,
         eval_sampling=inputs.eval_sampling,
         tracker=make_tracker(
@@ -279,7 +282,7 @@ def _rollouts(
     config: PPOConfig,
     inputs: RunInputs,
     groups: Groups,
-    cluster: RayCluster | LocalCluster,
+    cluster: LocalCluster,
     samplers: Sequence[Sampler],
     turn: AbstractContextManager[object],
 ) -> Rollouts:
@@ -288,24 +291,6 @@ def _rollouts(
         path, limits = config.train.agent_func_path, agent_limits(config)
         setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
         return agent_rollouts(setup, samplers, FailurePolicy.of(config))
-    has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
-    # Where engines do not pause, models that share their devices cannot wait for a pause.
-    never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
-    models_stream = has_own_devices or never_pauses
-    scorer = _scorer(config, inputs, groups, models_stream=models_stream, turn=turn)
-    pool = EnginePool(samplers)
-    turns = SingleTurn(pool, inputs.tokenizer, vocab_size=inputs.vocab_size)
-    return Rollouts(turns, scorer)
-
-
-def _scorer(
-    config: PPOConfig,
-    inputs: RunInputs,
-    groups: Groups,
-    *,
-    models_stream: bool,
-    turn: AbstractContextManager[object],
-) -> GroupScorer:
     reward = config.reward
     if inputs.reward_source is not None:
         scorer: Scorer = SourceScorer(
@@ -314,20 +299,23 @@ def _scorer(
             max_steps=make_schedule(config, len(inputs.prompts)).num_steps,
         )
     else:
+        has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
+        # Where engines do not pause, models that share their devices cannot wait for a pause.
+        never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
+        names = model_names(reward.model_paths)
         forwards = {
             name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
-            for name, role in zip(
-                model_names(reward.model_paths), reward_roles(config), strict=True
-            )
+            for name, role in zip(names, reward_roles(config), strict=True)
         }
         scorer = ModelScorer(
             forwards,
             reward.weights,
             is_sequential=config.train.colocate_all,
-            is_streaming=models_stream,
+            is_streaming=has_own_devices or never_pauses,
             turn=turn,
         )
-    return GroupScorer(scorer, FailurePolicy.of(config))
+    turns = SingleTurn(EnginePool(samplers), inputs.tokenizer, vocab_size=inputs.vocab_size)
+    return Rollouts(turns, GroupScorer(scorer, FailurePolicy.of(config)))
 
 
 def _experience_maker(
@@ -349,14 +337,6 @@ def _experience_maker(
             only_busy=only_busy_samples_count(config),
         ),
     )
-
-
-def _group_filter(config: PPOConfig) -> GroupFilter | None:
-    algo = config.algo
-    if not algo.dynamic_filtering_enable:
-        return None
-    low, high = algo.dynamic_filtering_range
-    return GroupFilter(low, high, algo.dynamic_filtering_max_empty)
 
 
 def max_mismatch_kl(dtype: torch.dtype) -> float:

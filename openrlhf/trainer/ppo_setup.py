@@ -1,4 +1,5 @@
 """The inputs of an RL run before anything heavy starts: tokenizer, prompts, rewards, arithmetic.
+Its models are looked at too: they must have the parts that are used and mean the same by a token.
 
 Everything a user can get wrong in data, paths and reward code is found here, before a model is
 loaded.
@@ -6,7 +7,7 @@ loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,23 +29,33 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.engines.base import SamplingSettings
+from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import num_positions
-from openrlhf.models.loading import load_config
+from openrlhf.models.families import (
+    head_size,
+    num_positions,
+    refuse_shared_rows,
+    refuse_split_layers,
+    refuse_token_budget,
+)
+from openrlhf.models.loading import is_value_model, load_config
+from openrlhf.models.router_loss import check_has_experts
+from openrlhf.models.value_head import RewardScale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rollout.agents.agent_file import AgentFile
-from openrlhf.trainer.ppo_models import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
-from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
+from openrlhf.utils.adapter_folder import base_of_adapter, refuse_adapter
 from openrlhf.utils.logging import say_notices
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,19 @@ def prepare_inputs(
     assert vocab_size and tokenizer and prompts, "or else problems were raised"
     stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
     say_notices(notices)
-    _say_data(prompts, eval_prompts, texts)
+    say_notices(prompts.notices)
+    if eval_prompts is not None:
+        say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
+    if texts is not None:
+        say_notices(texts.notices, about="--pretrain_data: ")
     rollout = config.rollout
+    sampling = SamplingSettings(
+        num_samples=rollout.n_samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=stop,
+    )
     run_dir = Path(config.ckpt.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     return RunInputs(
@@ -118,19 +140,11 @@ def prepare_inputs(
         prompts=prompts,
         eval_prompts=eval_prompts,
         reward_source=_reward_source(config, run_dir),
-        sampling=SamplingSettings(
-            num_samples=rollout.n_samples_per_prompt,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=stop,
-        ),
-        eval_sampling=SamplingSettings(
+        sampling=sampling,
+        eval_sampling=replace(
+            sampling,
             num_samples=config.eval.n_samples_per_prompt,
             temperature=config.eval.temperature,
-            top_p=rollout.top_p,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=stop,
         ),
         vocab_size=vocab_size,
         texts=texts,
@@ -238,16 +252,6 @@ def _data(
     return made.get(TRAINING), made.get(EVALUATION), made.get(PRETRAIN)  # type: ignore[return-value]
 
 
-def _say_data(
-    prompts: PromptDataset, eval_prompts: PromptDataset | None, texts: SFTDataset | None
-) -> None:
-    say_notices(prompts.notices)
-    if eval_prompts is not None:
-        say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
-    if texts is not None:
-        say_notices(texts.notices, about="--pretrain_data: ")
-
-
 def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDataset:
     return PromptDataset(rows, tokenizer, prompt_format(config.data, config.data.label_key))
 
@@ -307,3 +311,91 @@ def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
             log_dir=log_dir,
         ),
     )
+
+
+def check_models(config: PPOConfig, *, has_engines: bool) -> int:
+    """Raise ConfigError for models that cannot be used; return the policy's vocabulary size."""
+    path = config.actor.model_name_or_path
+    assert path is not None, "checked by the configuration"
+    gathered = Gathered()
+    load = partial(load_config, trust_remote_code=config.trust_remote_code)
+    critic = (config.critic_source or path,) if config.has_critic else ()
+    readers = (path, *config.reward.model_paths, *critic)
+    found = {name: gathered.attempt(partial(load, name)) for name in named_models(config)}
+    for name, facts in found.items():
+        if facts is None:
+            continue
+        if config.train.dynamic_batch_enable:
+            gathered.attempt(partial(refuse_token_budget, facts, name))
+        gathered.attempt(partial(refuse_shared_rows, facts, name, config.ds))
+        gathered.attempt(partial(refuse_split_layers, facts, name, config.ds))
+        if name in config.reward.model_paths:
+            gathered.attempt(partial(_check_head, config, name))
+        if name in readers:
+            gathered.attempt(partial(_check_positions, config, name, facts))
+    policy = found[path]
+    if policy is not None and has_engines:
+        instead = "--vllm_num_engines 0"
+        gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
+        gathered.attempt(partial(check_head_size, head_size(policy), path, instead=instead))
+    if policy is not None and config.actor.aux_loss_coef > 0:
+        gathered.attempt(partial(check_has_experts, policy, path))
+    gathered.raise_if_any()
+    assert policy is not None, "or else problems were raised"
+    return int(policy.get_text_config().vocab_size)
+
+
+def named_models(config: PPOConfig) -> list[str]:
+    """Paths of policy, critic and reward models, each once."""
+    paths = (
+        config.actor.model_name_or_path,
+        config.critic.model_name_or_path,
+        *config.reward.model_paths,
+    )
+    return list(dict.fromkeys(filter(None, paths)))
+
+
+def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return cautions about reward models of another vocabulary; refuse such a critic."""
+    source = config.critic_source
+    if config.has_critic and source and other_tokenizer(config, source, tokenizer) is not None:
+        raise ConfigError(
+            f"The critic would start from {source}, which has another vocabulary than --pretrain. "
+            f"Type --critic_pretrain {config.actor.model_name_or_path}, or a model of its family."
+        )
+    return [
+        Caution(
+            f"--reward_pretrain {path} has another vocabulary than --pretrain: it reads samples as "
+            "text"
+        )
+        for path in config.reward.model_paths
+        if other_tokenizer(config, path, tokenizer) is not None
+    ]
+
+
+def _check_head(config: PPOConfig, path: str) -> None:
+    """Refuse a reward model without a value head, or without a scale to normalise by."""
+    if base_of_adapter(path) is not None:  # both are known when it is merged
+        return
+    facts = load_config(path, trust_remote_code=config.trust_remote_code)
+    if not is_value_model(facts):
+        raise ConfigError(
+            f"--reward_pretrain {path} has no value head. Give a reward model, such as train_rm "
+            "makes."
+        )
+    if config.reward.normalize_enable:
+        RewardScale.of(facts)
+
+
+def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:
+    """Refuse lengths of prompt and response that a model cannot read as a whole."""
+    limit = num_positions(facts)
+    prompt, response = config.data.prompt_max_len, config.rollout.max_new_tokens
+    if limit is not None and prompt + response > limit:
+        remedy = f"{limit - response} or a smaller --generate_max_len"
+        if response >= limit:  # no prompt is short enough
+            remedy = f"{limit // 2} --generate_max_len {limit - limit // 2}"
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} is more than the "
+            f"{limit} positions of the model {name}. Type --prompt_max_len {remedy}."
+        )

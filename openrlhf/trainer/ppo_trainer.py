@@ -15,20 +15,16 @@ from typing import Any, NoReturn
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.distributed import collectives
 from openrlhf.engines.base import RolloutEngine, SamplingSettings
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
-from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_checkpoints import KLController, PPOCheckpoints, RunState
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation, evaluation_metrics, has_fallen
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.kl_controller import KLController
-from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
+from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, UpdateStep, plan_updates
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -180,17 +176,11 @@ class PPOTrainer:
         self.sampler.settle(self.trained_groups)
 
     def generate_unless_stopped(self, metrics: Metrics) -> list[Rollout]:
-        """Generate the next step's samples; leave them when the user asks to stop.
-
-        Of several controllers none leaves alone: they stop together, after the step.
-        """
-        global_step = self.state.global_step + 1
-        if collectives.world_size() > 1:
-            return self.generate(global_step, metrics)
+        """Generate the next step's samples; leave them when the user asks to stop."""
         before = self.state.sampler.state_dict()
         try:
             with stopping.leavable():
-                return self.generate(global_step, metrics)
+                return self.generate(self.state.global_step + 1, metrics)
         except KeyboardInterrupt:
             if stopping.is_overdue():  # the policy may still generate: it cannot be saved
                 raise
@@ -202,9 +192,8 @@ class PPOTrainer:
         self.sampler.load_state_dict(before)
 
     def stop_if_asked(self) -> None:
-        """End the run between two steps if any controller was asked to."""
-        asked = collectives.all_reduce_max({"asked": float(stopping.is_asked())})["asked"]
-        if asked and not self.is_over:
+        """End the run between two steps if the user asked for it."""
+        if stopping.is_asked() and not self.is_over:
             self.stop()
 
     def stop(self) -> NoReturn:

@@ -11,8 +11,7 @@ from openrlhf.rollout.agents.episodes import agent_limits
 from openrlhf.trainer.ppo_run import run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_trainer_async import async_limits
-from openrlhf.trainer.ray.cluster import role_counts
-from openrlhf.trainer.ray.placement import ClusterView
+from openrlhf.trainer.ray.placement import ClusterView, role_counts
 
 NEEDS = "--pretrain m --prompt_data d --remote_rm_url r.py --rollout_batch_size 64 "
 

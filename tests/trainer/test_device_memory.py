@@ -25,8 +25,8 @@ from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run
 from openrlhf.trainer.ppo_setup import prepare_inputs
-from openrlhf.trainer.ray.cluster import TRAINED_ROLES, RoleCounts
 from openrlhf.trainer.ray.model_actor import RankIdentity
+from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts
 from tests.engines.receiving import ReceivingModel
 from tests.tiny import make_model, make_reward_model, write_jsonl
 

@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import (
     experience_metrics,
 )
 from openrlhf.trainer.ppo_utils.replay_buffer import (
-    MicroBatchPlan,
+    micro_batches,
     num_updates_per_rollout,
     plan_updates,
     without_idle_samples,
@@ -184,8 +184,8 @@ def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
 
 def test_micro_batches_by_budget_and_by_count() -> None:
     lengths = [3, 9, 2, 4]
-    assert MicroBatchPlan(3).cut(lengths) == [[0, 1, 2], [3]]
-    by_budget = MicroBatchPlan(3, max_tokens=9).cut(lengths)
+    assert micro_batches(lengths, 3) == [[0, 1, 2], [3]]
+    by_budget = micro_batches(lengths, 3, max_tokens=9)
     assert sorted(i for part in by_budget for i in part) == [0, 1, 2, 3]
     assert all(sum(lengths[i] for i in part) <= 9 for part in by_budget)
     assert len(by_budget) == 2

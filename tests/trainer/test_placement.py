@@ -12,14 +12,15 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
 from openrlhf.trainer.ray import placement
-from openrlhf.trainer.ray.cluster import RoleCounts, role_counts
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import (
     ClusterView,
+    RoleCounts,
     RoleDemand,
     check_demand,
     demand_table,
     pool_sizes,
+    role_counts,
 )
 from tests.config.test_commands import CHEAT_SHEET, GRPO, README_PPO
 

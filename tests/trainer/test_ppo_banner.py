@@ -8,8 +8,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_setup import make_schedule, needs_critic, needs_reference
-from openrlhf.trainer.ray.cluster import RoleCounts, role_counts
-from openrlhf.trainer.ray.placement import ClusterView
+from openrlhf.trainer.ray.placement import ClusterView, RoleCounts, role_counts
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)

@@ -15,8 +15,7 @@ from openrlhf.trainer.ppo_checkpoints import (
     best_metric,
     check_is_shared,
 )
-from openrlhf.trainer.ray.model_actor import RankIdentity
-from openrlhf.trainer.ray.trained_worker import TrainedWorker
+from openrlhf.trainer.ray.model_actor import RankIdentity, TrainedWorker
 
 
 def config(**ckpt: object) -> PPOConfig:

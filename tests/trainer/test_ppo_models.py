@@ -13,7 +13,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
-from openrlhf.trainer.ppo_models import check_models, check_tokens
+from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import (
     load_policy_tokenizer,

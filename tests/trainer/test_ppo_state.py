@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
-from openrlhf.trainer.ppo_state import RunState
+from openrlhf.trainer.ppo_checkpoints import KLController, RunState
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation
-from openrlhf.trainer.ppo_utils.kl_controller import KLController
 
 NUM_PROMPTS = 7
 

@@ -13,8 +13,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.errors import DataError
 from openrlhf.trainer.ppo_setup import _texts
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.pretrain_text import TextMixer
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
+from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, UpdateStep
 from tests.tiny import make_model, make_tokenizer, write_jsonl
 from tests.trainer.test_experience import THREE
 
@@ -39,7 +38,7 @@ def step(num_samples: int) -> UpdateStep:
 def rows_of(shares: list[list[UpdateStep]]) -> list[list[int]]:
     """The texts of every optimizer step, all ranks together."""
     return [
-        sorted(int(ids[0]) for one in ranks for ids in one.texts.token_ids)
+        sorted(int(ids[0]) for one in ranks for ids in one.texts)
         for ranks in zip(*shares, strict=True)
     ]
 
@@ -54,8 +53,8 @@ def test_each_step_gets_as_many_texts_as_samples_and_each_pass_every_text() -> N
 def test_the_tokens_of_a_step_are_counted_over_all_ranks() -> None:
     shares = TextMixer(Texts(), seed=1).mix([[step(5)], [step(5)], [step(5)]])
     # Texts of 2 to 6 tokens, the first of each is given: 1 + 2 + 3 + 4 + 5.
-    assert {one.texts.num_tokens for [one] in shares} == {15}
-    sizes = [sum(map(len, one.texts.token_ids)) for [one] in shares]
+    assert {one.num_text_tokens for [one] in shares} == {15}
+    sizes = [sum(map(len, one.texts)) for [one] in shares]
     assert sum(sizes) == 20 and max(sizes) <= 7
 
 

@@ -10,7 +10,7 @@ from openrlhf.trainer.ray.watch import Watch, Watched
 
 
 def watched(who: str = "actor rank 0", deadline_s: float = 600.0) -> Watched:
-    return Watched(lambda: who, who, deadline_s, "--rank_timeout_s")
+    return Watched(who, who, deadline_s, "--rank_timeout_s")
 
 
 def test_one_that_does_not_answer_or_stays_at_a_micro_batch_is_quiet():

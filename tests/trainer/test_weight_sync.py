@@ -14,8 +14,8 @@ from openrlhf.engines.base import NamedTensors, SyncReceipt, WeightBucket, Weigh
 from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader, HostMemory
 from openrlhf.errors import WeightSyncError
 from openrlhf.trainer.ray import weight_sync
-from openrlhf.trainer.ray.cluster import role_counts, weight_route
-from openrlhf.trainer.ray.placement import ClusterView
+from openrlhf.trainer.ray.cluster import weight_route
+from openrlhf.trainer.ray.placement import ClusterView, role_counts
 from openrlhf.trainer.ray.weight_sync import (
     FetchedBuckets,
     HandleTransport,
@@ -85,7 +85,6 @@ class FakeEngine:
         self.reader, self.fetcher = BucketReader(CPU), FetchedBuckets()
         self.held: dict[str, torch.Tensor] = {}
         self.buckets: list[tuple[str, ...]] = []
-        self.missed: list[WeightBucket] = []
 
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
@@ -100,9 +99,6 @@ class FakeEngine:
     def receive_bucket(self, bucket: WeightBucket) -> None:
         if self.fault == "broken":
             raise WeightSyncError(f"no room for {bucket.names[0]}")
-        if self.fault == "deaf":
-            self.missed.append(bucket)
-            return
         self.buckets.append(bucket.names)
         if "object" in bucket.handle:
             bucket = self.fetcher.fetched(bucket)
@@ -153,27 +149,6 @@ def test_an_engine_without_proof_is_refused_by_name(way, fault, message):
     engines = [FakeEngine(way), engine]
     with pytest.raises(WeightSyncError, match=message):
         send_weights(WEIGHTS, engines, 3, transport=connected(engines))
-
-
-@pytest.mark.parametrize(
-    ("bucket_bytes", "message"),
-    [(1 << 20, "vllm-1 did not receive 6 tensors"), (128, "not received by all of vllm-0, vllm-1")],
-)
-def test_an_engine_that_only_says_it_has_received_a_broadcast_is_found(
-    bucket_bytes, message, monkeypatch
-):
-    monkeypatch.setattr(weight_sync, "PUSH_GRACE_S", 0.5)
-    deaf = FakeEngine("broadcast", "deaf")
-    deaf.who = "vllm-1"
-    engines = [FakeEngine("broadcast"), deaf]
-    transport = connected(engines)
-    transport.buffers.bucket_bytes = bucket_bytes
-    try:
-        with pytest.raises(WeightSyncError, match=message):
-            send_weights(WEIGHTS, engines, 3, transport=transport)
-    finally:
-        for bucket in deaf.missed:  # or the thread that broadcasts would wait for it
-            list(deaf.reader.read(bucket))
 
 
 class Place(HostMemory):

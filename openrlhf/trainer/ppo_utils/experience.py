@@ -126,19 +126,15 @@ class Experience:
 
     def stand_in(self) -> Experience:
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
-        columns: dict[str, Tensor | None] = {
-            "seq_lengths": torch.tensor([2]),
-            "num_actions": torch.tensor([1]),
-            "group_ids": torch.zeros(1, dtype=torch.int64),
-            "rewards": torch.zeros(1),
-            "is_truncated": torch.zeros(1, dtype=torch.bool),
-            "token_ids": torch.zeros(2, dtype=torch.int64),
-            "action_mask": torch.tensor([False, True]),
-            "rollout_logprobs": torch.zeros(1),
-            "weight_versions": torch.zeros(1, dtype=torch.int32),
-        }
-        for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
-            columns[name] = None if getattr(self, name) is None else torch.zeros(1)
+        sizes = {"token": 2, "action": 1, "sample": 1}
+        columns: dict[str, Tensor | None] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            size = sizes[column.metadata["axis"]]
+            columns[column.name] = None if value is None else value.new_zeros(size)
+        assert columns["action_mask"] is not None
+        columns["seq_lengths"], columns["num_actions"] = torch.tensor([2]), torch.tensor([1])
+        columns["action_mask"][1] = True
         return Experience(**columns)  # type: ignore[arg-type]
 
     def packed(self) -> PackedBatch:

@@ -3,22 +3,31 @@
 The plan is made once by the controller and knows the global denominators, so that the gradient does
 not depend on the number of ranks, on the micro-batches or on samples left out because they cannot
 contribute.
+
+Pre-training text may stand beside the samples, so that the policy does not forget how to write it:
+PPO-ptx of InstructGPT (arXiv 2203.02155, section 3.5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from openrlhf.algorithms.balancing import (
     balanced_partitions,
     fixed_batches,
     token_budget_batches,
 )
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.pretrain_text import TextShare
+from openrlhf.utils.packing import PackedBatch
+
+ENDLESS = 2**62  # passes over the text
 
 
 @dataclass(frozen=True)
@@ -29,23 +38,21 @@ class UpdateStep:
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
-    texts: TextShare | None = None  # pre-training text that is learned beside the samples
+    texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text beside the samples
+    num_text_tokens: int = 0  # targets of the text of the whole optimizer step, all ranks
 
 
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """How a rank cuts its samples: by a token budget when one is set, else by a fixed count."""
-
-    micro_batch_size: int
-    max_tokens: int | None = None
-
-    def cut(self, seq_lengths: Sequence[int]) -> list[list[int]]:
-        """Return the indices of the samples of each micro-batch; none of no samples."""
-        if not seq_lengths:
-            return []
-        if self.max_tokens is None:
-            return fixed_batches(len(seq_lengths), self.micro_batch_size)
-        return token_budget_batches(seq_lengths, self.max_tokens)
+def micro_batches(
+    seq_lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None = None
+) -> list[list[int]]:
+    """Return the indices of the samples of each micro-batch, by a token budget when one is set,
+    else by a fixed count; none of no samples.
+    """
+    if not seq_lengths:
+        return []
+    if max_tokens is None:
+        return fixed_batches(len(seq_lengths), micro_batch_size)
+    return token_budget_batches(seq_lengths, max_tokens)
 
 
 def plan_updates(
@@ -85,8 +92,43 @@ def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs:
 
 def without_idle_samples(step: UpdateStep) -> UpdateStep:
     """Leave out samples that cannot move the policy: every advantage exactly zero."""
-    experience = step.experience
-    busy = experience.busy_samples()
-    if len(busy) == len(experience):
-        return step
-    return replace(step, experience=experience.select(busy))
+    return replace(step, experience=step.experience.select(step.experience.busy_samples()))
+
+
+def pack_texts(token_ids: Sequence[Tensor]) -> PackedBatch:
+    """Return texts as one packed row; every token but the first of each is a target."""
+    return PackedBatch.from_sequences(token_ids, [torch.arange(len(ids)) > 0 for ids in token_ids])
+
+
+class TextMixer:
+    """Goes through the text over and over, in an order that seed and pass decide."""
+
+    def __init__(self, texts: SFTDataset, *, seed: int) -> None:
+        self.texts = texts
+        self.cursor = PromptCursor(EpochSampler(len(texts), seed), num_episodes=ENDLESS)
+
+    def mix(self, shares: Sequence[Sequence[UpdateStep]]) -> list[list[UpdateStep]]:
+        """Return the same optimizer steps, [rank][step], each with text beside its samples: as many
+        rows as the step has samples, divided among the ranks.
+        """
+        mixed: list[list[UpdateStep]] = [[] for _ in shares]
+        for steps in zip(*shares, strict=True):
+            rows: list[int] = []
+            while len(rows) < steps[0].num_samples:
+                rows += self.cursor.draw(steps[0].num_samples - len(rows))
+            texts = [self.texts[row].token_ids for row in rows]
+            num_tokens = sum(len(text) - 1 for text in texts)
+            parts = balanced_partitions([len(text) for text in texts], len(steps))
+            for rank, (step, part) in enumerate(zip(steps, parts, strict=True)):
+                own = tuple(texts[index] for index in part)
+                mixed[rank].append(replace(step, texts=own, num_text_tokens=num_tokens))
+        return mixed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the text, as JSON."""
+        return {"fingerprint": self.texts.fingerprint, "cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from where `state_dict` was taken; other text is read from its beginning."""
+        if state is not None and state["fingerprint"] == self.texts.fingerprint:
+            self.cursor.load_state_dict(state["cursor"])

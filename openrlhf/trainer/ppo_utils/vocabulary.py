@@ -4,16 +4,9 @@ texts.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.models.loading import load_config
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, load_tokenizer
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 
 
 def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
@@ -55,40 +48,3 @@ def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer |
 
     sampled = [(token, i) for token, i in own.get_vocab().items() if i < sizes[0]]
     return None if all(is_same(token, token_id) for token, token_id in sampled) else other
-
-
-class TextReader:
-    """Reads samples as a reward server would: prompt and response as one text."""
-
-    def __init__(self, policy: Tokenizer, own: Tokenizer, *, max_len: int | None) -> None:
-        """`own` is the tokenizer of the model that reads, and `max_len` the most tokens of it."""
-        self.policy = policy
-        self.own = own
-        self.max_len = max_len
-        self._encoder = TextEncoder(own)
-
-    def read(self, experience: Experience) -> Experience:
-        """Return the same B samples with the model's own tokens and no sampled ones among them; see
-        `is_too_long` for what it cannot read.
-        """
-        samples = experience.token_ids.split(experience.seq_lengths.tolist())
-        texts = self.policy.batch_decode(list(samples), skip_special_tokens=False)
-        encoded: Any = self.own(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
-        token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        return replace(
-            experience,
-            seq_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            num_actions=torch.zeros(len(rows), dtype=torch.int64),
-            token_ids=token_ids,
-            action_mask=torch.zeros(len(token_ids), dtype=torch.bool),
-            rollout_logprobs=experience.rollout_logprobs[:0],
-            weight_versions=experience.weight_versions[:0],
-        )
-
-    def is_too_long(self, read: Experience) -> Tensor:
-        """Return the samples of more tokens than the model reads, (B,) bool."""
-        limit = torch.inf if self.max_len is None else self.max_len
-        return read.seq_lengths > limit

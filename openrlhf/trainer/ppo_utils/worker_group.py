@@ -1,4 +1,4 @@
-"""The calls to a group of ranks, be they Ray actors or this process.
+"""The calls to a group of ranks.
 
 `ForwardPass` turns a group's method on shares into a function on whole experience.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,20 +17,27 @@ from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 Pending = Callable[[], list[Any]]
 
 
-class WorkerGroup(Protocol):
-    """Ranks that hold one model; methods are passed themselves: `group.call(PolicyModelActor.fit,
-    ...)`.
+class WorkerGroup:
+    """Ranks that hold one model: one in this process, or those of a subclass. Methods are passed
+    themselves: `group.call(PolicyModelActor.fit, ...)`.
     """
 
-    num_shares: int  # of samples; several ranks work on one where they split its rows or weights
+    num_shares = 1  # of samples; several ranks work on one where they split its rows or weights
+
+    def __init__(self, worker: object) -> None:
+        self.worker = worker
 
     def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
         """Call `method` on the ranks of each share; return a function that waits for the results,
         one a share.
         """
+        [share] = shares
+        results = [method(self.worker, *share)]
+        return lambda: results
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
-        """Call `method` with the same arguments on every rank; the results, by rank."""
+        """Call `method` with the same arguments on every rank; return the results, by rank."""
+        return self.start(method, [args])()
 
 
 class ForwardPass:
@@ -48,7 +55,9 @@ class ForwardPass:
         self.axis = axis
 
     def start(self, experience: Experience) -> Callable[[], Tensor]:
-        """Send the shares off; the answer waits for a flat (N,) or (B,) column in sample order."""
+        """Send the shares off; return a function that waits for a flat (N,) or (B,) column in
+        sample order.
+        """
         parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_shares)
         pending = self.group.start(self.method, [(experience.select(part),) for part in parts])
         sizes = experience.num_actions

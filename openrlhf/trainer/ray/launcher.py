@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ray._private.authentication.authentication_token_setup import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
+from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.utils import stopping
@@ -214,7 +215,7 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, OpenRLHFError):
-            raise _named(cause, who) from None
+            raise type(cause)(f"{cause} [{who}]") from cause
         raise OpenRLHFError(f"{who}: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.GetTimeoutError as error:
         raise EngineError(f"{who} did not answer in {timeout_s:.0f} s") from error
@@ -226,13 +227,7 @@ def get(reference: Any, who: str, timeout_s: float) -> Any:
         raise EngineError(f"{who} died: {reason}") from error
 
 
-def _named(cause: OpenRLHFError, who: str) -> OpenRLHFError:
-    named = type(cause)(f"{cause} [{who}]")
-    named.__cause__ = cause
-    return named
-
-
-class RayActorGroup:
+class RayActorGroup(WorkerGroup):
     """The ranks of one model as Ray actors; `join` comes before any other call."""
 
     def __init__(
@@ -246,30 +241,20 @@ class RayActorGroup:
         ranks_per_share: int = 1,
     ) -> None:
         self.role = role
-        self.num_ranks = len(slots)
         self.ranks_per_share = ranks_per_share
         self.num_shares = len(slots) // ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
-        self.handles = [
-            start_actor(
-                worker_class,
-                (*shared_args, RankIdentity(role, rank, len(slots), run_dir)),
-                slot,
-            )
-            for rank, slot in enumerate(slots)
-        ]
+        self.handles = []
+        for rank, slot in enumerate(slots):
+            identity = RankIdentity(role, rank, len(slots), run_dir)
+            self.handles.append(start_actor(worker_class, (*shared_args, identity), slot))
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""
         endpoint = get(self.handles[0].master_endpoint.remote(), self.who(0), CALL_TIMEOUT_S)
         self.nodes = self._wait([handle.join.remote(*endpoint) for handle in self.handles])
 
-    def start(
-        self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
-        """Call `method` on the ranks of each share; return a function that waits for the results,
-        one a share.
-        """
+    def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
         assert len(shares) == self.num_shares, "one piece of work a share"
         references = [
             getattr(handle, method.__name__).remote(*shares[rank // self.ranks_per_share])
@@ -278,27 +263,24 @@ class RayActorGroup:
         return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
-        """Call `method` with the same arguments on every rank."""
         return self._wait([getattr(h, method.__name__).remote(*args) for h in self.handles])
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
         # The first error wins, whichever rank it is on: its peers hang in a collective.
-        ranks: Mapping[Any, int] = {reference: rank for rank, reference in enumerate(references)}
+        rank_of = {reference: rank for rank, reference in enumerate(references)}
         results: dict[int, Any] = {}
         waiting = list(references)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
             if not done:
-                raise EngineError(
-                    f"{self.who(ranks[waiting[0]])} did not answer in {CALL_TIMEOUT_S:.0f} s"
-                )
+                who = self.who(rank_of[waiting[0]])
+                raise EngineError(f"{who} did not answer in {CALL_TIMEOUT_S:.0f} s")
             for reference in done:
-                results[ranks[reference]] = get(
-                    reference, self.who(ranks[reference]), CALL_TIMEOUT_S
-                )
+                rank = rank_of[reference]
+                results[rank] = get(reference, self.who(rank), CALL_TIMEOUT_S)
         return [results[rank] for rank in range(len(references))]
 
     def who(self, rank: int) -> str:
         """Return a rank in the words of an error."""
         where = f" on node {self.nodes[rank]}" if self.nodes else ""
-        return f"{self.role} rank {rank} of {self.num_ranks}{where}"
+        return f"{self.role} rank {rank} of {len(self.handles)}{where}"

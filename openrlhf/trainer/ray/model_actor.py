@@ -1,42 +1,58 @@
-"""What every rank of every model shares: joining its group, forwards in micro-batches, memory
-between phases.
+"""The workers of a run: what every rank of every model shares, and the updates and checkpoints of
+those that are trained.
 
-Workers are plain classes. Ray wraps them in launcher.py; LocalGroup calls them directly.
+Workers are plain classes. Ray wraps them in launcher.py; a WorkerGroup calls them directly. All
+ranks run the same number of micro-batches; a rank with fewer runs empty ones, because forward,
+backward and step are collectives under ZeRO. What goes wrong with files on one rank is raised on
+all of them, so that none waits for another.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.algorithms.policy_loss import aggregate
+from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
+from openrlhf.distributed.checkpoints import random_state, set_random_state
+from openrlhf.distributed.collectives import together, world_size
+from openrlhf.distributed.export import NamedTensors, export_hf
+from openrlhf.distributed.manifest import write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
+from openrlhf.errors import CheckpointError, NumericsError
+from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import LoadOptions
+from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.replay_buffer import MicroBatchPlan
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.utils import node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
+from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, counter
 
 Worker = TypeVar("Worker")
 Args = ParamSpec("Args")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 def frees_cache(
-    method: Callable[Concatenate[Worker, Args], Answer],
-) -> Callable[Concatenate[Worker, Args], Answer]:
+    method: Callable[Concatenate[Worker, Args], Result],
+) -> Callable[Concatenate[Worker, Args], Result]:
     """Give cached device memory back after a method of a worker.
 
     Torch keeps freed memory for its own process; other roles and the engines on this device need
@@ -44,10 +60,10 @@ def frees_cache(
     """
 
     @wraps(method)
-    def freeing(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Answer:
-        answer = method(self, *args, **kwargs)
+    def freeing(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        result = method(self, *args, **kwargs)
         torch.cuda.empty_cache()
-        return answer
+        return result
 
     return freeing
 
@@ -85,15 +101,14 @@ class ModelWorker:
         self.identity = identity
 
     def master_endpoint(self) -> tuple[str, int]:
-        """Address and a free port for the group's rendezvous (asked of rank 0)."""
+        """Return an address and a free port for the group's rendezvous (asked of rank 0)."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return node_address(), probe.getsockname()[1]
 
     def join(self, host: str, port: int) -> str:
-        """Set up this process as its rank of the group; every rank must call it.
-
-        Answers the address of the node it runs on.
+        """Set up this process as its rank of the group; every rank must call it. Return the address
+        of its node.
         """
         identity = self.identity
         name = f"{identity.role}-{identity.rank}"
@@ -107,6 +122,19 @@ class ModelWorker:
         )
         self.setup()
         return node_address()
+
+    def setup(self) -> None:
+        """Start the distributed runtime in a process that already knows its rank."""
+        train = self.config.train
+        self.strategy = DeepSpeedStrategy(
+            self.config.ds,
+            seed=train.seed,
+            full_determinism=train.full_determinism_enable,
+            local_rank=self.config.local_rank,
+            rank_timeout_s=train.rank_timeout_s,
+        )
+        self.strategy.setup()
+        check_here(self.config.ds, is_cuda=self.strategy.device.type == "cuda")
 
     def health(self) -> Health:
         """Return how far this rank is; may be called while it works."""
@@ -128,19 +156,6 @@ class ModelWorker:
             finally:
                 self.work = None
 
-    def setup(self) -> None:
-        """Start the distributed runtime in a process that already knows its rank."""
-        self.strategy = DeepSpeedStrategy(
-            self.config.ds,
-            seed=self.config.train.seed,
-            full_determinism=self.config.train.full_determinism_enable,
-            local_rank=self.config.local_rank,
-            rank_timeout_s=self.config.train.rank_timeout_s,
-        )
-        self.strategy.setup()
-        is_cuda = self.strategy.device.type == "cuda"
-        check_here(self.config.ds, is_cuda=is_cuda)
-
     @property
     def load_options(self) -> LoadOptions:
         """Return the options by which models of this run are loaded."""
@@ -154,31 +169,13 @@ class ModelWorker:
             "use_liger_kernel": ds.use_liger_kernel,
         }
 
-    def offload_states(self) -> None:
-        """Move training states to CPU memory."""
-        self.engine.offload_states()
-
-    def reload_states(self) -> None:
-        """Bring training states back."""
-        self.engine.reload_states()
-
-    @property
-    def rollout_plan(self) -> MicroBatchPlan:
-        """Micro-batches of forwards without gradients."""
-        train = self.config.train
-        budget = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
-        return self._plan(self.config.rollout.micro_batch_size, budget)
-
-    @property
-    def train_plan(self) -> MicroBatchPlan:
-        """Micro-batches of updates."""
-        train = self.config.train
-        return self._plan(train.micro_batch_size, train.max_tokens_per_gpu)
-
-    def _plan(self, micro_batch_size: int, max_tokens_per_gpu: int) -> MicroBatchPlan:
+    def micro_batches(
+        self, seq_lengths: Sequence[int], micro_batch_size: int, max_tokens_per_gpu: int
+    ) -> list[list[int]]:
+        """Return the indices of each micro-batch; tokens count only with --use_dynamic_batch."""
         budget = max_tokens_per_gpu * self.config.ds.ring_attn_size
         is_used = self.config.train.dynamic_batch_enable
-        return MicroBatchPlan(micro_batch_size, budget if is_used else None)
+        return micro_batches(seq_lengths, micro_batch_size, budget if is_used else None)
 
     @frees_cache
     @torch.no_grad()
@@ -187,10 +184,11 @@ class ModelWorker:
     ) -> Tensor:
         """Run `forward` over a share and lay the results end to end in its order, on the CPU;
         `what` names them on a bar.
-
-        Ranks with fewer micro-batches run empty ones: under ZeRO-3 a forward is a collective.
         """
-        parts = self.rollout_plan.cut(experience.seq_lengths.tolist())
+        rollout, train = self.config.rollout, self.config.train
+        max_tokens = rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
+        lengths = experience.seq_lengths.tolist()
+        parts = self.micro_batches(lengths, rollout.micro_batch_size, max_tokens)
         count = int(self.strategy.all_reduce_max({"n": float(len(parts))})["n"])
         outputs: list[Tensor] = []
         with self.working(what, count) as advance:
@@ -204,3 +202,176 @@ class ModelWorker:
         is_per_sample = all(len(out) == len(part) for out, part in zip(outputs, parts, strict=True))
         sizes = torch.ones_like(experience.num_actions) if is_per_sample else experience.num_actions
         return scatter_back(outputs, parts, sizes)
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a model with an optimizer; subclasses add the model and its loss."""
+
+    engine: TrainEngine
+    model: Actor | CriticModel
+    title: str  # of the model on a bar
+    prefix: str  # of the metrics "lr" and "grad_norm"
+    weight_version = 0  # of the policy; counts its updates
+
+    def prepare(
+        self, model: Actor | CriticModel, section: ActorConfig | CriticConfig, num_updates: int
+    ) -> int:
+        """Shard the model for `num_updates` optimizer steps; return its parameter count."""
+        if section.gradient_checkpointing_enable:
+            model.gradient_checkpointing_enable(section.gradient_checkpointing_reentrant)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        self.model = model
+        self.engine = self.strategy.prepare_train(model, section, num_updates=num_updates)
+        return num_parameters
+
+    def offload_states(self) -> None:
+        """Move training states to CPU memory."""
+        self.engine.offload_states()
+
+    def reload_states(self) -> None:
+        """Bring training states back."""
+        self.engine.reload_states()
+
+    @frees_cache
+    def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
+        """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
+        metrics.
+        """
+        metrics = Metrics()
+        self.engine.train()  # gradient checkpointing works in training mode only
+        num_done = 0
+        with self.working(f"updating the {self.title}") as advance:
+            for place, step in enumerate(steps):
+                samples, texts = self._cut(step)
+                total = len(samples) + len(texts)
+                advance(0, num_done + (len(steps) - place) * total)
+                num_done += total
+                for index, part in enumerate([*samples, *texts]):
+                    loss_of = self._sample_loss if index < len(samples) else self._text_loss
+                    loss = loss_of(step, part, metrics)
+                    self.engine.backward(loss, is_last_micro_batch=index == total - 1)
+                    advance()
+                metrics.add(f"{self.prefix}_grad_norm", self.engine.step())
+                self.after_step()
+                metrics.add(f"{self.prefix}_lr", self.engine.lr, reduction="max")
+        self.engine.eval()
+        return metrics
+
+    def _cut(self, step: UpdateStep) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the indices of samples and of texts of each micro-batch, as many on every rank;
+        none where a rank has fewer than another.
+        """
+        size, budget = self.config.train.micro_batch_size, self.config.train.max_tokens_per_gpu
+        samples = self.micro_batches(step.experience.seq_lengths.tolist(), size, budget)
+        texts = self.micro_batches([len(token_ids) for token_ids in step.texts], size, budget)
+        # A step without samples still is an optimizer step.
+        sizes = {"samples": float(max(len(samples), 1)), "texts": float(len(texts))}
+        counts = self.strategy.all_reduce_max(sizes)
+        samples += [[]] * (int(counts["samples"]) - len(samples))
+        texts += [[]] * (int(counts["texts"]) - len(texts))
+        return samples, texts
+
+    def _sample_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
+        if not indices:
+            experience = step.experience.stand_in().to(self.engine.device)
+            return self.compute_loss(experience.packed(), experience, step, Metrics()) * 0.0
+        experience = step.experience.select(indices).to(self.engine.device)
+        loss = self.compute_loss(experience.packed(), experience, step, metrics)
+        _check_finite(loss, f"samples of groups {experience.group_ids.tolist()[:8]}")
+        return loss
+
+    def _text_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
+        texts = [step.texts[index] for index in indices]
+        batch = pack_texts(texts or [torch.zeros(2, dtype=torch.int64)]).to(self.engine.device)
+        if not texts:
+            return self.compute_text_loss(batch, step.num_text_tokens, Metrics()) * 0.0
+        loss = self.compute_text_loss(batch, step.num_text_tokens, metrics)
+        _check_finite(loss, "pre-training text")
+        return loss
+
+    def compute_loss(
+        self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
+    ) -> Tensor:
+        """Return the loss () of a packed row, with the denominators of the step."""
+        raise NotImplementedError
+
+    def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
+        """Return the loss () of packed text; `num_tokens` are those of the step on all ranks."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Act on the weights after an optimizer step."""
+
+    def aggregated(
+        self, values_N: Tensor, experience: Experience, step: UpdateStep, mode: str | None = None
+    ) -> Tensor:
+        """Return the part of a micro-batch in the step's mean of per-token values, ()."""
+        return aggregate(
+            values_N,
+            experience.num_actions,
+            mode=mode or self.config.algo.loss_aggregation,
+            num_tokens_global=step.num_tokens,
+            num_seqs_global=step.num_samples,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+        )
+
+    def check_sees(self, path: str) -> None:
+        """Raise CheckpointError if this rank does not see a path of the controller's."""
+        if not Path(path).exists():
+            identity = self.identity
+            raise CheckpointError(
+                f"{path} is not seen by {identity.role} rank {identity.rank} on node "
+                f"{node_address()}. Type a --ckpt_path on a file system that all nodes share."
+            )
+
+    @frees_cache
+    def save_states(self, folder: str) -> None:
+        """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
+        ranks call. Raise CheckpointError on all or none.
+        """
+        # A run that is stopped is saved without --save_steps too, and was not checked at its start.
+        together(lambda: self.check_sees(folder))
+        self.engine.save_states(Path(folder) / self.identity.role)
+        together(lambda: self.save_own(Path(folder)))
+
+    @frees_cache
+    def load_states(self, folder: str) -> bool:
+        """Load what `save_states` wrote; return True if random numbers go on where they stood,
+        which they cannot on another number of ranks.
+        """
+        self.engine.load_states(Path(folder) / self.identity.role)
+        return together(lambda: self.load_own(Path(folder)))
+
+    def save_own(self, folder: Path) -> None:
+        """Write what is not the engine's, as JSON."""
+        state = {"random": random_state(), "world_size": world_size()}
+        file = self._own_file(folder, self.identity.rank)
+        write_json(file, state | {"weight_version": self.weight_version})
+
+    def load_own(self, folder: Path) -> bool:
+        """Load it; on another number of ranks from the file of rank 0."""
+        state = json.loads(self._own_file(folder, 0).read_text())
+        self.weight_version = state["weight_version"]
+        has_same_ranks = bool(state["world_size"] == world_size())
+        if has_same_ranks:
+            own = json.loads(self._own_file(folder, self.identity.rank).read_text())
+            set_random_state(own["random"])
+        return has_same_ranks
+
+    def _own_file(self, folder: Path, rank: int) -> Path:
+        return folder / f"{self.identity.role}_rank{rank}.json"
+
+    @frees_cache
+    def export(self, path: str) -> None:
+        """Export the model beside a checkpoint; raise CheckpointError on all ranks or none."""
+        together(lambda: self.save_model(path))
+
+    def save_model(self, path: str, tensors: NamedTensors | None = None) -> None:
+        """Export in Hugging Face format; all ranks take part, rank 0 writes."""
+        tokenizer = load_policy_tokenizer(self.config)
+        export_hf(self.engine, self.model.model, tokenizer, Path(path), tensors=tensors)
+
+
+def _check_finite(loss: Tensor, what: str) -> None:
+    if not math.isfinite(loss.item()):
+        raise NumericsError(f"the loss is {loss.item()} for {what}; weights were not changed")

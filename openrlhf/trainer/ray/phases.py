@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from openrlhf.engines.base import RolloutEngine
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
-from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 
 
 class DevicePhases:
@@ -48,7 +48,7 @@ class DevicePhases:
     def put_away(self, group: WorkerGroup) -> None:
         """Move the group's training states off the device until its update."""
         if self.training_sleeps:
-            group.call(ModelWorker.offload_states)
+            group.call(TrainedWorker.offload_states)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class DevicePhases:
     def update(self, group: WorkerGroup) -> Iterator[None]:
         """Hold the group's training states on the device inside."""
         if self.training_sleeps:
-            group.call(ModelWorker.reload_states)
+            group.call(TrainedWorker.reload_states)
         yield
         self.put_away(group)
 

@@ -1,13 +1,13 @@
-"""Where every role runs: demand against the cluster, placement groups, and a table instead of an
-endless wait.
+"""Where every role runs: its ranks, their placement groups, and a table of need and have when the
+cluster has no room.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import ray
 from ray.util.placement_group import (
@@ -17,8 +17,11 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 
+COLOCATED_POOL = "shared by all"
+TRAINED_ROLES = ("actor", "critic")
 # On machines without GPUs ranks share the cores: Ray only needs a token amount to place them.
 CPU_SHARE_OF_A_RANK = 0.01
 POLL_S = 0.1
@@ -61,6 +64,16 @@ class ClusterView:
         return self.num_gpus > 0
 
 
+@dataclass(frozen=True)
+class RoleCounts:
+    """Ranks of every role and number of vLLM engines."""
+
+    ranks: dict[str, int] = field(default_factory=dict)
+    num_engines: int = 0
+    demands: tuple[RoleDemand, ...] = ()
+    cluster: ClusterView | None = None  # None: this process
+
+
 def view_cluster() -> ClusterView:
     """Return the total resources of the connected cluster."""
     total = ray.cluster_resources()
@@ -70,6 +83,93 @@ def view_cluster() -> ClusterView:
         num_cpus=int(total.get("CPU", 0)),
         max_gpus_per_node=max(per_node, default=0),
     )
+
+
+def reward_roles(config: PPOConfig) -> dict[str, str]:
+    """Role and path of every local reward model: "reward", or "reward1" and on of several."""
+    paths = config.reward.model_paths
+    if len(paths) == 1:
+        return {"reward": paths[0]}
+    return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
+
+
+def role_counts(
+    config: PPOConfig, cluster: ClusterView, *, has_critic: bool, has_reference: bool
+) -> RoleCounts:
+    """Return the ranks of every role: as asked for, else all GPUs of a node, else one CPU rank.
+
+    A frozen model that nobody gave a number takes fewer where the others leave fewer.
+    """
+    ds = config.ds
+    per_node = cluster.max_gpus_per_node if cluster.has_gpus else ds.ranks_per_share
+    sections = {"actor": config.actor}
+    if has_reference:
+        sections["ref"] = config.ref
+    sections |= dict.fromkeys(reward_roles(config), config.reward)
+    if has_critic:
+        sections["critic"] = config.critic
+    ranks = {
+        role: section.num_nodes * (section.num_gpus_per_node or per_node)
+        for role, section in sections.items()
+    }
+    if config.train.colocate_all:
+        ranks = dict.fromkeys(ranks, ranks["actor"])
+    num_engines = config.vllm.num_engines
+    if num_engines is None:
+        tp = config.vllm.tensor_parallel_size
+        num_engines = max(ranks["actor"] // tp, 1) if cluster.has_gpus else 1
+    unset = [
+        role
+        for role, section in sections.items()
+        if role not in TRAINED_ROLES and section.num_gpus_per_node is None
+    ]
+    demands = _demands(config, ranks, num_engines)
+    ranks |= _ranks_that_fit(demands, unset, cluster, ds.ranks_per_share)
+    for role, count in ranks.items():
+        if count % ds.ranks_per_share:
+            raise ConfigError(
+                f"{role}: {count} rank(s) cannot be divided by --ring_attn_size "
+                f"{ds.ring_attn_size} x --ds_tensor_parallel_size {ds.tensor_parallel_size}. Type "
+                f"--{role.rstrip('0123456789')}_num_gpus_per_node {ds.ranks_per_share}."
+            )
+    return RoleCounts(ranks, num_engines, _demands(config, ranks, num_engines), cluster)
+
+
+def _ranks_that_fit(
+    demands: Sequence[RoleDemand], unset: Sequence[str], cluster: ClusterView, ranks_per_share: int
+) -> dict[str, int]:
+    """Fewer ranks for frozen models of unset size that have a place of their own: what the others
+    leave, in equal shares. Empty when all fit as they are, or when that would not help.
+    """
+    sizes = pool_sizes(demands)
+    own = {d.role: d.num_ranks for d in demands if d.role in unset and d.pool == d.role}
+    num_left = cluster.num_gpus - sum(size for pool, size in sizes.items() if pool not in own)
+    if sum(sizes.values()) <= cluster.num_gpus or not own or num_left < len(own):
+        return {}
+    num_each = num_left // len(own) // ranks_per_share * ranks_per_share
+    return {role: min(num_ranks, num_each) for role, num_ranks in own.items()} if num_each else {}
+
+
+def pools_of(config: PPOConfig, roles: Iterable[str]) -> dict[str, str]:
+    """Return the pool of every role's devices: roles of one pool share them."""
+    train = config.train
+    pools = {role: role for role in roles}
+    if train.colocate_actor_ref and "ref" in pools:
+        pools["ref"] = "actor"
+    if train.colocate_critic_reward and "critic" in pools:
+        pools |= dict.fromkeys(reward_roles(config), "critic")
+    if train.colocate_all:
+        pools = dict.fromkeys(pools, COLOCATED_POOL)
+    return pools
+
+
+def _demands(config: PPOConfig, ranks: dict[str, int], num_engines: int) -> tuple[RoleDemand, ...]:
+    pools = pools_of(config, ranks)
+    demands = [RoleDemand(role, ranks[role], pools[role]) for role in ranks]
+    if num_engines:
+        pool = COLOCATED_POOL if config.engines_share_devices else "vllm"
+        demands.append(RoleDemand("vllm", num_engines, pool, config.vllm.tensor_parallel_size))
+    return tuple(demands)
 
 
 def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
@@ -83,34 +183,27 @@ def pool_sizes(demands: Sequence[RoleDemand]) -> dict[str, int]:
 
 def check_demand(demands: Sequence[RoleDemand], cluster: ClusterView) -> None:
     """Raise ConfigError with a table when the cluster can never hold the demand."""
-    if not cluster.has_gpus:
-        return
     need = sum(pool_sizes(demands).values())
-    if need > cluster.num_gpus:
+    if cluster.has_gpus and need > cluster.num_gpus:
         raise ConfigError(
             f"Not enough GPUs: need {need}, have {cluster.num_gpus}. Ask for fewer ranks, share "
             f"devices with --colocate_all_models, or add nodes.\n{demand_table(demands, cluster)}"
         )
-    if need > cluster.num_cpus:  # every GPU comes with a core
+    if cluster.has_gpus and need > cluster.num_cpus:  # every GPU comes with a core
         raise ConfigError(
             f"Not enough CPUs: need {need}, one for each GPU, have {cluster.num_cpus}. "
             f"Start Ray with more --num-cpus.\n{demand_table(demands, cluster)}"
         )
 
 
-def demand_table(
-    demands: Sequence[RoleDemand], cluster: ClusterView, *, num_held: int | None = None
-) -> str:
-    """Return need and have, role by role; others hold `num_held` devices, where known."""
-    kind = "GPU" if cluster.has_gpus else "CPU rank"
+def demand_table(demands: Sequence[RoleDemand], cluster: ClusterView) -> str:
+    """Return need and have, role by role."""
     rows = [f"  {'role':<10}{'ranks':>6}{'devices':>9}  placement"]
     for d in demands:
-        rows.append(
-            f"  {d.role:<10}{d.num_ranks:>6}{d.num_ranks * d.bundles_per_rank:>9}  {d.pool}"
-        )
-    have = cluster.num_gpus if cluster.has_gpus else cluster.num_cpus
-    held = "" if num_held is None else f", held by others {num_held}"
-    rows.append(f"  need {sum(pool_sizes(demands).values())} x {kind}, have {have}{held}")
+        num_devices = d.num_ranks * d.bundles_per_rank
+        rows.append(f"  {d.role:<10}{d.num_ranks:>6}{num_devices:>9}  {d.pool}")
+    have = f"GPU, have {cluster.num_gpus}" if cluster.has_gpus else f"CPU, have {cluster.num_cpus}"
+    rows.append(f"  need {sum(pool_sizes(demands).values())} x {have}")
     return "\n".join(rows)
 
 
@@ -132,17 +225,22 @@ def place(
         pool: placement_group([bundle] * size, strategy="PACK")
         for pool, size in pool_sizes(demands).items()
     }
-    _wait_until_ready(groups, demands, cluster, deadline_s)
-    roles_in_pool = {pool: sum(d.pool == pool for d in demands) for pool in groups}
+    if not _are_placed(groups.values(), deadline_s):
+        for group in groups.values():
+            remove_placement_group(group)
+        raise ConfigError(
+            f"The cluster did not free the devices in {deadline_s:.0f} s: another job holds them. "
+            "Wait for it, end it (`ray status` shows what is in use), or ask for fewer ranks.\n"
+            f"{demand_table(demands, cluster)}"
+        )
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
     nodes = {pool: placement_group_table(g)["bundles_to_node_id"] for pool, g in groups.items()}
     slots: dict[str, list[Slot]] = {}
     for demand in demands:
-        width = demand.bundles_per_rank
+        width, node_of = demand.bundles_per_rank, nodes[demand.pool]
         bundles = range(demand.num_ranks * width)
-        node_of = nodes[demand.pool]
         num_on_node = Counter(node_of[bundle] for bundle in bundles)
-        num_roles = roles_in_pool[demand.pool]
+        num_roles = sum(other.pool == demand.pool for other in demands)
         share = min(COLOCATED_SHARE, 1 / num_roles) if num_roles > 1 else 1.0
         slots[demand.role] = [
             Slot(
@@ -153,49 +251,19 @@ def place(
                 num_threads=max(
                     cores[node_of[first]] // (num_roles_at_once * num_on_node[node_of[first]]), 1
                 ),
-                bundles=_spread(first, width),
+                bundles=tuple(range(first, first + width)) if width > 1 else (),
             )
             for first in bundles[::width]
         ]
     return slots
 
 
-def _spread(first: int, width: int) -> tuple[int, ...]:
-    return tuple(range(first, first + width)) if width > 1 else ()
-
-
-def _wait_until_ready(
-    groups: dict[str, PlacementGroup],
-    demands: Sequence[RoleDemand],
-    cluster: ClusterView,
-    deadline_s: float,
-) -> None:
-    """Wait for all groups; at the deadline give every one back and raise ConfigError."""
+def _are_placed(groups: Iterable[PlacementGroup], deadline_s: float) -> bool:
+    """Wait for all groups; return False at the deadline."""
     # `PlacementGroup.wait` cuts its timeout to whole seconds and would give up early.
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
-        if all(map(_is_placed, groups.values())):
-            return
+        if all(placement_group_table(group)["state"] == "CREATED" for group in groups):
+            return True
         time.sleep(POLL_S)
-    num_held = _held_by_others(groups, cluster)
-    for group in groups.values():
-        remove_placement_group(group)
-    raise ConfigError(
-        f"The cluster did not free the devices in {deadline_s:.0f} s: another job holds them. "
-        "Wait for it, end it (`ray status` shows what is in use), or ask for fewer ranks.\n"
-        f"{demand_table(demands, cluster, num_held=num_held)}"
-    )
-
-
-def _is_placed(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group)["state"] == "CREATED")
-
-
-def _held_by_others(groups: dict[str, PlacementGroup], cluster: ClusterView) -> int:
-    """Return the devices in use, less those of our own groups that found a place."""
-    kind, have = ("GPU", cluster.num_gpus) if cluster.has_gpus else ("CPU", cluster.num_cpus)
-    placed = [
-        bundle for group in groups.values() if _is_placed(group) for bundle in group.bundle_specs
-    ]
-    in_use = have - ray.available_resources().get(kind, 0.0)
-    return max(round(in_use - sum(bundle[kind] for bundle in placed)), 0)
+    return False

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
@@ -18,23 +16,19 @@ from openrlhf.algorithms.off_policy import (
     mismatch_report,
     token_ratio,
 )
-from openrlhf.algorithms.policy_loss import (
-    ClipRange,
-)
+from openrlhf.algorithms.policy_loss import ClipRange
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.export import NamedTensors, check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.errors import WeightSyncError
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
-from openrlhf.trainer.ray.model_actor import frees_cache
-from openrlhf.trainer.ray.trained_worker import TrainedWorker
+from openrlhf.trainer.ray.model_actor import TrainedWorker, frees_cache
 from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -46,7 +40,6 @@ class PolicyModelActor(TrainedWorker):
     """One rank of the policy."""
 
     title, prefix = "policy", "actor"
-    weight_version = 0
     generator: OwnGenerate | None = None
     transport: WeightTransport | None = None
     average: WeightAverage | None = None
@@ -77,10 +70,11 @@ class PolicyModelActor(TrainedWorker):
         config = self.config.algo.advantage
         if not config.is_corrected:
             return None
-        level, mode = config.correction_level_and_mode
-        low, high = config.is_correction_threshold
         return Correction(
-            level, mode, low, high, config.is_correction_gating, config.clamps_survivors
+            *config.correction_level_and_mode,
+            *config.is_correction_threshold,
+            config.is_correction_gating,
+            config.clamps_survivors,
         )
 
     def compute_logprobs(self, experience: Experience) -> Tensor:
@@ -91,7 +85,10 @@ class PolicyModelActor(TrainedWorker):
 
     def fit(self, steps: Sequence[UpdateStep], kl_coef: float = 0.0) -> Metrics:
         self.kl_coef = kl_coef
-        if not self._every_sample_counts(kl_coef):
+        actor = self.config.actor
+        has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
+        # With the coefficient 0 the entropy is a metric, and one of all samples.
+        if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
             steps = [without_idle_samples(step) for step in steps]
         metrics = super().fit(steps)
         self.weight_version += 1
@@ -126,9 +123,13 @@ class PolicyModelActor(TrainedWorker):
         metrics.add("ppo_clip_ratio", is_clipped, weight=num_tokens)
         metrics.add("ppo_kl", -terms.log_ratio_N.mean().item(), weight=num_tokens)
         metrics.add("ratio_max", terms.ratio_N.max().item(), reduction="max")
-        loss = loss + self._kl_term(stats, old_N, experience, step, metrics)
-        loss = loss + self._entropy_term(stats, experience, step, metrics)
-        return loss + self._router_term(stats, batch, step, metrics)
+        for term in self._other_terms(stats, old_N, experience, step, metrics):
+            loss = loss + term
+        if stats.aux_loss is not None:
+            aux_sum = (stats.aux_loss * batch.num_targets).sum()
+            metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
+            loss = loss + config.actor.aux_loss_coef * aux_sum / step.num_tokens
+        return loss
 
     def compute_text_loss(self, batch: PackedBatch, num_tokens: int, metrics: Metrics) -> Tensor:
         """--ptx_coef times the micro-batch's part of the language-model loss of the step's text."""
@@ -169,41 +170,27 @@ class PolicyModelActor(TrainedWorker):
                     metrics.add(f"{name}/stale_{staleness}", part.mean().item(), weight=len(part))
         return weights_N
 
-    def _kl_term(
+    def _other_terms(
         self,
         stats: TokenStats,
         old_N: Tensor,
         experience: Experience,
         step: UpdateStep,
         metrics: Metrics,
-    ) -> Tensor | float:
-        config, ref_N = self.config.algo.kl, experience.ref_logprobs
-        if not config.use_loss or ref_N is None:
-            return 0.0
-        kl_N = kl_per_token(stats.logprobs, ref_N, estimator=config.estimator)
-        if config.unbiased_gradient:
-            kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
-        metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
-        return self.kl_coef * self._aggregate(kl_N, experience, step)
-
-    def _entropy_term(
-        self, stats: TokenStats, experience: Experience, step: UpdateStep, metrics: Metrics
-    ) -> Tensor | float:
+    ) -> Iterator[Tensor]:
+        """Yield the KL to the reference and the entropy bonus, where the run has them."""
+        kl, ref_N = self.config.algo.kl, experience.ref_logprobs
+        if kl.use_loss and ref_N is not None:
+            kl_N = kl_per_token(stats.logprobs, ref_N, estimator=kl.estimator)
+            if kl.unbiased_gradient:
+                kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
+            metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
+            yield self.kl_coef * self._aggregate(kl_N, experience, step)
         coef = self.config.actor.entropy_coef
-        if coef is None or stats.entropy is None:
-            return 0.0
-        metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
-        return -coef * self._aggregate(stats.entropy, experience, step) if coef else 0.0
-
-    def _router_term(
-        self, stats: TokenStats, batch: PackedBatch, step: UpdateStep, metrics: Metrics
-    ) -> Tensor | float:
-        if stats.aux_loss is None:
-            return 0.0
-        num_tokens = len(stats.logprobs)
-        aux_sum = (stats.aux_loss * batch.num_targets).sum()
-        metrics.add("aux_loss", aux_sum.item() / num_tokens, weight=num_tokens)
-        return self.config.actor.aux_loss_coef * aux_sum / step.num_tokens
+        if coef is not None and stats.entropy is not None:
+            metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
+            if coef:
+                yield -coef * self._aggregate(stats.entropy, experience, step)
 
     def _aggregate(self, values_N: Tensor, experience: Experience, step: UpdateStep) -> Tensor:
         return self.aggregated(values_N, experience, step, self.policy_loss.own_aggregation)
@@ -211,12 +198,6 @@ class PolicyModelActor(TrainedWorker):
     def _stats(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenStats:
         temperature = self.config.rollout.temperature
         return self.engine(batch, temperature=temperature, with_entropy=with_entropy)
-
-    def _every_sample_counts(self, kl_coef: float) -> bool:
-        has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
-        actor = self.config.actor
-        # With the coefficient 0 the entropy is a metric, and one of all samples.
-        return has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0
 
     @frees_cache
     def broadcast_to_vllm(
@@ -253,36 +234,26 @@ class PolicyModelActor(TrainedWorker):
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample with the policy itself (no vLLM); every rank of the group must call."""
         if self.generator is None:
-            self.generator = OwnGenerate(
-                self._model_to_generate_with(),
-                weight_version=-1,
-                stream=self.strategy.topology.dp_rank,
-            )
+            model: nn.Module = self.actor.model
+            if self.config.ds.zero_stage == 3:
+                # Each forward is a collective then, and ranks decode different numbers of tokens:
+                # every rank generates with a whole copy.
+                path = self.config.actor.model_name_or_path
+                assert path is not None
+                model = load_causal_lm(path, **self.load_options).to(self.engine.device)
+            stream = self.strategy.topology.dp_rank
+            self.generator = OwnGenerate(model, weight_version=-1, stream=stream)
         if self.generator.weight_version != self.weight_version:
             self._refresh(self.generator)
         return self.generator.generate(requests)
 
-    def _model_to_generate_with(self) -> nn.Module:
-        # Under ZeRO-3 each forward is a collective, and ranks decode different numbers of tokens:
-        # every rank generates with a whole copy.
-        if self.config.ds.zero_stage < 3:
-            return self.actor.model
-        path = self.config.actor.model_name_or_path
-        assert path is not None
-        return load_causal_lm(path, **self.load_options).to(self.engine.device)
-
     def _refresh(self, generator: OwnGenerate) -> None:
         """Bring a copy up to date; the policy's own module always is."""
         generator.weight_version = self.weight_version
-        if generator.model is self.actor.model:
-            return
-        held = dict(generator.model.named_parameters())
-        buffers = dict(generator.model.named_buffers())
-        with torch.no_grad():
+        if generator.model is not self.actor.model:
+            held = generator.model.state_dict()
             for name, tensor in stored_parameters(self.engine.module):
-                (held.pop(name) if name in held else buffers[name]).copy_(tensor)
-        if held:
-            raise WeightSyncError(f"the generating copy misses {sorted(held)[0]}")
+                held[name].copy_(tensor)
 
     def save_model(self, path: str, tensors: NamedTensors | None = None) -> None:
         """Export in Hugging Face format; all ranks take part, rank 0 writes.
@@ -301,12 +272,6 @@ class PolicyModelActor(TrainedWorker):
         """Export the weights that samples are made with, as a part of a checkpoint."""
         save = super().save_model
         together(lambda: save(path))
-
-    def own_state(self) -> dict[str, Any]:
-        return super().own_state() | {"weight_version": self.weight_version}
-
-    def take_own_state(self, state: dict[str, Any]) -> None:
-        self.weight_version = state["weight_version"]
 
     def save_own(self, folder: Path) -> None:
         super().save_own(folder)

@@ -10,8 +10,7 @@ from openrlhf.models.loading import disable_dropout, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ray.model_actor import frees_cache
-from openrlhf.trainer.ray.trained_worker import TrainedWorker
+from openrlhf.trainer.ray.model_actor import TrainedWorker, frees_cache
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 

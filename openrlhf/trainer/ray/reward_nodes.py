@@ -32,15 +32,9 @@ GRACE_S = 30.0  # over what a pool may take for a batch, until its node is calle
 class PoolActor:
     """The pool of one node, in an actor."""
 
-    def __init__(
-        self, paths: Sequence[str], digest: str, settings: PoolSettings, log_dir: str | None
-    ) -> None:
-        """`paths` are places where the file may be here; raises ConfigError when it is at none of
-        them, or is another file than the controller's.
-        """
-        path = same_file(paths, digest)
-        settings = replace(settings, log_dir=Path(log_dir) if log_dir else None)
-        self.pool = FunctionPool(path, settings)
+    def __init__(self, paths: Sequence[str], digest: str, settings: PoolSettings) -> None:
+        """`paths` are places where the file may be on this node."""
+        self.pool = FunctionPool(same_file(paths, digest), settings)
 
     async def address(self) -> str:
         """Return the address of the node, once the file is loaded."""
@@ -60,16 +54,10 @@ def same_file(paths: Sequence[str], digest: str) -> str:
     for path in there:
         if code_digest(path) == digest:
             return path
-    where = node_address()
-    if there:
-        raise ConfigError(
-            f"{there[0]} is another file on node {where} than where the run was started. "
-            "Copy it there, or keep it in a folder that all nodes share."
-        )
+    what = f"{there[0]} is another file" if there else f"{paths[0]} is not there"
     raise ConfigError(
-        f"{paths[0]} is not there on node {where} (looked in {os.getcwd()}). Keep it in a folder "
-        "that all nodes share, or submit it: ray job submit --runtime-env-json "
-        '\'{"working_dir": "."}\''
+        f"{what} on node {node_address()} (looked in {os.getcwd()}). Keep it in a folder that all "
+        'nodes share, or submit it: ray job submit --runtime-env-json \'{"working_dir": "."}\''
     )
 
 
@@ -95,6 +83,16 @@ class NodePools(RewardSource):
         self._nodes = [Node("this node", None), *nodes]
         self._num_places = pool.settings.num_workers  # on a node
         self._room = asyncio.Condition()
+
+    @classmethod
+    def of(cls, pool: FunctionPool, handles: Sequence[Any]) -> NodePools:
+        """Join the local pool and those of the actors; raises ConfigError for a node without the
+        file.
+        """
+        nodes = [
+            Node(get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S), h) for h in handles
+        ]
+        return cls(pool, nodes, LOAD_TIMEOUT_S + pool.settings.timeout_s + GRACE_S)
 
     @property
     def has_room(self) -> bool:
@@ -139,8 +137,9 @@ def run_nodes(slots: Sequence[Slot]) -> list[str]:
 def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
     """Start an actor with a pool like this one on each of the nodes; does not wait for them."""
     settings = pool.settings
-    log_dir = str(settings.log_dir.resolve()) if settings.log_dir else None
+    log_dir = settings.log_dir.resolve() if settings.log_dir else None
     paths = list(dict.fromkeys([pool.path, str(Path(pool.path).expanduser().resolve())]))
+    digest = code_digest(pool.path)
     return [
         ray.remote(PoolActor)
         .options(
@@ -149,15 +148,6 @@ def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
             max_concurrency=settings.num_workers + 1,
             runtime_env={"env_vars": worker_environment(1)},
         )
-        .remote(paths, code_digest(pool.path), settings, log_dir and f"{log_dir}/node-{node[:8]}")
+        .remote(paths, digest, replace(settings, log_dir=log_dir and log_dir / f"node-{node[:8]}"))
         for node in nodes
     ]
-
-
-def spread(pool: FunctionPool, handles: Sequence[Any]) -> NodePools:
-    """Join the local pool and those of the actors; raises ConfigError for a node without the
-    file.
-    """
-    addresses = [get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S) for h in handles]
-    nodes = [Node(*pair) for pair in zip(addresses, handles, strict=True)]
-    return NodePools(pool, nodes, LOAD_TIMEOUT_S + pool.settings.timeout_s + GRACE_S)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,12 +14,39 @@ from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.vocabulary import (
-    TextReader,
-    load_policy_tokenizer,
-    other_tokenizer,
-)
+from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
 from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
+
+
+class TextReader:
+    """Reads samples as a reward server would: prompt and response as one text."""
+
+    def __init__(self, policy: Tokenizer, own: Tokenizer, *, max_len: int | None) -> None:
+        """`own` is the tokenizer of the model that reads, and `max_len` the most tokens of it."""
+        self.policy = policy
+        self.own = own
+        self.max_len = max_len
+        self._encoder = TextEncoder(own)
+
+    def read(self, experience: Experience) -> Experience:
+        """Return the same B samples with the model's own tokens and no sampled ones among them."""
+        samples = experience.token_ids.split(experience.seq_lengths.tolist())
+        texts = self.policy.batch_decode(list(samples), skip_special_tokens=False)
+        encoded: Any = self.own(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        return replace(
+            experience,
+            seq_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            num_actions=torch.zeros(len(rows), dtype=torch.int64),
+            token_ids=token_ids,
+            action_mask=torch.zeros(len(token_ids), dtype=torch.bool),
+            rollout_logprobs=experience.rollout_logprobs[:0],
+            weight_versions=experience.weight_versions[:0],
+        )
 
 
 class ReferenceModelActor(ModelWorker):
@@ -73,7 +103,8 @@ class RewardModelActor(ModelWorker):
         if self.reader is None or not len(experience):
             return self.forward_in_micro_batches(experience, self.engine, what="rewards")
         read = self.reader.read(experience)
-        is_too_long = self.reader.is_too_long(read)
+        limit = torch.inf if self.reader.max_len is None else self.reader.max_len
+        is_too_long = read.seq_lengths > limit
         kept = read.select((~is_too_long).nonzero().flatten().tolist())
         rewards = torch.full((len(read),), torch.nan)
         rewards[~is_too_long] = self.forward_in_micro_batches(kept, self.engine, what="rewards")

@@ -31,7 +31,7 @@ SAY_AFTER_S = 20.0  # then after twice as long, and so on
 class Watched:
     """One process, its last health and how long it has made no progress."""
 
-    who: Callable[[], str]
+    who: str
     handle: Any
     deadline_s: float
     deadline_flag: str
@@ -68,7 +68,7 @@ class Watched:
         work = self.last.work if self.last is not None else None
         what = "has not got on" if self.is_answering else "has not answered"
         doing = f" while {work}" if work else ""
-        return f"{self.who()}{pid} {what} for {self.quiet_s:.0f} s{doing}"
+        return f"{self.who}{pid} {what} for {self.quiet_s:.0f} s{doing}"
 
 
 class Watch:

@@ -33,7 +33,6 @@ from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
 FETCH_TIMEOUT_S = 600.0  # for one bucket from another node
-PUSH_GRACE_S = 10.0  # for a broadcast to end, once every engine says that it has received it
 
 Result = TypeVar("Result")
 
@@ -224,16 +223,13 @@ def send_weights(
         all_results(
             [pool.submit(e.begin_weight_update, keep_running=keep_running) for e in engines]
         )
-        receiving: list[Future[None]] = []
-        pushes: list[Future[None]] = []
+        pending: list[Future[None]] = []
         for bucket, packed in transport.buckets(_noted(tensors, sent)):
-            if not _arrived(receiving, pushes):
-                names = ", ".join(engine.who for engine in engines)
-                raise WeightSyncError(f"a broadcast of weights was not received by all of {names}")
-            receiving = [pool.submit(engine.receive_bucket, bucket) for engine in engines]
-            pushes = [pool.submit(transport.push, packed)]
-        if _arrived(receiving, pushes):  # else the receipts say which engine misses the last one
-            transport.wait_for_peers()
+            all_results(pending)
+            pending = [pool.submit(engine.receive_bucket, bucket) for engine in engines]
+            pending.append(pool.submit(transport.push, packed))
+        all_results(pending)
+        transport.wait_for_peers()
         receipts = all_results(
             [pool.submit(engine.finish_weight_update, weight_version) for engine in engines]
         )
@@ -276,16 +272,6 @@ def check_receipt(
         raise WeightSyncError(
             f"{engine_name}: {len(wrong)} tensors differ from the trainer's, e.g. {wrong[0]}"
         )
-
-
-def _arrived(receiving: Sequence[Future[None]], pushes: Sequence[Future[None]]) -> bool:
-    """Wait until every engine has received a bucket; return False if one only says so. The
-    broadcast does not end then.
-    """
-    all_results(receiving)
-    done, pending = wait(pushes, timeout=PUSH_GRACE_S)
-    all_results(list(done))
-    return not pending
 
 
 def _noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:
