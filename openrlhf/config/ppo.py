@@ -628,6 +628,18 @@ class PPOConfig(RunConfig):
         return self.algo.advantage.estimator == "gae"
 
     @property
+    def has_reference(self) -> bool:
+        """Return True if the KL to a reference model can have an effect."""
+        return self.algo.kl.init_coef > 0
+
+    @property
+    def policy_path(self) -> str:
+        """Return the model that is trained."""
+        path = self.actor.model_name_or_path
+        assert path is not None, "checked by the configuration"
+        return path
+
+    @property
     def critic_source(self) -> str | None:
         """Return the model of the critic: its own, else the first reward model, else the policy."""
         named = (self.critic.model_name_or_path, *self.reward.model_paths)

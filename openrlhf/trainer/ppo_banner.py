@@ -57,7 +57,7 @@ def model_entries(
     config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
 ) -> dict[str, object]:
     """Return one line a role: its model, size, ranks and place; then what generates."""
-    policy = config.actor.model_name_or_path
+    policy = config.policy_path
     paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
     entries: dict[str, object] = {
         role: f"{paths[role]}: {format_count(size)} parameters, {counts.ranks[role]} rank(s)"

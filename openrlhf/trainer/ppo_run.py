@@ -50,19 +50,14 @@ from openrlhf.trainer.ppo_setup import (
     check_runs_without_ray,
     make_schedule,
     named_models,
-    needs_critic,
     needs_old_logprobs,
-    needs_reference,
     only_busy_samples_count,
     prepare_inputs,
     schedule_notes,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.experience_maker import (
-    Forwards,
-    RemoteExperienceMaker,
-)
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
@@ -118,12 +113,7 @@ def run_ppo_local(config: PPOConfig) -> None:
 @contextmanager
 def _ray_cluster(config: PPOConfig, run_dir: str, resume_step: int) -> Iterator[LocalCluster]:
     with ray_session():
-        counts = role_counts(
-            config,
-            view_cluster(),
-            has_critic=needs_critic(config),
-            has_reference=needs_reference(config),
-        )
+        counts = role_counts(config, view_cluster())
         with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
             yield cluster
 
@@ -200,11 +190,11 @@ def _run(
 
 def _start_groups(config: PPOConfig, cluster: LocalCluster) -> Groups:
     groups: Groups = {"actor": cluster.start_group("actor", PolicyModelActor)}
-    if needs_reference(config):
+    if config.has_reference:
         groups["ref"] = cluster.start_group("ref", ReferenceModelActor)
     for role in reward_roles(config):
         groups[role] = cluster.start_group(role, RewardModelActor)
-    if needs_critic(config):
+    if config.has_critic:
         groups["critic"] = cluster.start_group("critic", CriticModelActor)
     return groups
 
@@ -321,21 +311,19 @@ def _rollouts(
 def _experience_maker(
     config: PPOConfig, groups: Groups, schedule: Schedule
 ) -> RemoteExperienceMaker:
+    forwards = {}
+    if needs_old_logprobs(config, schedule):
+        method = PolicyModelActor.compute_logprobs
+        forwards["old_logprobs"] = ForwardPass(groups["actor"], method)
+    if "critic" in groups:
+        forwards["values"] = ForwardPass(groups["critic"], CriticModelActor.compute_values)
+    if "ref" in groups:
+        forwards["ref_logprobs"] = ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
     return RemoteExperienceMaker(
         config,
-        Forwards(
-            old_logprobs=ForwardPass(groups["actor"], PolicyModelActor.compute_logprobs)
-            if needs_old_logprobs(config, schedule)
-            else None,
-            values=ForwardPass(groups["critic"], CriticModelActor.compute_values)
-            if "critic" in groups
-            else None,
-            ref_logprobs=ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
-            if "ref" in groups
-            else None,
-            is_sequential=config.train.colocate_all,
-            only_busy=only_busy_samples_count(config),
-        ),
+        forwards,
+        is_sequential=config.train.colocate_all,
+        only_busy=only_busy_samples_count(config),
     )
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import (
@@ -104,7 +103,6 @@ def prepare_inputs(
     if has_engines:
         instead = "--vllm_num_engines 0: then the policy generates itself"
         gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
-    model_path = _name(config.actor.model_name_or_path)
     if agent_path := config.train.agent_func_path:
         gathered.attempt(lambda: AgentFile(agent_path))
     vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
@@ -117,7 +115,7 @@ def prepare_inputs(
         gathered.attempt(lambda: _function_pool(config, log_dir=None).close())
     gathered.raise_if_any()
     assert vocab_size and tokenizer and prompts, "or else problems were raised"
-    stop = eos_token_ids(model_path, tokenizer, trust_remote_code=config.trust_remote_code)
+    stop = eos_token_ids(config.policy_path, tokenizer, trust_remote_code=config.trust_remote_code)
     say_notices(notices)
     say_notices(prompts.notices)
     if eval_prompts is not None:
@@ -208,19 +206,9 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
         raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
 
 
-def needs_critic(config: PPOConfig) -> bool:
-    """Return True if the advantage estimator uses a critic."""
-    return ESTIMATORS[config.algo.advantage.estimator].needs_critic
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    """Return True if the KL to a reference model can have an effect."""
-    return config.algo.kl.init_coef > 0
-
-
 def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
     """Return True if old log-probs are needed: off-policy updates, or KL in the reward."""
-    has_reward_kl = needs_reference(config) and not config.algo.kl.use_loss
+    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
     return schedule.updates_per_rollout > 1 or has_reward_kl
 
 
@@ -228,12 +216,7 @@ def only_busy_samples_count(config: PPOConfig) -> bool:
     """Return True if a sample without an advantage moves nothing and needs no forward."""
     actor = config.actor
     has_bonus = actor.entropy_coef is not None or actor.aux_loss_coef > 0
-    return not (needs_critic(config) or needs_reference(config) or has_bonus)
-
-
-def _name(value: str | None) -> str:
-    assert value is not None, "checked by the configuration"
-    return value
+    return not (config.has_critic or config.has_reference or has_bonus)
 
 
 def _data(
@@ -267,7 +250,7 @@ def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset
         allow_special_tokens=data.allow_special_tokens,
     )
     texts = PretrainText(rows, tokenizer, text_format)
-    path = _name(config.actor.model_name_or_path)
+    path = config.policy_path
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
     limits = ModelLimits(
         path,
@@ -315,8 +298,7 @@ def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
 
 def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     """Raise ConfigError for models that cannot be used; return the policy's vocabulary size."""
-    path = config.actor.model_name_or_path
-    assert path is not None, "checked by the configuration"
+    path = config.policy_path
     gathered = Gathered()
     load = partial(load_config, trust_remote_code=config.trust_remote_code)
     critic = (config.critic_source or path,) if config.has_critic else ()
@@ -361,7 +343,7 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
     if config.has_critic and source and other_tokenizer(config, source, tokenizer) is not None:
         raise ConfigError(
             f"The critic would start from {source}, which has another vocabulary than --pretrain. "
-            f"Type --critic_pretrain {config.actor.model_name_or_path}, or a model of its family."
+            f"Type --critic_pretrain {config.policy_path}, or a model of its family."
         )
     return [
         Caution(

@@ -152,7 +152,7 @@ class PPOTrainer:
         """Return where the model of an evaluation is, or that it was not kept."""
         path = self.parts.checkpoints.find(evaluation.step)
         if path is None and evaluation.step == 0:
-            return str(self.config.actor.model_name_or_path)
+            return self.config.policy_path
         return "not kept, --save_steps keeps the best" if path is None else str(path)
 
     def check_has_learnt(self) -> None:

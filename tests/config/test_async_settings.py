@@ -62,7 +62,7 @@ def test_colocation_is_of_the_trained_models_alone():
         "--vllm_num_engines 2 --vllm_tensor_parallel_size 2"
     ).config
     cluster = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
-    counts = role_counts(config, cluster, has_critic=True, has_reference=True)
+    counts = role_counts(config, cluster)
     pools = {demand.role: demand.pool for demand in counts.demands}
     assert pools["vllm"] not in (pools["actor"], pools["critic"], pools["ref"])
     assert pools["actor"] == pools["critic"] == pools["ref"]

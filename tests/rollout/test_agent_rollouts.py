@@ -20,7 +20,6 @@ from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.trainer.ppo_utils.evaluation import evaluation_metrics
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import (
-    Forwards,
     RemoteExperienceMaker,
     experience_metrics,
 )
@@ -192,7 +191,7 @@ def test_parts_of_an_episode_are_trained_on_together(tmp_path, tiny_tokenizer):
 def test_the_overlong_penalty_sees_the_whole_episode(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
     sections = {"rollout": {"max_new_tokens": 8}, "reward": {"overlong_buffer_len": 4}}
-    maker = RemoteExperienceMaker(PPOConfig.model_validate(sections), Forwards())
+    maker = RemoteExperienceMaker(PPOConfig.model_validate(sections), {})
     penalised = maker._shaped_rewards(experience)
     assert (experience.rewards - penalised).tolist() == [0.5] * 6  # 6 tokens: 2 of 4 over
 

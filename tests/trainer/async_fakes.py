@@ -18,7 +18,6 @@ from openrlhf.rollout.step_sampler import GroupFilter
 from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
-    Forwards,
     RemoteExperienceMaker,
 )
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -242,7 +241,7 @@ def make_trainer(
         engines=["engine"],  # type: ignore[list-item]
         rollouts=FakeSource(world),  # type: ignore[arg-type]
         experience_maker=RemoteExperienceMaker(
-            PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), Forwards()
+            PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), {}
         ),
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
         prompts=prompts,  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.experience_maker import (
-    Forwards,
     RemoteExperienceMaker,
     experience_metrics,
 )
@@ -111,7 +110,7 @@ class TokensAsLogprobs:
 def maker(forward, **options):
     algo = {"advantage": {"estimator": "group_norm"}}
     config = PPOConfig.model_validate({"algo": algo})
-    return RemoteExperienceMaker(config, Forwards(old_logprobs=forward, **options))
+    return RemoteExperienceMaker(config, {"old_logprobs": forward}, **options)
 
 
 def test_groups_without_an_advantage_take_no_forward():

@@ -10,7 +10,6 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_setup import needs_critic, needs_reference
 from openrlhf.trainer.ray import placement
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import (
@@ -32,7 +31,7 @@ def counts(cluster: ClusterView, **sections: dict) -> RoleCounts:
     config = PPOConfig.model_validate(
         {"actor": {"model_name_or_path": "m"}, "reward": {"model_name_or_path": "r"}} | sections
     )
-    return role_counts(config, cluster, has_critic=True, has_reference=True)
+    return role_counts(config, cluster)
 
 
 def test_a_laptop_gets_one_rank_of_each_and_one_engine() -> None:
@@ -64,9 +63,7 @@ def counts_of(cluster: ClusterView, *commands: str) -> RoleCounts:
     """Counts of a command of the documents, with flags of its own behind it."""
     words = [word for part in commands for word in shlex.split(part.replace("\\\n", " "))]
     config = parse_config(PPOConfig, words).config
-    return role_counts(
-        config, cluster, has_critic=needs_critic(config), has_reference=needs_reference(config)
-    )
+    return role_counts(config, cluster)
 
 
 def test_the_cheat_sheet_fits_a_node_and_its_reference_shares_the_actors_gpus() -> None:

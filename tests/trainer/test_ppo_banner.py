@@ -7,7 +7,7 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_banner import banner_sections
-from openrlhf.trainer.ppo_setup import make_schedule, needs_critic, needs_reference
+from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ray.placement import ClusterView, RoleCounts, role_counts
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
@@ -23,12 +23,7 @@ def banner(
     config = parse_config(PPOConfig, line.split()).config
     counts = RoleCounts({"actor": 1, "ref": 1}, 0)
     if cluster is not None:
-        counts = role_counts(
-            config,
-            cluster,
-            has_critic=needs_critic(config),
-            has_reference=needs_reference(config),
-        )
+        counts = role_counts(config, cluster)
     sections = banner_sections(
         config,
         make_schedule(config, num_prompts),

@@ -15,7 +15,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_run import _experience_maker, _start_groups
-from openrlhf.trainer.ppo_setup import make_schedule, needs_reference, only_busy_samples_count
+from openrlhf.trainer.ppo_setup import make_schedule, only_busy_samples_count
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ray.cluster import engine_config
@@ -80,7 +80,7 @@ RETURNS = [  # flags, samples, returns of REINFORCE
 @pytest.mark.parametrize(("flags", "rollouts", "expected"), RETURNS)
 def test_returns(flags: str, rollouts: list[Rollout], expected: list[float]) -> None:
     flags = f"--advantage_estimator reinforce {flags}"
-    reference = {"ref": FakeGroup([-2.0, -1.0])} if needs_reference(config_of(flags)) else {}
+    reference = {"ref": FakeGroup([-2.0, -1.0])} if config_of(flags).has_reference else {}
     experience = experience_of(flags, rollouts, actor=FakeGroup([-1.0, -1.0]), **reference)
     assert experience.returns is not None
     assert experience.returns.tolist() == pytest.approx(expected)

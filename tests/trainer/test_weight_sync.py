@@ -52,7 +52,7 @@ def route(cluster: ClusterView, *, num_engines: int = 2, num_ranks: int = 2, **f
             "train": {"colocate_all": flags.get("colocate_all", False)},
         }
     )
-    counts = role_counts(config, cluster, has_critic=False, has_reference=False)
+    counts = role_counts(config, cluster)
     found = weight_route(config, counts)
     return found.way, found.device_type
 

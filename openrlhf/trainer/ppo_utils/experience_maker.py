@@ -7,8 +7,7 @@ rewards, advantages, normalisation. Forwards nobody needs are not made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,45 +24,23 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
 
-@dataclass(frozen=True)
-class Forwards:
-    """The forwards a run needs; None where nobody uses the result."""
-
-    old_logprobs: ForwardPass | None = None
-    values: ForwardPass | None = None
-    ref_logprobs: ForwardPass | None = None
-    is_sequential: bool = False  # groups that share devices take turns
-    # Only samples with an advantage are asked for: advantages need no forward then, and no other
-    # sample reaches the update.
-    only_busy: bool = False
-
-    def __post_init__(self) -> None:
-        needed = self.values is not None or self.ref_logprobs is not None
-        assert not (self.only_busy and needed), "values and KL are needed for every sample"
-
-    def run(self, experience: Experience) -> dict[str, Tensor]:
-        """Return their columns, (N,) each; raise NumericsError for one that is not finite."""
-        passes = {
-            "old_logprobs": self.old_logprobs,
-            "values": self.values,
-            "ref_logprobs": self.ref_logprobs,
-        }
-        wanted = {name: forward for name, forward in passes.items() if forward is not None}
-        if self.is_sequential:
-            columns = {name: forward(experience) for name, forward in wanted.items()}
-        else:
-            pending = {name: forward.start(experience) for name, forward in wanted.items()}
-            columns = {name: wait() for name, wait in pending.items()}
-        for name, column in columns.items():
-            if not torch.isfinite(column).all():
-                raise NumericsError(f"{name} of this batch are not finite")
-        return columns
-
-
 class RemoteExperienceMaker:
     """Runs the forwards on their groups and the maths here."""
 
-    def __init__(self, config: PPOConfig, forwards: Forwards) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        forwards: Mapping[str, ForwardPass],
+        *,
+        is_sequential: bool = False,
+        only_busy: bool = False,
+    ) -> None:
+        """`forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs.
+
+        `is_sequential`: groups that share devices take turns. `only_busy`: only samples with an
+        advantage are asked for; advantages need no forward then, and no other sample reaches the
+        update.
+        """
         self.reward, self.kl = config.reward, config.algo.kl
         self.max_new_tokens = config.rollout.max_new_tokens
         advantage = config.algo.advantage
@@ -74,16 +51,30 @@ class RemoteExperienceMaker:
             no_std_norm=advantage.no_std_norm,
         )
         self.forwards = forwards
+        self.is_sequential = is_sequential
+        self.only_busy = only_busy
+
+    def run_forwards(self, experience: Experience) -> dict[str, Tensor]:
+        """Return their columns, (N,) each; raise NumericsError for one that is not finite."""
+        if self.is_sequential:
+            columns = {name: forward(experience) for name, forward in self.forwards.items()}
+        else:
+            pending = {name: forward.start(experience) for name, forward in self.forwards.items()}
+            columns = {name: wait() for name, wait in pending.items()}
+        for name, column in columns.items():
+            if not torch.isfinite(column).all():
+                raise NumericsError(f"{name} of this batch are not finite")
+        return columns
 
     def make_experience_batch(
         self, rollouts: Sequence[Rollout], kl_coef: float
     ) -> tuple[Experience, Metrics]:
         """Experience with advantages and returns, and the metrics of the batch."""
         experience = Experience.from_rollouts(rollouts)
-        if self.forwards.only_busy:
+        if self.only_busy:
             experience = self._with_advantages(experience, None, kl_coef)
             return self._ask_for_busy(experience), experience_metrics(experience, None)
-        experience = experience.with_columns(**self.forwards.run(experience))
+        experience = experience.with_columns(**self.run_forwards(experience))
         kl_N = self._reward_kl(experience)
         experience = self._with_advantages(experience, kl_N, kl_coef)
         return experience, experience_metrics(experience, kl_N)
@@ -91,10 +82,10 @@ class RemoteExperienceMaker:
     def _ask_for_busy(self, experience: Experience) -> Experience:
         """Old log-probs of the samples that are trained on; the engine's stand in for the rest."""
         busy = experience.busy_samples()
-        if not busy or self.forwards.old_logprobs is None:
+        if not busy or not self.forwards:
             return experience
         idle = sorted(set(range(len(experience))) - set(busy))
-        found = self.forwards.run(experience.select(busy))["old_logprobs"]
+        found = self.run_forwards(experience.select(busy))["old_logprobs"]
         parts = [found, experience.select(idle).rollout_logprobs]
         old_N = scatter_back(parts, [busy, idle], experience.num_actions)
         return experience.with_columns(old_logprobs=old_N)

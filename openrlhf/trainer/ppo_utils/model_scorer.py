@@ -10,9 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-import torch
-from torch import Tensor
-
 from openrlhf.errors import RewardError
 from openrlhf.rollout.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -68,40 +65,30 @@ class ModelScorer:
         return outcomes
 
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
-        rollouts = [rollout for group in groups for rollout in group]
-        unscored = [replace(rollout, reward=0.0) for rollout in rollouts]
+        unscored = [replace(rollout, reward=0.0) for group in groups for rollout in group]
         experience = Experience.from_rollouts(unscored)
         with self._one_at_a_time, self.turn:
-            parts = self._forward(experience)
-        outcomes: list[Outcome] = []
-        start = 0
-        for group in groups:
-            stop = start + len(group)
-            share = {name: values[start:stop].tolist() for name, values in parts.items()}
-            outcomes.append(self._outcome(group, share))
-            start = stop
-        return outcomes
+            if self.is_sequential:
+                columns = {name: forward(experience) for name, forward in self.models.items()}
+            else:
+                pending = {name: forward.start(experience) for name, forward in self.models.items()}
+                columns = {name: wait() for name, wait in pending.items()}
+        numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
+        return [self._outcome(group, [next(numbers) for _ in group]) for group in groups]
 
-    def _forward(self, experience: Experience) -> dict[str, Tensor]:
-        """Return what each model answers, (B,) each."""
-        if self.is_sequential:
-            return {name: forward(experience) for name, forward in self.models.items()}
-        pending = {name: forward.start(experience) for name, forward in self.models.items()}
-        return {name: wait() for name, wait in pending.items()}
-
-    def _outcome(self, group: Group, parts: Mapping[str, Sequence[float]]) -> Outcome:
+    def _outcome(self, group: Group, numbers: Sequence[Sequence[float]]) -> Outcome:
         scored = []
-        for k, rollout in enumerate(group):
-            values = {name: column[k] for name, column in parts.items()}
-            for name, value in values.items():
-                if not torch.isfinite(torch.tensor(value)):
+        for rollout, values in zip(group, numbers, strict=True):
+            parts = dict(zip(self.models, values, strict=True))
+            for name, value in parts.items():
+                if not math.isfinite(value):
                     return RewardError(
                         f"sample {rollout.sample_id}: the reward model {name} answered {value}"
                         f"{LONG_TEXT if math.isnan(value) else ''}"
                     )
-            reward = sum(w * v for w, v in zip(self.weights, values.values(), strict=True))
-            parts_logged = values if len(values) > 1 else {}
-            scored.append(replace(rollout, reward=reward, reward_parts=parts_logged))
+            reward = sum(w * v for w, v in zip(self.weights, values, strict=True))
+            logged = parts if len(parts) > 1 else {}
+            scored.append(replace(rollout, reward=reward, reward_parts=logged))
         return scored
 
 

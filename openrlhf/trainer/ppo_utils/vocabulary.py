@@ -11,10 +11,8 @@ from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
 
 def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
     """Load the run's tokenizer: the policy's, as the flags change it."""
-    path = config.actor.model_name_or_path
-    assert path is not None, "checked by the configuration"
     return load_tokenizer(
-        path,
+        config.policy_path,
         chat_template=config.data.tokenizer_chat_template,
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
@@ -27,8 +25,8 @@ def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer |
 
     A token that only the policy knows may have an embedding there that no other token has.
     """
-    policy = config.actor.model_name_or_path
-    if policy is None or path == policy:
+    policy = config.policy_path
+    if path == policy:
         return None
     sizes = [
         load_config(name, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size

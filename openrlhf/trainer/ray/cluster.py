@@ -213,9 +213,8 @@ def engine_config(
 
     A run that goes on from a step draws other numbers than its beginning drew.
     """
-    assert config.actor.model_name_or_path is not None
     return VLLMEngineConfig(
-        model=config.actor.model_name_or_path,
+        model=config.policy_path,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=config.data.max_len
         or config.data.prompt_max_len + config.rollout.max_new_tokens,
@@ -235,7 +234,5 @@ def engine_config(
 
 def policy_dtype(config: PPOConfig, *, has_gpus: bool) -> torch.dtype:
     """Return the type in which ranks hold the policy, which may be on other machines."""
-    path = config.actor.model_name_or_path
-    assert path is not None, "checked by the configuration"
-    facts = load_config(path, trust_remote_code=config.trust_remote_code)
+    facts = load_config(config.policy_path, trust_remote_code=config.trust_remote_code)
     return resolve_dtype(config.ds.param_dtype, facts, device_type="cuda" if has_gpus else "cpu")

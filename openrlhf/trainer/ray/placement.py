@@ -93,9 +93,7 @@ def reward_roles(config: PPOConfig) -> dict[str, str]:
     return {f"reward{k}": path for k, path in enumerate(paths, start=1)}
 
 
-def role_counts(
-    config: PPOConfig, cluster: ClusterView, *, has_critic: bool, has_reference: bool
-) -> RoleCounts:
+def role_counts(config: PPOConfig, cluster: ClusterView) -> RoleCounts:
     """Return the ranks of every role: as asked for, else all GPUs of a node, else one CPU rank.
 
     A frozen model that nobody gave a number takes fewer where the others leave fewer.
@@ -103,10 +101,10 @@ def role_counts(
     ds = config.ds
     per_node = cluster.max_gpus_per_node if cluster.has_gpus else ds.ranks_per_share
     sections = {"actor": config.actor}
-    if has_reference:
+    if config.has_reference:
         sections["ref"] = config.ref
     sections |= dict.fromkeys(reward_roles(config), config.reward)
-    if has_critic:
+    if config.has_critic:
         sections["critic"] = config.critic
     ranks = {
         role: section.num_nodes * (section.num_gpus_per_node or per_node)

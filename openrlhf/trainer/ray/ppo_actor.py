@@ -48,8 +48,7 @@ class PolicyModelActor(TrainedWorker):
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
-        assert config.model_name_or_path is not None
-        model = load_causal_lm(config.model_name_or_path, **self.load_options)
+        model = load_causal_lm(self.config.policy_path, **self.load_options)
         disable_dropout(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
@@ -238,9 +237,8 @@ class PolicyModelActor(TrainedWorker):
             if self.config.ds.zero_stage == 3:
                 # Each forward is a collective then, and ranks decode different numbers of tokens:
                 # every rank generates with a whole copy.
-                path = self.config.actor.model_name_or_path
-                assert path is not None
-                model = load_causal_lm(path, **self.load_options).to(self.engine.device)
+                model = load_causal_lm(self.config.policy_path, **self.load_options)
+                model = model.to(self.engine.device)
             stream = self.strategy.topology.dp_rank
             self.generator = OwnGenerate(model, weight_version=-1, stream=stream)
         if self.generator.weight_version != self.weight_version:

@@ -58,8 +58,7 @@ class ReferenceModelActor(ModelWorker):
     def init_model(self) -> int:
         """Load the reference; return its parameter count."""
         config = self.config
-        assert config.actor.model_name_or_path is not None
-        model = load_causal_lm(config.actor.model_name_or_path, **self.load_options)
+        model = load_causal_lm(config.policy_path, **self.load_options)
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
         return num_parameters
@@ -111,8 +110,6 @@ class RewardModelActor(ModelWorker):
         return rewards
 
     def _reader_for(self, path: str) -> TextReader | None:
-        if path == self.config.actor.model_name_or_path:
-            return None
         policy = load_policy_tokenizer(self.config)
         own = other_tokenizer(self.config, path, policy)
         if own is None:
