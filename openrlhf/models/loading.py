@@ -25,6 +25,8 @@ from typing_extensions import Unpack
 from openrlhf.config.base import is_given
 from openrlhf.config.common import RunConfig
 from openrlhf.config.local_paths import looks_local
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import (
@@ -174,6 +176,19 @@ class LoadOptions(TypedDict, total=False):
     load_in_4bit: bool  # nf4 with double quantisation (bitsandbytes)
     experts_implementation: str | None  # kernel of mixture-of-experts layers
     use_liger_kernel: bool  # Liger's kernels for norms, rotary embeddings and MLPs
+
+
+def load_options(config: SupervisedConfig | PPOConfig) -> LoadOptions:
+    """Return how a command that trains loads its models."""
+    ds = config.ds
+    return LoadOptions(
+        attn_implementation=ds.attention,
+        dtype=ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+        load_in_4bit=ds.load_in_4bit,
+        experts_implementation=ds.experts_implementation,
+        use_liger_kernel=ds.use_liger_kernel,
+    )
 
 
 def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> dict[str, object]:

@@ -34,7 +34,7 @@ from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import LoadOptions, disable_dropout, load_causal_lm
+from openrlhf.models.loading import disable_dropout, load_causal_lm, load_options
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import Batch
@@ -401,19 +401,6 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 def shortest(samples: SampleSet[SampleT]) -> SampleT:
     """Return the sample with the fewest tokens, which stands in where a rank has none."""
     return samples[int(samples.lengths.argmin())]
-
-
-def load_options(config: SupervisedConfig) -> LoadOptions:
-    """Return how a supervised command loads its models."""
-    ds = config.ds
-    return LoadOptions(
-        attn_implementation=ds.attention,
-        dtype=ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in_4bit=ds.load_in_4bit,
-        experts_implementation=ds.experts_implementation,
-        use_liger_kernel=ds.use_liger_kernel,
-    )
 
 
 def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:

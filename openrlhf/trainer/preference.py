@@ -22,15 +22,8 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import adapters_disabled, is_adapted
-from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.base_trainer import (
-    BaseTrainer,
-    SampleSet,
-    SampleT,
-    SupervisedRun,
-    load_actor,
-    load_options,
-)
+from openrlhf.models.loading import load_causal_lm, load_options
+from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SampleT, SupervisedRun, load_actor
 from openrlhf.utils.logging import notice
 from openrlhf.utils.packing import Batch, PackedBatch
 

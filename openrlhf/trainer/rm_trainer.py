@@ -21,14 +21,9 @@ from openrlhf.distributed.collectives import on_main
 from openrlhf.errors import CheckpointError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
-from openrlhf.models.loading import load_sequence_model
+from openrlhf.models.loading import load_options, load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
-from openrlhf.trainer.base_trainer import (
-    BaseTrainer,
-    SampleSet,
-    SupervisedRun,
-    load_options,
-)
+from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SupervisedRun
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
 

@@ -72,8 +72,11 @@ def no_gradient(logprobs_N, *args, **named):
         ("two", "{file}:4: --policy_loss_type {file}:two does not take the arguments of a loss ("),
         ("fails", "{file}:8: ZeroDivisionError: division by zero"),
         ("tensor", "{file}:tensor returns a Tensor. Return PolicyLossTerms,"),
-        ("mean", "{file}:mean returns a loss_N of shape () for 3 tokens. Return a number a token;"),
-        ("no_gradient", "{file}:no_gradient returns a loss_N without a gradient."),
+        ("mean", "{file}:mean must return numbers a token"),
+        (
+            "no_gradient",
+            "{file}:no_gradient must return numbers a token, with a gradient",
+        ),
     ],
 )
 def test_a_users_loss_is_tried_before_models_load(

@@ -45,48 +45,34 @@ def check_policy_loss(name: str) -> None:
     """
     if name in POLICY_LOSSES:
         return
+    tokens = {"advantages_N": torch.tensor([1.0, 1.0, -1.0]), "num_actions_B": torch.tensor([2, 1])}
+    named = {**tokens, "clip": ClipRange()}
     function = import_function(name)
     if not isinstance(function, PolicyLoss):
-        _check_arguments(name, function)
+        try:
+            inspect.signature(function).bind(None, None, **named)
+        except TypeError as error:
+            line = getattr(getattr(function, "__code__", None), "co_firstlineno", "")
+            raise ConfigError(
+                f"{_file_of(name, function)}:{line}: --policy_loss_type {name} does not take the "
+                f"arguments of a loss ({error}). Take "
+                f"{', '.join(inspect.signature(ppo_loss).parameters)}, the last three by name."
+            ) from error
     logprobs_N = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    terms = find_policy_loss(name).terms(
-        logprobs_N,
-        torch.tensor([-1.1, -1.9, -0.5]),
-        advantages_N=torch.tensor([1.0, 1.0, -1.0]),
-        num_actions_B=torch.tensor([2, 1]),
-        clip=ClipRange(),
-    )
+    terms = find_policy_loss(name).terms(logprobs_N, torch.tensor([-1.1, -1.9, -0.5]), **named)
     if not isinstance(terms, PolicyLossTerms):
         raise ConfigError(
             f"{name} returns a {type(terms).__name__}. Return PolicyLossTerms, which "
             "openrlhf.algorithms.policy_loss has."
         )
-    for field, value in terms._asdict().items():
-        shape = tuple(getattr(value, "shape", ()))
-        if shape != (3,):
-            raise ConfigError(
-                f"{name} returns a {field} of shape {shape} for 3 tokens. Return a number a token; "
-                "means and sums over samples are taken behind it."
-            )
-    if not terms.loss_N.requires_grad:
+    if (
+        any(getattr(value, "shape", ()) != (3,) for value in terms)
+        or not terms.loss_N.requires_grad
+    ):
         raise ConfigError(
-            f"{name} returns a loss_N without a gradient. Compute it from logprobs_N."
+            f"{name} must return numbers a token, with a gradient in loss_N. Compute it from "
+            "logprobs_N; means and sums over samples are taken behind it."
         )
-
-
-def _check_arguments(name: str, function: Callable[..., object]) -> None:
-    """Bind what every policy loss is called with."""
-    wanted = inspect.signature(ppo_loss)
-    names = dict.fromkeys(("advantages_N", "num_actions_B", "clip"))
-    try:
-        inspect.signature(function).bind(None, None, **names)
-    except TypeError as error:
-        line = getattr(getattr(function, "__code__", None), "co_firstlineno", "")
-        words = ", ".join(str(part.name) for part in wanted.parameters.values())
-        raise ConfigError(
-            f"{_file_of(name, function)}:{line}: --policy_loss_type {name} does not take the "
-            f"arguments of a loss ({error}). Take {words}, the last three by name."
-        ) from error
 
 
 def _file_of(name: str, function: Callable[..., object]) -> str:

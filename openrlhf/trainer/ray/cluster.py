@@ -173,15 +173,17 @@ class RayCluster(LocalCluster):
                 engine.ready()
                 advance()
         limit_s = self.config.train.rank_timeout_s
-        for group in self.groups:
-            for rank, handle in enumerate(group.handles):
-                who, has_bar = group.who(rank), rank == 0
-                self.watch.add(Watched(who, handle, limit_s, "--rank_timeout_s", has_bar=has_bar))
+        ranks = [
+            Watched(group.who(rank), handle, limit_s, "--rank_timeout_s", has_bar=rank == 0)
+            for group in self.groups
+            for rank, handle in enumerate(group.handles)
+        ]
         limit_s = self.config.vllm.timeout_s
-        for engine in self.engines:
-            who = f"engine {engine.who}"
-            self.watch.add(Watched(who, engine.handle, limit_s, "--engine_timeout_s"))
-        self.watch.start()
+        engines = [
+            Watched(f"engine {engine.who}", engine.handle, limit_s, "--engine_timeout_s")
+            for engine in self.engines
+        ]
+        self.watch.start([*ranks, *engines])
 
 
 def weight_route(config: PPOConfig, counts: RoleCounts) -> WeightRoute:

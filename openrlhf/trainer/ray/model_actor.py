@@ -34,7 +34,6 @@ from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.kernels import check_here
-from openrlhf.models.loading import LoadOptions
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts
@@ -155,19 +154,6 @@ class ModelWorker:
                 yield advance
             finally:
                 self.work = None
-
-    @property
-    def load_options(self) -> LoadOptions:
-        """Return the options by which models of this run are loaded."""
-        ds = self.config.ds
-        return {
-            "attn_implementation": ds.attention,
-            "dtype": ds.param_dtype,
-            "trust_remote_code": self.config.trust_remote_code,
-            "load_in_4bit": ds.load_in_4bit,
-            "experts_implementation": ds.experts_implementation,
-            "use_liger_kernel": ds.use_liger_kernel,
-        }
 
     def micro_batches(
         self, seq_lengths: Sequence[int], micro_batch_size: int, max_tokens_per_gpu: int

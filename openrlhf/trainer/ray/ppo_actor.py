@@ -24,7 +24,7 @@ from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import disable_dropout, load_causal_lm
+from openrlhf.models.loading import disable_dropout, load_causal_lm, load_options
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
@@ -48,7 +48,7 @@ class PolicyModelActor(TrainedWorker):
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
-        model = load_causal_lm(self.config.policy_path, **self.load_options)
+        model = load_causal_lm(self.config.policy_path, **load_options(self.config))
         disable_dropout(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
@@ -237,7 +237,7 @@ class PolicyModelActor(TrainedWorker):
             if self.config.ds.zero_stage == 3:
                 # Each forward is a collective then, and ranks decode different numbers of tokens:
                 # every rank generates with a whole copy.
-                model = load_causal_lm(self.config.policy_path, **self.load_options)
+                model = load_causal_lm(self.config.policy_path, **load_options(self.config))
                 model = model.to(self.engine.device)
             stream = self.strategy.topology.dp_rank
             self.generator = OwnGenerate(model, weight_version=-1, stream=stream)

@@ -11,7 +11,7 @@ from torch import Tensor
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.families import num_positions
-from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.loading import load_causal_lm, load_config, load_options
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
@@ -58,7 +58,7 @@ class ReferenceModelActor(ModelWorker):
     def init_model(self) -> int:
         """Load the reference; return its parameter count."""
         config = self.config
-        model = load_causal_lm(config.policy_path, **self.load_options)
+        model = load_causal_lm(config.policy_path, **load_options(self.config))
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
         return num_parameters
@@ -89,7 +89,7 @@ class RewardModelActor(ModelWorker):
             normalize_reward=config.reward.normalize_enable,
             value_head_prefix=config.ds.value_head_prefix,
             allow_fresh_head=False,
-            **self.load_options,
+            **load_options(self.config),
         )
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)

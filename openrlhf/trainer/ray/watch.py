@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +72,7 @@ class Watched:
 
 
 class Watch:
-    """Asks all processes that were added, from `start` to `close`."""
+    """Asks processes from `start` to `close`."""
 
     def __init__(self) -> None:
         self.failure: EngineError | None = None  # why a process was killed
@@ -80,12 +80,9 @@ class Watch:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def add(self, watched: Watched) -> None:
-        """Watch one more process, which has a method `health`."""
-        self._watched.append(watched)
-
-    def start(self) -> None:
-        """Begin to ask; all processes are up."""
+    def start(self, watched: Iterable[Watched]) -> None:
+        """Begin to ask these processes, which have a method `health` and are up."""
+        self._watched += watched
         self._thread.start()
 
     def close(self) -> None:
