@@ -20,7 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from openrlhf.config.local_paths import is_template_text, looks_local
+from openrlhf.config.local_paths import is_template_text
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.hub import looking_up
@@ -55,7 +55,6 @@ def load_tokenizer(
     Raises ConfigError when there is no such folder or hub name, or when it needs code of its own.
     """
     name_or_path = _folder_with_tokenizer(name_or_path)
-    _refuse_missing_folder(name_or_path)
     try:
         with looking_up("model", name_or_path):  # whose config may be missing as well: one line
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -321,28 +320,13 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
     return name_or_path if base is None or has_own else _folder_with_tokenizer(base)
 
 
-def _refuse_missing_folder(name_or_path: str) -> None:
-    path = Path(name_or_path).expanduser()
-    if not path.exists() and looks_local(name_or_path):
-        raise ConfigError(
-            f"model path {name_or_path} does not exist. "
-            "Give a folder written by save_pretrained, or a hub name such as Qwen/Qwen3-0.6B."
-        )
-
-
 def _template_text(chat_template: str) -> str:
     if is_template_text(chat_template):
         return chat_template
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"--tokenizer_chat_template {chat_template} is neither Jinja text nor a file. "
-            "Give the template itself or the path of a .jinja file."
-        )
-    return path.read_text(encoding="utf-8")
+    return Path(chat_template).expanduser().read_text(encoding="utf-8")
 
 
-def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int]:
+def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int | None]:
     if (base := base_of_adapter(model_name_or_path)) is not None:
         return _configured_eos(base, trust_remote_code)
     try:
@@ -355,6 +339,4 @@ def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[in
         except (OSError, ValueError):  # a folder that holds a tokenizer only
             return []
     eos = getattr(config, "eos_token_id", None)
-    if eos is None:
-        return []
     return list(eos) if isinstance(eos, (list, tuple)) else [eos]

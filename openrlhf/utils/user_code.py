@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 
 from openrlhf.errors import ConfigError, OpenRLHFError
@@ -124,9 +125,6 @@ def user_line(path: str | Path, error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}:{error.lineno}"
     file = file_of(path)
-    traceback, line = error.__traceback__, None
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == file:
-            line = f"{path}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return line
+    frames = walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    return f"{path}:{lines[-1]}" if lines else None

@@ -119,7 +119,7 @@ def test_a_folder_without_a_tokenizer_is_not_taken_for_an_empty_one(tmp_path):
 
 
 def test_a_missing_folder_is_named_with_a_remedy(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere does not exist. Give a folder"):
+    with pytest.raises(ConfigError, match=r"nowhere is neither here nor in .* Type the path of"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
@@ -129,8 +129,6 @@ def test_a_chat_template_comes_as_text_or_as_a_file(tmp_path):
     assert load_tokenizer(str(tmp_path), chat_template="{{ 1 }}").chat_template == "{{ 1 }}"
     from_file = load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "my.jinja"))
     assert from_file.chat_template == "{{ messages }}"
-    with pytest.raises(ConfigError, match=r"neither Jinja text nor a file"):
-        load_tokenizer(str(tmp_path), chat_template="no_such_file")
 
 
 def test_every_eos_of_the_generation_config_ends_a_response(tmp_path):
