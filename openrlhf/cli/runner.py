@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
-from openrlhf.config.base import value_at, walk
 from openrlhf.config.cli import ConfigT, parse_config
 from openrlhf.config.common import CommandConfig
 from openrlhf.config.help import help_text
-from openrlhf.config.local_paths import is_local_data, path_problems
+from openrlhf.config.local_paths import is_local_data, named_things, path_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError
 from openrlhf.utils.snapshots import library_problems, with_snapshots
@@ -117,8 +116,8 @@ def start_problems(config: CommandConfig) -> Iterator[str]:
 
 def data_problems(config: CommandConfig) -> list[str]:
     """Return the problems of files and columns of the data sets that are on this machine."""
-    leaves = (leaf for leaf in walk(type(config)) if leaf.info.opens == "data")
-    if not any(is_local_data(value_at(config, leaf.path)) for leaf in leaves):
+    data = (names for _, opens, names in named_things(config) if opens == "data")
+    if not any(is_local_data(",".join(names)) for names in data):
         return []
     from openrlhf.utils.progress import progress  # noqa: PLC0415 - rich would slow --help
 

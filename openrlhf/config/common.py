@@ -286,7 +286,9 @@ class CheckpointConfig(Base):
         opens="output",
         min_length=1,
     )
-    path: str = option("./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path")
+    path: str = option(
+        "./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path", opens="output"
+    )
 
     _home = field_validator("output_dir", "path")(expand_home)
 

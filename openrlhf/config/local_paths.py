@@ -13,26 +13,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, is_blank, is_given, value_at, walk
+from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, Option, is_blank, is_given, value_at, walk
 from openrlhf.config.common import CommandConfig, RunConfig
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 LISTS = ("models", "data", "code")  # with commas between
+OUTPUTS = ("output", "output_file")
+
+
+def named_things(config: CommandConfig) -> Iterator[tuple[Option, str, list[str]]]:
+    """Yield every leaf that names files, folders or ids; what they are, of REMEDIES; the names."""
+    for option in walk(type(config)):
+        opens, value = option.info.opens, value_at(config, option.path)
+        if opens is not None and not is_blank(value):
+            yield option, opens, names_in(opens, value)
 
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for every file or folder that is named and not there, with its flag."""
-    for option in walk(type(config)):
-        opens, value = option.info.opens, value_at(config, option.path)
-        if option.path == "ckpt.path" and _writes_checkpoints(config):
-            opens = "output"
-        if opens is None or is_blank(value):
+    for option, opens, names in named_things(config):
+        if option.path == "ckpt.path" and not _writes_checkpoints(config):
             continue
-        if opens in ("output", "output_file"):
-            yield from _output_problems(opens, value, f"{option.flag} {value}")
-            continue
-        for name in names_in(opens, value):
-            yield from _problems(opens, name, f"{option.flag} {name}")
+        find = _output_problems if opens in OUTPUTS else _problems
+        for name in names:
+            yield from find(opens, name, f"{option.flag} {name}")
 
 
 def _writes_checkpoints(config: CommandConfig) -> bool:
@@ -44,14 +48,9 @@ def _writes_checkpoints(config: CommandConfig) -> bool:
 def reads_from(config: CommandConfig, folder: Path) -> bool:
     """Return True if a model, data set or other input of this config lies in a folder."""
     root = folder.resolve()
-    for option in walk(type(config)):
-        opens, value = option.info.opens, value_at(config, option.path)
-        if opens is None or opens in ("output", "output_file") or is_blank(value):
-            continue
-        for path in filter(None, (_path_of(opens, name) for name in names_in(opens, value))):
-            if root in (path.resolve(), *path.resolve().parents):
-                return True
-    return False
+    inputs = ((o, names) for _, o, names in named_things(config) if o not in OUTPUTS)
+    paths = (_path_of(opens, name) for opens, names in inputs for name in names)
+    return any(root in (p.resolve(), *p.resolve().parents) for p in paths if p is not None)
 
 
 def is_local_data(spec: str | None) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TypeVar
 
-from openrlhf.config.base import is_blank, value_at, walk, with_value
+from openrlhf.config.base import with_value
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.local_paths import is_hub_id, names_in
+from openrlhf.config.local_paths import is_hub_id, named_things
 from openrlhf.errors import ConfigError, first_line
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -33,19 +33,16 @@ def with_snapshots(config: ConfigT, *, is_shown: bool) -> ConfigT:
     ConfigError that lists the ids that cannot be had.
     """
     problems = []
-    for option in walk(type(config)) if config.use_ms else ():
-        opens, value = option.info.opens, value_at(config, option.path)
-        if opens is None or is_blank(value):
-            continue
-        names = names_in(opens, value)
-        for place, name in enumerate(names):
+    for option, opens, names in named_things(config) if config.use_ms else ():
+        before = list(names)
+        for place, name in enumerate(before):
             if is_hub_id(opens, name):
                 kind = "dataset" if opens == "data" else "model"
                 try:
                     names[place] = _snapshot(name, kind, is_shown=is_shown)
                 except ConfigError as error:
                     problems.append(f"{option.flag} {error}")
-        if names != names_in(opens, value):
+        if names != before:
             config = with_value(config, option.path, ",".join(names))
     if problems:
         raise ConfigError(problems)
