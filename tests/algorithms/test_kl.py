@@ -31,16 +31,6 @@ def test_estimators_by_hand(estimator, expected):
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimators_average_to_the_kl_of_the_distributions(estimator):
-    policy = torch.distributions.Categorical(probs=torch.tensor([0.5, 0.3, 0.2]))
-    reference = torch.distributions.Categorical(probs=torch.tensor([0.2, 0.2, 0.6]))
-    every = torch.arange(3)
-    terms = kl_per_token(policy.log_prob(every), reference.log_prob(every), estimator=estimator)
-    exact = torch.distributions.kl_divergence(policy, reference)
-    assert (policy.probs * terms).sum().item() == pytest.approx(exact.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("distance", [-1000.0, -50.0, 50.0, 1000.0])
 def test_far_tokens_are_clamped_to_ten_and_have_a_finite_gradient(estimator, distance):

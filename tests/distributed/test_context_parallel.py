@@ -4,9 +4,7 @@ and the gradients of all of them (of every loss: tests/trainer/test_every_loss.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.models.actor import Actor, PackedModel
+from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.utils.packing import PackedBatch
@@ -44,96 +42,62 @@ def batch_of(lengths: tuple[int, ...]) -> PackedBatch:
     return PackedBatch.from_sequences(tokens, [torch.arange(n) > n // 3 for n in lengths])
 
 
-def weighted_sum(results: list[Tensor]) -> Tensor:
-    """A loss in which every number counts differently."""
-    return sum(
-        (x.float() * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in results
-    )  # type: ignore[return-value]
+def load(folder: Path, name: str) -> Actor | CriticModel:
+    if name == "critic":
+        return CriticModel(load_sequence_model(folder / "reward"))
+    return Actor(load_causal_lm(folder / name), with_aux_loss=name == "mixtral")
 
 
-def of_policy(model: Actor, batch: PackedBatch) -> list[Tensor]:
-    stats = model(batch, temperature=0.8, with_entropy=True)
-    return [x for x in stats if x is not None]
-
-
-def of_critic(model: CriticModel, batch: PackedBatch) -> list[Tensor]:
-    return [model(batch)]
-
-
-class Case(NamedTuple):
-    """A model and what is asked of it."""
-
-    load: Callable[[Path], PackedModel]
-    ask: Callable[..., list[Tensor]]
-
-
-def policy(family: str) -> Case:
-    with_aux_loss = family == "mixtral"
-    return Case(
-        lambda folder: Actor(load_causal_lm(folder / family), with_aux_loss=with_aux_loss),
-        of_policy,
-    )
-
-
-CASES = {
-    **{family: policy(family) for family in FAMILIES},
-    "critic": Case(lambda f: CriticModel(load_sequence_model(f / "reward")), of_critic),
-}
 Outcome = tuple[list[Tensor], Tensor]
 
 
-def outcome(model: PackedModel, ask: Callable, batch: PackedBatch) -> Outcome:
-    """Results and the flat gradient of their weighted sum."""
+def outcome(model: Actor | CriticModel, batch: PackedBatch) -> Outcome:
+    """What a model says of a row, and the flat gradient of a loss in which every number counts
+    differently.
+    """
     model.zero_grad(set_to_none=False)
-    results = ask(model, batch)
-    weighted_sum(results).backward()
+    if isinstance(model, CriticModel):
+        results = [model(batch)]
+    else:
+        stats = model(batch, temperature=0.8, with_entropy=True)
+        results = [x for x in stats if x is not None]
+    weights = (torch.linspace(0.5, 1.5, x.numel()).view(x.shape) for x in results)
+    sum(
+        (x.float() * w.to(x.device)).sum() for x, w in zip(results, weights, strict=True)
+    ).backward()
     grads = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
     return [x.detach() for x in results], torch.cat([grad.flatten() for grad in grads])
 
 
 def compare_all(folder: Path) -> dict[tuple[str, str, str], tuple[Outcome, Outcome]]:
-    """Every case alone and shared."""
+    """Every model alone and shared."""
     found = {}
-    strategies = {}
-    for sharing, ds in SHARING.items():
-        strategies[sharing] = DeepSpeedStrategy(ds)
-        strategies[sharing].setup()
-    for name, case in CASES.items():
-        model = case.load(folder)
+    strategies = {sharing: DeepSpeedStrategy(ds) for sharing, ds in SHARING.items()}
+    for strategy in strategies.values():
+        strategy.setup()
+    for name in (*FAMILIES, "critic"):
+        model = load(folder, name)
         for row in ROWS if name == "qwen2" else ("ragged",):
             batch = batch_of(ROWS[row])
             model.context = None
-            alone = outcome(model, case.ask, batch)
-            # The ways to share are the policy's matter; other models see one of them.
-            ways = strategies if name == "qwen2" else ("ring by 2 heads", "ulysses")
-            for sharing in ways:
-                strategy = strategies[sharing]
-                model.context = strategy.context
-                results, gradient = outcome(model, case.ask, batch)
-                dist.all_reduce(gradient, group=strategy.context.group)
+            alone = outcome(model, batch)
+            for sharing in strategies if name == "qwen2" else ("ring by 2 heads", "ulysses"):
+                model.context = strategies[sharing].context
+                results, gradient = outcome(model, batch)
+                dist.all_reduce(gradient, group=model.context.group)
                 found[name, row, sharing] = (alone, (results, gradient))
     dist.barrier()
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("shared")
-    for family, options in FAMILIES.items():
-        make_model(folder / family, family, initializer_range=0.1, **options)  # type: ignore[arg-type]
-    heads = FAMILIES["qwen2"]
-    make_reward_model(folder / "reward", initializer_range=0.1, **heads)
-    return run_ranks(compare_all, 4, folder)  # type: ignore[return-value]
-
-
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", CASES)
-def test_a_shared_row_is_the_row_of_one_rank(ranks: list[dict], case: str) -> None:
-    for rank, found in enumerate(ranks):
-        for (name, row, sharing), ((expected, gradient), (actual, shared)) in found.items():
-            if name != case:
-                continue
-            where = f"rank {rank}, {row}, {sharing}"
+def test_a_shared_row_is_the_row_of_one_rank(tmp_path: Path) -> None:
+    for family, options in FAMILIES.items():
+        make_model(tmp_path / family, family, initializer_range=0.1, **options)  # type: ignore[arg-type]
+    make_reward_model(tmp_path / "reward", initializer_range=0.1, **FAMILIES["qwen2"])
+    for rank, found in enumerate(run_ranks(compare_all, 4, tmp_path)):
+        for case, ((expected, gradient), (actual, shared)) in found.items():  # type: ignore[attr-defined]
+            where = f"rank {rank}, {case}"
             assert len(actual) == len(expected)
             for x, y in zip(actual, expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=lambda m, w=where: w + m)

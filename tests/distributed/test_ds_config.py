@@ -87,8 +87,3 @@ def test_every_contradiction_is_named_with_its_flag(tmp_path: Path):
     assert "zero_optimization.stage is 3, but --zero_stage gives 2" in lines[0]
     assert "gradient_clipping is 5.0, but --max_norm gives 1.0" in lines[1]
     assert "--lr_scheduler" in lines[2]
-
-
-def test_sixteen_bit_accumulation_of_fp32_weights_is_refused():
-    with pytest.raises(ConfigError, match="--grad_accum_dtype bf16 with fp32"):
-        training_config(DeepSpeedConfig(grad_accum_dtype="bf16"), OptimizerConfig(), FP32)

@@ -64,16 +64,11 @@ def train(options: dict, folder: Path) -> dict:
     take_step(engine, strategy)
     after_save = weights_of(engine)
     engine.load_states(folder)
-    restored = weights_of(engine)
+    assert all(torch.equal(tensor, at_save[name]) for name, tensor in weights_of(engine).items())
     take_step(engine, strategy)
-    return {
-        "losses": losses,
-        "first_steps": first_steps,
-        "weights": at_save,
-        "restored": restored,
-        "after_save": after_save,
-        "after_restore": weights_of(engine),
-    }
+    for name, tensor in weights_of(engine).items():
+        torch.testing.assert_close(tensor, after_save[name], atol=1e-6, rtol=0)
+    return {"losses": losses, "first_steps": first_steps, "weights": at_save}
 
 
 def take_step(engine: TrainEngine, strategy: DeepSpeedStrategy) -> float:
@@ -119,14 +114,10 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
         # The embedding's step is Adam's first: its rate, in the direction of the sign.
         embedding = steps["0.weight"][:NUM_SAMPLES]
         torch.testing.assert_close(embedding.abs().median(), torch.tensor(0.01), atol=1e-3, rtol=0)
-        for name, tensor in found["weights"].items():
-            if "bf16" not in case:
-                first = first_stage["first_steps"][name]
-                torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
-                torch.testing.assert_close(tensor, first_stage["weights"][name], atol=0.02, rtol=0)
-            assert torch.equal(found["restored"][name], tensor)
-            after, again = found["after_save"][name], found["after_restore"][name]
-            torch.testing.assert_close(again, after, atol=1e-6, rtol=0)
+        for name, first in first_stage["first_steps"].items() if "bf16" not in case else ():
+            torch.testing.assert_close(steps[name], first, atol=1e-6, rtol=0)
+            last = first_stage["weights"][name]
+            torch.testing.assert_close(found["weights"][name], last, atol=0.02, rtol=0)
 
 
 def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> None:

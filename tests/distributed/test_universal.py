@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.integration.test_resume_methods import make_inputs
 from tests.stopped_runs import records, stopping_behind
-from tests.tiny import make_model, write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -72,17 +72,7 @@ def convert_by_script(ckpt_path: Path) -> None:
 
 
 def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_losses(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    rows = [
-        {
-            "input": f"{i}+{i}=",
-            "output": str(2 * i),
-            "chosen": str(2 * i),
-            "rejected": "?" * (1 + i % 3),
-        }
-        for i in range(11)
-    ]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
+    make_inputs(tmp_path)
     for starts, size in ((first_starts, 2), (second_starts, 1), (third_starts, 2)):
         run_ranks(starts, size, tmp_path)
         if size == 1:  # the ranks take what is converted

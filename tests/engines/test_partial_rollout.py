@@ -64,16 +64,6 @@ def check(answer: Completion, models, versions: list[int], temperature: float = 
             assert (wrong - reported)[mine].abs().max() > 1e-2  # it would be seen
 
 
-def test_running_requests_are_refused_unless_it_is_said_that_they_go_on(engine, models):
-    future = sampled(engine, 5, temperature=0.0, max_new_tokens=200)
-    with pytest.raises(WeightSyncError, match=r"1 requests are running.* keep_running"):
-        send(engine, weights(models[1]), 1)
-    [answer] = future.result(30)
-    assert set(answer.token_versions) == {0}
-    assert answer.token_ids[:24] == greedy(models[0])
-    assert engine.weight_version == 0 and engine_greedy(engine) == greedy(models[0])
-
-
 def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, models):
     settings = {"temperature": 0.7, "max_new_tokens": 300}
     with restored(engine, models[0], 0):

@@ -82,15 +82,6 @@ def test_an_error_of_a_step_reaches_every_waiting_and_later_call(loop):
         loop.call(lambda: None)
 
 
-def test_closing_fails_what_waits(loop):
-    [future] = loop.submit([10**9])
-    loop.close()
-    with pytest.raises(EngineError, match="shut down"):
-        future.result(5)
-    with pytest.raises(EngineError, match="shut down"):
-        loop.submit([1])
-
-
 def test_a_request_that_nobody_waits_for_is_forgotten(loop):
     unwanted, wanted, done = loop.submit([10**9, 200, 1])
     assert done.result(5) == 1

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.engines.vllm_engine import VLLMEngine
+from openrlhf.engines.vllm_logprobs import report_full_logprobs
 from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
@@ -187,3 +188,24 @@ def test_an_engine_starts_where_a_trainer_of_this_process_has_closed_its_groups(
     [[answer]] = engine.generate([request(max_new_tokens=2)])
     engine.shutdown()
     assert len(answer.token_ids) == 2
+
+
+LOGITS = torch.tensor([[0.0, 1.0, 2.0]])
+
+
+class SecondSampler:
+    def _sample_random(self, logits, top_p):
+        logits[0, :2] = -torch.inf
+        return logits.argmax(-1), logits
+
+
+def test_the_second_runner_takes_log_probs_of_logits_that_nothing_was_cut_from() -> None:
+    sampler = SecondSampler()
+    assert report_full_logprobs(sampler)
+    sampled, logits = sampler._sample_random(LOGITS.clone(), torch.tensor([0.3]))
+    assert sampled.tolist() == [2]
+    assert torch.equal(logits, LOGITS)
+
+
+def test_an_unknown_sampler_is_left_alone() -> None:
+    assert not report_full_logprobs(object())

@@ -34,10 +34,10 @@ def rows_on_gpus(folder: Path) -> list:
     for lengths in shared.ROWS.values():
         batch = shared.batch_of(lengths).to(model.device)
         model.context = None
-        alone = shared.outcome(model, shared.of_policy, batch)
+        alone = shared.outcome(model, batch)
         for mode in MODES:
             model.context = ContextGroup(dist.group.WORLD, mode)  # type: ignore[arg-type]
-            results, gradient = shared.outcome(model, shared.of_policy, batch)
+            results, gradient = shared.outcome(model, batch)
             dist.all_reduce(gradient)
             found.append((alone, (results, gradient)))
     dist.destroy_process_group()

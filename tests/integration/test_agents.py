@@ -81,14 +81,3 @@ def test_an_agent_trains_the_policy_in_one_process(
     _, words = command(name, tiny_model_dir, prompt_file, tmp_path)
     train_ppo.main([*words, "--vllm_num_engines", "0"])
     check(name, tmp_path)
-
-
-def test_a_file_without_an_agent_is_one_line(
-    tiny_model_dir: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, words = command("0.11, several turns", tiny_model_dir, prompt_file, tmp_path)
-    (tmp_path / "agent_func.py").write_text("x = 1\n")
-    with pytest.raises(SystemExit) as stopped:
-        train_ppo.main([*words, "--vllm_num_engines", "0"])
-    assert stopped.value.code == 2
-    assert "has no AgentExecutor; found: nothing public" in capsys.readouterr().err

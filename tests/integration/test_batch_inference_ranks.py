@@ -18,10 +18,7 @@ from tests.tiny import make_model, write_jsonl
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODULE = "openrlhf.cli.batch_inference"
-LAUNCHERS = {
-    "torchrun": "torchrun --nproc_per_node 2 --master_port {port} -m",
-    "python": "python -m",
-}
+TWO = "torchrun --nproc_per_node 2 --master_port {port} -m"
 VLLM = "--eval_task generate_vllm --greedy_sampling --prompt_max_len 64 --max_num_seqs 4"
 NUM_PROMPTS = 160
 
@@ -29,7 +26,7 @@ NUM_PROMPTS = 160
 def command(launcher: str, flags: str) -> list[str]:
     """A command of the Python that runs the tests."""
     [port] = free_ports(1)
-    name, *words = LAUNCHERS[launcher].format(port=port).split()
+    name, *words = launcher.format(port=port).split()
     return [str(Path(sys.executable).parent / name), *words, MODULE, *flags.split()]
 
 
@@ -66,9 +63,9 @@ def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path:
     killed, straight = tmp_path / "killed.jsonl", tmp_path / "straight.jsonl"
     flags = f"{VLLM} --pretrain {tmp_path}/model --dataset {rows} --max_new_tokens 64 --output_path"
     parts = tmp_path / "killed.jsonl.parts"
-    num_done = kill_in_the_middle(command("torchrun", f"{flags} {killed}"), parts)
+    num_done = kill_in_the_middle(command(TWO, f"{flags} {killed}"), parts)
     assert 0 < num_done < NUM_PROMPTS and not killed.exists()
-    said = run("torchrun", f"{flags} {killed}")
+    said = run(TWO, f"{flags} {killed}")
     assert "going on with what is done" in said and said.count("160 rows written") == 1
-    run("python", f"{flags} {straight}")
+    run("python -m", f"{flags} {straight}")
     assert killed.read_text() == straight.read_text() and not parts.exists()

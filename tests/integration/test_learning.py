@@ -103,3 +103,17 @@ def test_ppo_learns_from_a_reward_function(ray_cluster: None, values: dict, tmp_
     assert len(steps) == DOCUMENTS_STEPS
     assert steps[0]["reward"] < 0.2
     assert steps[-1]["reward"] - steps[0]["reward"] > MIN_GAIN
+
+
+def test_an_asynchronous_run_learns(ray_cluster: None, values: dict, tmp_path: Path) -> None:
+    (tmp_path / "reward_func.py").write_text(REWARD_FUNC)
+    steps = train(
+        "--async_train --enable_vllm_is_correction --vllm_num_engines 1 --enforce_eager "
+        "--advantage_estimator reinforce_baseline --init_kl_coef 0 --partial_rollout",
+        remote_rm_url=tmp_path / "reward_func.py",
+        label_key="answer",
+        **values,
+    )
+    assert len(steps) == NUM_STEPS
+    assert steps[0]["reward"] < 0.2
+    assert gain(steps) > MIN_GAIN

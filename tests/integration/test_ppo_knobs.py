@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pandas
@@ -92,31 +91,3 @@ def test_policy_and_critic_learn_in_adapters_beside_a_reference(
             for path in (reward_model_dir, tmp_path / "run_critic")
         )
     assert (first - last).abs().max() > 1e-3
-
-
-FLAGS = (
-    "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 --num_episodes 3 "
-    "--dynamic_filtering --dynamic_filtering_reward_range -100 100 "
-)
-# About half of the pairs have two equal rewards.
-PARITY = """
-def reward_func(queries, prompts, labels):
-    firsts = [query[len(prompt):][:1] or "a" for query, prompt in zip(queries, prompts)]
-    return {"rewards": [float(ord(first) % 2) for first in firsts]}
-"""
-
-
-def test_steps_are_full_of_groups_with_a_signal(given: dict, tmp_path: Path) -> None:
-    code = tmp_path / "parity.py"
-    code.write_text(PARITY)
-    train_ppo.main(argv(FLAGS, **given | {"remote_rm_url": code}, rollout_batch_size="4"))
-    steps = steps_of(tmp_path / "run")
-    assert all(step["vllm_kl"] < 1e-3 and step["timing/generation"] > 0 for step in steps)
-    tables = [pandas.read_parquet(p) for p in sorted((tmp_path / "run" / "rollouts").iterdir())]
-    assert [len(table) for table in tables[:-1]] == [8] * (len(steps) - 1)  # all full but the last
-    num_trained = sum(len(table) for table in tables)
-    assert num_trained % 2 == 0 and 0 < num_trained < 66
-    for table in tables:
-        pairs = list(pairwise(table["sample_id"]))[::2]
-        assert all(a[:-2] == b[:-2] for a, b in pairs) and table["sample_id"].is_unique
-        assert table.groupby(table["sample_id"].str[:-2])["reward"].nunique().min() == 2

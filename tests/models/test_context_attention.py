@@ -31,15 +31,6 @@ def test_a_rank_holds_a_chunk_from_either_end():
     assert second.positions_S.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 24])
-def test_row_order_and_rank_order_undo_each_other(num_tokens):
-    slices = [RowSlice(Place(rank, 3), num_tokens) for rank in range(3)]  # type: ignore[arg-type]
-    held = torch.stack([own.positions_S for own in slices])
-    row = slices[0].row_order(held)
-    assert row.tolist() == list(range(slices[0].padded_length))
-    assert torch.equal(slices[0].rank_order(row), held)
-
-
 def test_a_chunk_sees_its_sequences_from_their_beginning():
     seen, row = chunk_of_row((4, 6), range(2, 7), CPU)
     assert (seen, row.seq_lengths, row.num_earlier) == (slice(0, 7), (2, 3), 2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.router_loss import load_balancing_losses
@@ -85,8 +84,3 @@ def test_a_packed_row_gives_the_loss_of_each_sequence_alone(mixtral_dir):
     expected = torch.stack([output.aux_loss for output in alone])
     actual = load_actor(mixtral_dir)(full_batch(sequences)).aux_loss
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-
-
-def test_reentrant_checkpointing_is_refused(mixtral_dir):
-    with pytest.raises(ConfigError, match=r"would have no gradient\. Use --gradient_checkpointing"):
-        load_actor(mixtral_dir).gradient_checkpointing_enable(use_reentrant=True)
