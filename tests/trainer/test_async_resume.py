@@ -5,38 +5,25 @@ its way is generated again, nothing is lost, done twice or too old.
 from __future__ import annotations
 
 import json
-import random
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from datasets import Dataset
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
-from openrlhf.engines.base import SamplingSettings
 from openrlhf.rollout.kept_groups import (
-    KeptGroup,
     KeptGroups,
-    SampleOrigin,
     read_groups,
 )
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ray.phases import DevicePhases
-from tests.tiny import make_tokenizer
 from tests.trainer.async_fakes import (
     TrainerBroke,
     World,
     make_trainer,
-    samples,
-    staleness_histogram,
 )
 
 
@@ -118,22 +105,6 @@ def test_samples_that_edited_code_would_reward_otherwise_are_made_again(tmp_path
     assert reward_origin(config) != before
 
 
-ORIGIN = SampleOrigin(SamplingSettings(), {})
-
-
-def kept_pair() -> KeptGroups:
-    rollouts = samples((0, 0), (0.0, 1.0), [0] * 4)
-    return KeptGroups(ORIGIN, [KeptGroup((0, 0), 1, rollouts)])
-
-
-def test_samples_belong_to_the_row_of_the_file(tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"input": "a" * 9}, {"input": "b"}])
-    prompts = PromptDataset(rows, make_tokenizer(tmp_path), PromptFormat(max_len=5))
-    kept_pair().write(tmp_path)
-    [group] = read_groups(tmp_path, prompts, ORIGIN).groups
-    assert group.key == (0, 0) and {rollout.row_id for rollout in group.rollouts} == {1}
-
-
 def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
 
@@ -161,62 +132,3 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
         file.write(" ")
     saved = store.latest()
     assert saved is not None and saved.step == 1
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    num_prompts=st.integers(2, 30),
-    batch_size=st.integers(1, 4),
-    queue_size=st.integers(1, 3),
-    num_at_once=st.integers(1, 12),
-    keeps_running=st.booleans(),
-    with_filter=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_a_run_goes_on_from_any_step(
-    num_prompts: int,
-    batch_size: int,
-    queue_size: int,
-    num_at_once: int,
-    keeps_running: bool,
-    with_filter: bool,
-    seed: int,
-) -> None:
-    sizes = {
-        "num_prompts": num_prompts,
-        "batch_size": batch_size,
-        "queue_size": queue_size,
-        "num_at_once": num_at_once,
-        "with_filter": with_filter,
-        "max_empty": 99,
-    }
-    # Every third group has no signal where they are filtered; times have a tail.
-    failing = seed % num_prompts
-    signals = [not with_filter or (index + seed) % 3 > 0 for index in range(num_prompts)]
-    assume(any(signals[:failing] + signals[failing + 1 :]))  # else the run ends untrained
-    fate = {
-        "seconds_of": lambda key: random.Random(f"{seed} {key}").choice((0, 0, 0.001, 0.003)),
-        "scores_of": lambda key: (0.0, float(signals[key[1]])),
-        "failing": frozenset({(0, failing)}),
-        "keeps_running": keeps_running,
-        "train_s": 0.001 * (seed % 3),
-    }
-    stop = 1 + seed % max(num_prompts // batch_size, 1)
-    first = World(train_error_at=stop, **fate)  # type: ignore[arg-type]
-    trainer = make_trainer(first, **sizes)  # type: ignore[arg-type]
-    with TemporaryDirectory() as folder:
-        saved = run_until(trainer, stop, Path(folder))
-        assume(saved)
-        finished = {group.key for group in kept_of(trainer, Path(folder)).groups}
-        second = World(policy_version=stop, **fate)  # type: ignore[arg-type]
-        trainer = make_trainer(second, **sizes)  # type: ignore[arg-type]
-        go_on(trainer, saved, Path(folder))
-    ledger = trainer.sampler.ledger
-    assert ledger.num_drawn == num_prompts == sum(ledger.outcomes.values())
-    assert ledger.outcomes["failed:reward"] == 1 and not ledger.pending
-    assert max(staleness_histogram(trainer), default=0) <= queue_size
-    pending = {tuple(key) for key in saved["sampler"]["ledger"]["pending"]}
-    assert finished <= pending & set(first.submitted)
-    assert len(second.submitted) == len(set(second.submitted))
-    again = pending & set(second.submitted)
-    assert again == pending - finished  # what was finished is not made a second time

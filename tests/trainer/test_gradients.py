@@ -5,9 +5,8 @@ loss included. From the words of a command line to numbers in plain torch.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from openrlhf.config.supervised import (
 )
 from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError
 from openrlhf.trainer.base_trainer import BaseTrainer, SupervisedRun
 from openrlhf.trainer.dpo_trainer import DPOTrainer
@@ -44,8 +42,8 @@ from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, write_jsonl
 from tests.trainer.gradients import response_logprob, step_gradient
 
-NUM_ROWS, MICRO_BATCH_SIZES = 12, (12, 3)
-BETA, EPS, GAMMA, COEF, NLL_COEF = 0.3, 0.1, 0.7, 0.4, 0.5
+NUM_ROWS, MICRO_BATCH_SIZES = 9, (9, 2)
+BETA, GAMMA, COEF, NLL_COEF = 0.3, 0.7, 0.4, 0.5
 MAX_LEN = 40  # a part of the longest mismatched pairs is cut
 STAGES = {1: 0, 2: 3, 4: 2}  # by the number of ranks; two of four share each row
 TEXT = "--input_key input --output_key output --input_template {{}}"
@@ -84,23 +82,7 @@ ROUTER = {
     "prm router": "prm",
     "kd router": f"kd --kd_coef {COEF}",
 }
-LOSSES = {
-    "ipo": "dpo --ipo",
-    "ipo per token": "dpo --loss_type ipo --ipo_length_average",
-    "hinge": "dpo --loss_type hinge",
-    "smooth": f"dpo --label_smoothing {EPS}",
-    "robust": f"dpo --loss_type robust --label_smoothing {EPS}",
-    "exo_pair": f"dpo --loss_type exo_pair --label_smoothing {EPS}",
-    "apo_zero": "dpo --loss_type apo_zero",
-    "apo_down": "dpo --loss_type apo_down",
-    "simpo": f"dpo --loss_type simpo --simpo_gamma {GAMMA}",
-    "cpo": "dpo --loss_type cpo",
-    "orpo": "dpo --loss_type orpo",
-    "logexp": "rm --loss logexp --margin_loss",
-    "kd reverse": f"kd --kd_coef {COEF} --kd_divergence reverse",
-    "kd jsd": f"kd --kd_coef {COEF} --kd_divergence jsd",
-}
-CASES = MAIN | ROUTER | LOSSES
+CASES = MAIN | ROUTER
 
 
 def make_row(n: int) -> dict:
@@ -165,26 +147,9 @@ def run_case(folder: Path, case: str, world_size: int) -> dict:
     found: dict = {size: step_gradient(trainer, size, rows) for size in MICRO_BATCH_SIZES}
     found["samples"] = [trainer.samples[row] for row in rows]
     found["eval"] = trainer.evaluate()
-    if case == "sft":
-        found["bad step"] = poisoned_step(trainer, rows)
     if isinstance(trainer, RMTrainer):
         found["scale"] = trainer.reward_scale(trainer.samples)
     return found
-
-
-def poisoned_step(trainer: BaseTrainer, rows: Sequence[int]) -> tuple[bool, dict]:
-    """A step whose loss is no number on the main rank only: are the weights as before?"""
-    compute_loss = trainer.compute_loss
-    before = [tensor.clone() for _, tensor in stored_parameters(trainer.engine.module)]
-
-    def poisoned(*args: Any) -> Any:
-        loss, metrics = compute_loss(*args)
-        return loss * (math.nan if trainer.strategy.is_main else 1.0), metrics
-
-    trainer.compute_loss = poisoned  # type: ignore[method-assign]
-    metrics = trainer.train_step(rows)
-    after = [tensor for _, tensor in stored_parameters(trainer.engine.module)]
-    return all(map(torch.equal, before, after)), metrics.values()
 
 
 def export_and_spoil(folder: Path) -> str:
@@ -209,7 +174,7 @@ def export_and_spoil(folder: Path) -> str:
 
 def run_cases(folder: Path) -> dict[str, Any]:
     size = int(os.environ["WORLD_SIZE"])
-    cases = {1: [*MAIN, *ROUTER], 2: [*MAIN, "sft router"], 4: CASES}[size]
+    cases = [*MAIN, "sft router", "rm router"] if size == 2 else CASES
     found: dict[str, Any] = {case: run_case(folder, case, size) for case in cases}
     if size == 2:
         found["spoilt export"] = export_and_spoil(folder)
@@ -250,20 +215,14 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(-1)
 
 
-def divergence(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
-    if kind == "jsd":
-        middle = ((student.exp() + teacher.exp()) / 2).log()
-        return (forward_kl(middle, student) + forward_kl(middle, teacher)) / 2
-    return forward_kl(teacher, student) if kind == "reverse" else forward_kl(student, teacher)
-
-
-def kd_by_hand(own: Any, other: Any, samples: list, kind: str, coef: float) -> tuple[Tensor, dict]:
+def kd_by_hand(own: Any, other: Any, samples: list, *, is_own: bool) -> tuple[Tensor, dict]:
+    coef = 1.0 if is_own else COEF
     far, nll, count = torch.zeros(()), torch.zeros(()), 0
     for sample in samples:
         ids, mask = sample.token_ids, sample.loss_mask[1:]
         said, taught = token_logprobs(own, ids), token_logprobs(other, ids).detach()
         nll = nll - said.gather(-1, ids[1:, None])[:, 0][mask].sum()
-        far = far + divergence(kind, said, taught)[mask].sum()
+        far = far + (forward_kl(taught, said) if is_own else forward_kl(said, taught))[mask].sum()
         count += int(mask.sum())
     loss = ((1 - coef) * nll + coef * far) / count
     values = {"gpt_loss": (nll / count).item(), "distil_loss": (far / count).item()}
@@ -327,34 +286,6 @@ def log_sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(x).log()
 
 
-def log_odds(mean: Tensor) -> Tensor:
-    return torch.log(mean.exp() / (1 - mean.exp()))
-
-
-def pair_loss(case: str, c: Tensor, r: Tensor, sizes: list[int], C: Tensor, R: Tensor) -> Tensor:
-    """From log-probs of the chosen and the rejected answer (c, r), their lengths, and beta times
-    their ratios to the reference (C, R).
-    """
-    m, n = sizes
-    smooth = (1 - EPS) * log_sigmoid(C - R), EPS * log_sigmoid(R - C)
-    exo = log_sigmoid(C - R) - math.log(1 - EPS), log_sigmoid(R - C) - math.log(EPS)
-    formulas = {
-        "dpo": -log_sigmoid(C - R),
-        "smooth": -smooth[0] - smooth[1],
-        "ipo": ((C - R) / BETA - 1 / (2 * BETA)) ** 2,
-        "ipo per token": ((C / m - R / n) / BETA - 1 / (2 * BETA)) ** 2,
-        "hinge": (1 - (C - R)).clamp(min=0),
-        "robust": (-smooth[0] + smooth[1]) / (1 - 2 * EPS),
-        "exo_pair": torch.sigmoid(C - R) * exo[0] + torch.sigmoid(R - C) * exo[1],
-        "apo_zero": 1 - torch.sigmoid(C) + torch.sigmoid(R),
-        "apo_down": torch.sigmoid(C) + 1 - torch.sigmoid(C - R),
-        "simpo": -log_sigmoid(BETA * (c / m - r / n) - GAMMA),
-        "cpo": -log_sigmoid(BETA * (c - r)) - c / m,
-        "orpo": -c / m - BETA * log_sigmoid(log_odds(c / m) - log_odds(r / n)),
-    }
-    return formulas[case]
-
-
 def dpo_by_hand(own: Any, other: Any, samples: list, case: str) -> tuple[Tensor, dict]:
     losses, rewards, nll, num_tokens = [], [], torch.zeros(()), 0
     for sample in samples:
@@ -367,11 +298,13 @@ def dpo_by_hand(own: Any, other: Any, samples: list, case: str) -> tuple[Tensor,
             fixed = [response_logprob(other, *side) for side in sides]
         ratios = [BETA * (a - b) for a, b in zip(said, fixed, strict=True)]
         sizes = [int(mask.sum()) for _, mask in sides]
-        losses.append(pair_loss(case, *said, sizes, *ratios))
+        means = [a / n for a, n in zip(said, sizes, strict=True)]
+        simpo = BETA * (means[0] - means[1]) - GAMMA
+        losses.append(-log_sigmoid(simpo if case == "dpo router" else ratios[0] - ratios[1]))
         rewards.append([ratio.item() for ratio in ratios])
         nll, num_tokens = nll - said[0], num_tokens + sizes[0]
     loss, nll = torch.stack(losses).mean(), nll / num_tokens
-    if case != "dpo":
+    if case == "dpo router":
         return loss, {"loss": loss.item()}
     chosen, rejected = torch.tensor(rewards).T
     return loss + NLL_COEF * nll, {
@@ -406,15 +339,13 @@ def router_by_hand(own: Any, samples: list) -> Tensor:
 def by_hand(case: str, own: Any, other: Any, samples: list) -> tuple[Tensor, dict]:
     command = CASES[case].split()[0]
     if command == "kd":
-        kind = {"own answers": "reverse", "kd reverse": "reverse", "kd jsd": "jsd"}.get(case, "")
-        return kd_by_hand(own, other, samples, kind, 1.0 if case == "own answers" else COEF)
+        return kd_by_hand(own, other, samples, is_own=case == "own answers")
     if command == "rm":
         return rm_by_hand(own, other, samples, margin=case != "rm router")
     if command == "prm":
         return prm_by_hand(own, other, samples, is_open=case != "prm")
     if command == "dpo":
-        name = {"dpo kept": "dpo", "dpo router": "simpo"}.get(case, case)
-        return dpo_by_hand(own, other, samples, name)
+        return dpo_by_hand(own, other, samples, case)
     return {"sft": sft_by_hand, "kto": kto_by_hand}[command](own, other, samples)
 
 
@@ -451,11 +382,8 @@ def gradient_by_hand(folder: Path, case: str, samples: list) -> tuple[Tensor, di
     return torch.cat([part.flatten() for part in parts]), values
 
 
-WORLDS = [
-    "one_rank",
-    "two_ranks",
-    pytest.param("four_ranks", marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
-]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(300)]
+WORLDS = ["two_ranks", *(pytest.param(name, marks=SLOW) for name in ("one_rank", "four_ranks"))]
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -475,7 +403,7 @@ def test_gradients_and_metrics_are_those_of_the_formulas(
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_an_evaluation_has_the_metrics_of_the_formulas(
-    request: pytest.FixtureRequest, expected: Callable, one_rank: list[dict], ranks: str
+    request: pytest.FixtureRequest, expected: Callable, ranks: str
 ) -> None:
     for results in request.getfixturevalue(ranks):
         for case in MAIN.keys() - {"own answers"}:
@@ -484,14 +412,9 @@ def test_an_evaluation_has_the_metrics_of_the_formulas(
             names = values.keys() - ({"kto_loss", "kl"} if "kto" in case else {})  # another order
             own = {name: found[f"eval/{name}"] for name in names}
             assert own == pytest.approx({name: values[name] for name in names}, rel=1e-4), case
-            assert found == pytest.approx(one_rank[0][case]["eval"], rel=1e-4, abs=1e-5)
 
 
-def test_a_bad_loss_on_one_rank_skips_the_step_on_all(two_ranks: list[dict]) -> None:
-    for results in two_ranks:
-        assert results["sft"]["bad step"] == (True, {})
-
-
+@pytest.mark.slow
 def test_students_answer_alike_on_any_number_of_ranks(
     one_rank: list[dict], two_ranks: list[dict]
 ) -> None:
@@ -506,14 +429,14 @@ def test_students_answer_alike_on_any_number_of_ranks(
 
 
 def test_the_scale_of_rewards_covers_the_pairs_of_all_ranks(
-    folder: Path, one_rank: list[dict], two_ranks: list[dict]
+    folder: Path, two_ranks: list[dict]
 ) -> None:
-    samples, model = one_rank[0]["rm"]["samples"], load(folder / "reward")
+    samples, model = two_ranks[0]["rm"]["samples"], load(folder / "reward")
     texts = [ids for s in samples for ids in (s.chosen_ids, s.rejected_ids)]
     with torch.no_grad():
         scores = torch.cat([model(ids[None]).logits[0] for ids in texts])
     scale = (scores.mean().item(), scores.std(correction=0).item())
-    for results in (*one_rank, *two_ranks):
+    for results in two_ranks:
         assert results["rm"]["scale"] == pytest.approx(scale, rel=1e-5)
 
 

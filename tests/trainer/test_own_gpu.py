@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import ray
 
-from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, engine_args
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ray import utils, vllm_engine
-from openrlhf.trainer.ray.vllm_engine import LLMRayActor
+from openrlhf.trainer.ray import utils
 
 
 @pytest.fixture
@@ -38,19 +34,6 @@ def test_a_rank_takes_its_own_gpu_of_those_it_sees(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert utils.own_gpu() == index
-
-
-@pytest.mark.usefixtures("usable")
-def test_an_engine_takes_its_own_gpu_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    started: list[VLLMEngineConfig] = []
-    monkeypatch.setattr(VLLMEngine, "__init__", lambda self, config: started.append(config))
-    monkeypatch.setattr(vllm_engine, "redirect_framework_logs", lambda *_, **options: None)
-    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [1])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    LLMRayActor(VLLMEngineConfig(str(tiny_model_dir)), "vllm-0", str(tmp_path))
-    assert engine_args(started[0], "openrlhf", "").device_ids == [1]
 
 
 def test_a_gpu_that_torch_cannot_use_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

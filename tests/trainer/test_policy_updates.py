@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from openrlhf.algorithms.off_policy import Correction
 from openrlhf.config.cli import parse_config
@@ -284,6 +286,28 @@ def test_the_average_of_the_weights_is_exported(
     assert not torch.allclose(averaged[stored], last[stored], atol=1e-4)
 
 
+def test_an_export_has_the_chat_template_of_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    actor = make_actor(tiny_model_dir, tmp_path, data={"tokenizer_chat_template": template})
+    actor.save_model(str(tmp_path / "export"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
+
+
+def test_forwards_and_updates_count_their_micro_batches(
+    tiny_model_dir: Path, tmp_path: Path, terminal: io.StringIO
+) -> None:
+    sizes = {"micro_batch_size": 1}
+    actor = make_actor(tiny_model_dir, tmp_path, train=sizes, rollout=sizes)
+    experience = ragged_experience(8)
+    actor.compute_logprobs(experience)
+    assert actor.health().done_of == (8, 8)
+    [steps] = plan_updates(experience, 1, train_batch_size=4, max_epochs=1, seed=0)
+    actor.fit(steps, 0.0)
+    assert actor.health().done_of == (8, 8)  # 4 of each of two optimizer steps
+    for text in ("log-probs of the policy", "updating the policy", "8/8"):
+        assert text in terminal.getvalue()
+
+
 def test_leaving_idle_samples_out_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
     actor = make_actor(tiny_model_dir, tmp_path)
     experience = ragged_experience()
@@ -305,32 +329,3 @@ def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path
     assert metrics["ppo_kl"] == 0.0
     assert metrics["ppo_clip_ratio"] == 0.0
     assert metrics["actor_grad_norm"] > 0
-
-
-def test_the_logged_entropy_is_of_idle_samples_too(tiny_model_dir: Path, tmp_path: Path) -> None:
-    still = {"entropy_coef": 0.0, "adam": {"lr": 0.0}}
-    actor = make_actor(tiny_model_dir, tmp_path, actor=still)
-    experience = ragged_experience(8).with_columns(old_logprobs=None)
-    first = int(experience.num_actions[:4].sum())
-    assert experience.advantages is not None
-    silent = experience.advantages.clone()
-    silent[first:] = 0
-
-    def entropy(samples: Experience) -> float:
-        [steps] = plan_updates(samples, 1, train_batch_size=8, max_epochs=1, seed=0)
-        return actor.fit(steps, 0.0).values()["entropy"]
-
-    of_all = entropy(experience)
-    assert entropy(experience.with_columns(advantages=silent)) == pytest.approx(of_all, rel=1e-6)
-    assert entropy(experience.select(range(4))) != pytest.approx(of_all, rel=1e-5)
-
-
-def test_log_probs_come_back_in_sample_order(tiny_model_dir: Path, tmp_path: Path) -> None:
-    actor = make_actor(
-        tiny_model_dir,
-        tmp_path,
-        train={"dynamic_batch_enable": True, "max_tokens_per_gpu": 64},
-    )
-    experience = ragged_experience(16)
-    one_by_one = [actor.compute_logprobs(experience.select([i])) for i in range(16)]
-    assert torch.allclose(actor.compute_logprobs(experience), torch.cat(one_by_one), atol=1e-5)

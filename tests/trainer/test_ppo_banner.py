@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_banner import banner_sections
 from openrlhf.trainer.ppo_setup import make_schedule
-from openrlhf.trainer.ray.placement import ClusterView, RoleCounts, role_counts
+from openrlhf.trainer.ray.placement import ClusterView, role_counts
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
 NODE = ClusterView(num_gpus=8, num_cpus=64, max_gpus_per_node=8)
@@ -16,14 +14,12 @@ SIZES = {"actor": 3_300_000, "ref": 3_300_000, "reward1": 950, "reward2": 950, "
 
 
 def banner(
-    flags: str, cluster: ClusterView | None, num_prompts: int = 100
+    flags: str, cluster: ClusterView, num_prompts: int = 100
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The sections of a command's banner: models, run."""
     line = f"--pretrain /m/policy --prompt_data d --save_path out {flags}"
     config = parse_config(PPOConfig, line.split()).config
-    counts = RoleCounts({"actor": 1, "ref": 1}, 0)
-    if cluster is not None:
-        counts = role_counts(config, cluster)
+    counts = role_counts(config, cluster)
     sections = banner_sections(
         config,
         make_schedule(config, num_prompts),
@@ -54,27 +50,6 @@ def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
     assert run["devices"] == "8 GPU(s)"
 
 
-@pytest.mark.parametrize(
-    ("num_prompts", "batch", "steps"),
-    [
-        (4, "4 prompts x 2 samples = 8; 1 update(s) of 8 samples a step", "1 (4 prompts"),
-        (11, "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step", "2 (11 prompts"),
-        (2, "2 prompts x 2 samples = 4; 1 update(s) of 4 samples a step", "1 (2 prompts"),
-    ],
-)
-def test_a_set_smaller_than_the_batch_is_what_a_step_takes(
-    num_prompts: int, batch: str, steps: str
-) -> None:
-    _, run = banner(
-        "--remote_rm_url r.py --advantage_estimator rloo --n_samples_per_prompt 2 "
-        "--rollout_batch_size 8 --train_batch_size 8 --vllm_num_engines 0",
-        None,
-        num_prompts,
-    )
-    assert run["batch"] == batch
-    assert run["steps"] == f"{steps} x 1 episode(s))"
-
-
 def test_the_limits_of_asynchronous_training_are_said() -> None:
     line = "--remote_rm_url r.py --rollout_batch_size 32 --train_batch_size 32"
     assert "queue" not in banner(line, LAPTOP)[1]
@@ -82,3 +57,15 @@ def test_the_limits_of_asynchronous_training_are_said() -> None:
     assert run["queue"] == (
         "samples at most 2 update(s) behind, 32 prompts at once, weights change under samples"
     )
+
+
+def test_a_set_smaller_than_the_batch_is_what_a_step_takes() -> None:
+    line = "--remote_rm_url r.py --advantage_estimator rloo --n_samples_per_prompt 2 "
+    line += "--rollout_batch_size 8 --train_batch_size 8"
+    for num_prompts, batch, steps in (
+        (4, "4 prompts x 2 samples = 8; 1 update(s) of 8 samples a step", "1 (4 prompts"),
+        (11, "8 prompts x 2 samples = 16; 2 update(s) of 8 samples a step", "2 (11 prompts"),
+    ):
+        _, run = banner(line, LAPTOP, num_prompts)
+        assert run["batch"] == batch
+        assert run["steps"] == f"{steps} x 1 episode(s))"

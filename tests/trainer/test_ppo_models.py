@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_model, make_reward_model, make_tokenizer
+from tests.trainer.test_experience import rollout
 
 TEXTS = ("hello there<|end|>", "good")
 
@@ -57,25 +60,8 @@ def rollouts_of(policy: Path) -> list[Rollout]:
     tokenizer = load_tokenizer(str(policy))
     made = []
     for k, text in enumerate(TEXTS):
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        mask = torch.arange(len(ids)) > 1
-        made.append(
-            Rollout(
-                sample_id=str(k),
-                group_id=k,
-                row_id=k,
-                token_ids=ids,
-                action_mask=mask,
-                logprobs=torch.zeros(int(mask.sum())),
-                weight_versions=torch.zeros(int(mask.sum()), dtype=torch.int32),
-                finish_reason="stop",
-                prompt_text="",
-                response_text=text,
-                label=None,
-                datasource="d",
-                reward=0.0,
-            )
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        made.append(replace(rollout(ids[:2], ids[2:], group=k), response_text=text, prompt_text=""))
     return made
 
 
@@ -86,8 +72,11 @@ def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Pa
     return worker.compute_rewards(experience).tolist()
 
 
-def scores_by_hand(path: Path, rows: list[list[int]]) -> list[float]:
+def scores_by_hand(path: Path, reader: Path) -> list[float]:
+    """Scores of the texts as one tokenizer reads them."""
+    tokenizer = load_tokenizer(str(reader))
     model = RewardModel.from_pretrained(str(path), allow_fresh_head=False).eval()
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     ids = [torch.tensor(row) for row in rows]
     batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
     with torch.no_grad():
@@ -99,46 +88,26 @@ def test_a_reward_model_of_the_policys_vocabulary_reads_its_tokens(
 ) -> None:
     config = config_of(tiny_model_dir, reward_dir)
     assert check_tokens(config, load_policy_tokenizer(config)) == []
-    rollouts = rollouts_of(tiny_model_dir)
-    found = rewards_of(config, reward_dir, Experience.from_rollouts(rollouts), tmp_path)
-    rows = [rollout.token_ids.tolist() for rollout in rollouts]
-    assert found == pytest.approx(scores_by_hand(reward_dir, rows), abs=1e-5)
+    experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
+    found = rewards_of(config, reward_dir, experience, tmp_path)
+    assert found == pytest.approx(scores_by_hand(reward_dir, tiny_model_dir), abs=1e-5)
 
 
-def test_one_of_another_vocabulary_reads_the_text(
+def test_one_of_another_vocabulary_reads_the_text_as_far_as_it_has_positions(
     tiny_model_dir: Path, foreign_dir: Path, tmp_path: Path
 ) -> None:
-    config = config_of(
-        tiny_model_dir,
-        foreign_dir,
-        f"--critic_pretrain {tiny_model_dir} --micro_rollout_batch_size 1",
-    )
+    line = f"--critic_pretrain {tiny_model_dir} --micro_rollout_batch_size 1"
+    config = config_of(tiny_model_dir, foreign_dir, line)
     [caution] = check_tokens(config, load_policy_tokenizer(config))
     assert f"{foreign_dir} has another vocabulary" in caution
     experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
     found = rewards_of(config, foreign_dir, experience, tmp_path)
-    own = load_tokenizer(str(foreign_dir))
-    rows = [own(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    assert rows[0] != experience.token_ids[: len(rows[0])].tolist()
-    assert found == pytest.approx(scores_by_hand(foreign_dir, rows), abs=1e-5)
-
-
-@pytest.mark.parametrize(("max_len", "is_read"), [(9, True), (8, False)])
-def test_a_text_that_the_reward_model_cannot_read_has_no_reward_and_others_have(
-    tiny_model_dir: Path, foreign_dir: Path, tmp_path: Path, max_len: int, is_read: bool
-) -> None:
-    path = foreign_dir / "config.json"
-    short = json.loads(path.read_text()) | {"max_position_embeddings": max_len}
-    before = path.read_text()
-    path.write_text(json.dumps(short))
-    try:
-        config = config_of(tiny_model_dir, foreign_dir)
-        experience = Experience.from_rollouts(rollouts_of(tiny_model_dir))
-        first, second = rewards_of(config, foreign_dir, experience, tmp_path)
-    finally:
-        path.write_text(before)
-    assert math.isfinite(first) is is_read
-    assert math.isfinite(second)
+    assert found == pytest.approx(scores_by_hand(foreign_dir, foreign_dir), abs=1e-5)
+    short = shutil.copytree(foreign_dir, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (short / "config.json").write_text(json.dumps(settings))
+    first, second = rewards_of(config_of(tiny_model_dir, short), short, experience, tmp_path)
+    assert math.isnan(first) and math.isfinite(second)
 
 
 def test_a_critic_of_another_vocabulary_is_refused(tiny_model_dir: Path, foreign_dir: Path) -> None:

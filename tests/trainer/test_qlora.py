@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from openrlhf.cli import train_ppo
-from openrlhf.config.common import DeepSpeedConfig, LoraConfig
-from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.engines.base import GenerationRequest, SamplingSettings
-from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.config.common import LoraConfig
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import load_causal_lm
@@ -35,14 +32,6 @@ pytest.importorskip("bitsandbytes")
 
 BATCH_IDS = torch.arange(20, 40)
 FLAGS = ("--load_in_4bit", "--lora_rank", "4")
-LOSSES = {
-    "sft_lora": "gpt_loss",
-    "rm_lora": "loss",
-    "dpo_lora": "loss",
-    "kd": "loss",
-    "kto_lora": "loss",
-    "prm_lora": "prm_loss",
-}
 
 
 def adapted(path: Path) -> Actor:
@@ -90,43 +79,19 @@ def test_gradients_pass_through_the_base_before_and_after_an_evaluation(
         assert torch.equal(first[name], second[name])
 
 
-def test_a_frozen_model_in_four_bits_is_moved_and_answers(tiny_model_dir: Path) -> None:
-    strategy = DeepSpeedStrategy(DeepSpeedConfig(load_in_4bit=True))
-    strategy.setup()
-    engine = strategy.prepare_eval(Actor(load_causal_lm(tiny_model_dir, load_in_4bit=True)))
-    model = engine.module.model.to(strategy.device)
-    sampling = SamplingSettings(temperature=0.0, max_new_tokens=4)
-    [[answer]] = OwnGenerate(model).generate(
-        [GenerationRequest("r", tuple(BATCH_IDS.tolist()), sampling)]
-    )
-    assert len(answer.token_ids) == 4
-
-
 def run_commands(root: Path) -> None:
-    for case in LOSSES:
-        strength = ("--beta", "2") if case == "kto_lora" else ()  # else its loss stays near 0.5
-        more = ("--max_epochs", "10", "--learning_rate", "1e-2", *strength)
-        start(root, root / case, case, *FLAGS, *more)
+    more = ("--max_epochs", "10", "--learning_rate", "1e-2")
+    start(root, root / "long", "dpo_lora", *FLAGS, *more)
     straight_and_resumed(root, root / "stopped", "sft_lora", *FLAGS)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = make_inputs(tmp_path_factory.mktemp("qlora"))
+@pytest.mark.slow
+def test_adapters_in_four_bits_learn_and_go_on_where_they_stood(tmp_path: Path) -> None:
+    root = make_inputs(tmp_path)
     run_ranks(run_commands, 1, root)
-    return root
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LOSSES)
-def test_an_adapter_learns_on_a_base_in_four_bits(root: Path, case: str) -> None:
-    losses = [record[LOSSES[case]] for record in records(root / case) if LOSSES[case] in record]
+    losses = [record["loss"] for record in records(root / "long") if "loss" in record]
     assert losses[-1] < 0.95 * losses[0]
-    assert (root / case / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_run_in_four_bits_goes_on_where_it_stood(root: Path) -> None:
+    assert (root / "long" / "adapter_model.safetensors").is_file()
     check_same(root / "stopped", "sft_lora")
 
 

@@ -163,17 +163,6 @@ def test_prompts_that_are_dialogues_come_as_messages_and_so_do_completions(
     assert [r.reward for r in samples.rollouts] == [5, 4, 7]
 
 
-def test_a_text_that_the_chat_template_renders_is_shown_as_its_row_has_it(tmp_path, tiny_tokenizer):
-    code = """
-        def known(prompts, completions):
-            return [float(p in ("2+2=", "2+3=", "write 7") and c.isprintable())
-                    for p, c in zip(prompts, completions)]
-    """
-    samples = score(tmp_path, tiny_tokenizer, code, apply_chat_template=True)
-    assert [r.reward for r in samples.rollouts] == [1, 1, 1]
-    assert samples.rollouts[0].prompt_text == "<|user|>2+2=<|end|><|assistant|>"
-
-
 def test_queries_hold_the_end_token_and_responses_do_not(tmp_path, tiny_tokenizer):
     code = """
         def reward_func(queries, prompts, labels, responses):

@@ -1,4 +1,6 @@
-"""What a person reads when a worker fails: the error itself, the role, the rank and the node."""
+"""Workers on Ray have the environment of whoever started the run, and one that fails says what
+happened: the error itself, the role, the rank and the node.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.errors import EngineError, NumericsError
-from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.launcher import RayActorGroup, worker_environment
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
 from openrlhf.trainer.ray.utils import node_address
 from openrlhf.trainer.ray.vllm_engine import RayEngine
+from tests.config.test_environment import OF_CALLER
 
 
 class Probe(ModelWorker):
@@ -23,6 +26,10 @@ class Probe(ModelWorker):
 
     def setup(self) -> None:
         """There is nothing to set up."""
+
+    def of_mine(self) -> dict[str, str]:
+        """The variables of the worker."""
+        return dict(os.environ)
 
     def fail_on(self, rank: int) -> None:
         """Raise on one rank."""
@@ -53,16 +60,25 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayActorGroup]:
-    """Two ranks that have joined."""
+    """Two ranks that have joined, of a caller with an environment of its own."""
     run_dir: Path = tmp_path_factory.mktemp("run")
-    slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
-    group = RayActorGroup(Probe, (None,), slots, role="critic", run_dir=str(run_dir))
+    with pytest.MonkeyPatch.context() as caller:
+        for name, value in OF_CALLER.items():
+            caller.setenv(name, value)
+        assert worker_environment(1).items() >= OF_CALLER.items()
+        slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
+        group = RayActorGroup(Probe, (None,), slots, role="critic", run_dir=str(run_dir))
     assert group.who(1) == "critic rank 1 of 2"  # nobody knows its node yet
     group.join()
     yield group
     for handle in group.handles:
         ray.kill(handle)
     remove_placement_group(slots[0].group)
+
+
+@pytest.mark.slow
+def test_a_worker_has_what_the_caller_has(group: RayActorGroup) -> None:
+    assert all(found.items() >= OF_CALLER.items() for found in group.call(Probe.of_mine))
 
 
 @pytest.mark.slow

@@ -1,0 +1,334 @@
+"""Data and models that a supervised command cannot train on end it with one list of lines and exit
+code 2, before a model is loaded. Details of rows and files stand in `tests/datasets`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+import transformers
+
+from openrlhf.datasets import data_files, loading
+from openrlhf.datasets.loading import Expectations
+from openrlhf.errors import ConfigError, DataError
+from openrlhf.trainer.supervised_run import limits_of
+from tests.tiny import make_model, write_jsonl
+
+LATE = 150  # a row behind more than a hundred good ones
+NUM_POSITIONS = 64
+QUESTION = {"role": "user", "content": "q"}
+REPLY = {"role": "assistant", "content": "a"}
+COMMANDS = {
+    "sft": "--input_key input --output_key output",
+    "rm": "--prompt_key input",
+    "dpo": "--prompt_key input",
+    "kto": "--input_key input --output_key output",
+    "prm": "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -",
+    "kd": "--input_key input --output_key output --teacher_model {model}",
+}
+CHATS = "--input_key messages --output_key none --apply_chat_template"
+
+
+def make_row(text: str = "a", **others: object) -> dict:
+    """A row that every command can read; in a pair the rejected answer holds the text."""
+    row = {"input": "q", "output": text, "chosen": "a!", "rejected": text, "label": 1}
+    return row | {"steps": f"{text}#", "labels": ["+"]} | others
+
+
+# Command, flags, rows, and a part of what is said.
+CASES = {
+    "a side that is no text": (
+        "rm",
+        "",
+        [make_row(rejected=7), make_row(rejected=8)],
+        "row 2: 'rejected' is 8, not text. Write it as \"8\"",
+    ),
+    "a prompt of white space": ("sft", "", [make_row(), make_row(input=" \n")], "row 2: 'input'"),
+    "a label that is neither 1 nor 0": ("kto", "", [make_row(), make_row(label=2)], "row 2"),
+    "a label too few": (
+        "prm",
+        "",
+        [make_row(), make_row(steps="a # b #")],
+        "row 2",
+    ),
+    "only identical pairs": (
+        "dpo",
+        "",
+        [make_row(rejected="a!")] * 2,
+        "chosen and rejected are the same: 2",
+    ),
+    "an over-long row where that is an error": (
+        "kd",
+        "--max_len 30 --overlong_rows error",
+        [make_row(), make_row("a" * 99)],
+        "row 2: 119 tokens, over the limit of 30",
+    ),
+    "only over-long rows": (
+        "sft",
+        "--max_len 8",
+        [make_row("q" * 50)] * 3,
+        "none of 3 rows can be learned from (over-long: 3). Check --input_key, --output_key and "
+        "--max_len.",
+    ),
+    "an id for the second time": (
+        "sft",
+        "",
+        [make_row(id="a"), make_row(id="b"), make_row(id="a")],
+        "rows.jsonl: row 3: id 'a' is that of {folder}/rows.jsonl: row 1, too",
+    ),
+    "roles out of turn in a blend of two": (
+        "sft",
+        f"{CHATS} --dataset {{folder}}/rows.jsonl,{{folder}}/rows.jsonl --dataset_probs 0.5,0.5",
+        [{"messages": [QUESTION, REPLY]}, {"messages": [QUESTION, QUESTION, REPLY]}],
+        "{folder}/rows.jsonl: row 2: message 2 is the user's, after the user's",
+    ),
+    "message lists where the tokenizer has no template": (
+        "dpo",
+        "--pretrain {folder}/untemplated",
+        [make_row(input=[QUESTION], chosen=[REPLY], rejected=[REPLY | {"content": "b"}])],
+        "'input' holds message lists, but the tokenizer {folder}/untemplated has no chat "
+        "template. Give one with --tokenizer_chat_template",
+    ),
+    "a model that is not there": (
+        "sft",
+        "--pretrain {folder}/none",
+        [make_row()],
+        "--pretrain {folder}/none does not exist. Type a folder with a config.json, or a hub id "
+        "such as org/name.",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with few positions, and one without an embedding for the tokenizer's last token."""
+    root = tmp_path_factory.mktemp("models")
+    make_model(root / "short", max_position_embeddings=NUM_POSITIONS)
+    make_model(root / "narrow", vocab_size=261)
+    return root
+
+
+@pytest.fixture
+def refuse_rows(tmp_path: Path, refuse: Callable) -> Callable:
+    """Runs a command on rows, or on a file of them; returns the lines of its one list."""
+
+    def run(command: str, model: Path, rows: list[dict] | Path, *more: str) -> list[str]:
+        data = rows if isinstance(rows, Path) else write_jsonl(tmp_path / "rows.jsonl", rows)
+        paths = f"--pretrain {model} --dataset {data} --save_path {tmp_path / 'run'}"
+        words = f"{paths} --train_batch_size 2 {COMMANDS[command].format(model=model)}"
+        code, said = refuse(f"train_{command}", [*words.split(), *more])
+        assert code == 2, said
+        assert "Traceback" not in said
+        return [line[7:] for line in said.splitlines() if line.startswith("error: ")]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_row_is_named(case: str, tiny_model_dir: Path, tmp_path: Path, refuse_rows) -> None:
+    command, flags, rows, expected = CASES[case]
+    shutil.copytree(tiny_model_dir, tmp_path / "untemplated")
+    (tmp_path / "untemplated" / "chat_template.jinja").unlink()
+    lines = refuse_rows(command, tiny_model_dir, rows, *flags.format(folder=tmp_path).split())
+    assert any(expected.format(folder=tmp_path) in line for line in lines), lines
+
+
+def test_bad_rows_of_both_sets_are_said_together(
+    tiny_model_dir: Path, tmp_path: Path, refuse_rows
+) -> None:
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [make_row(), make_row(input=" ")])
+    rows = [make_row(input=""), make_row()]
+    assert refuse_rows("sft", tiny_model_dir, rows, "--eval_dataset", str(held_out)) == [
+        "data set: 1 bad rows. Repair the rows, or choose other columns.",
+        f"{tmp_path}/rows.jsonl: row 1: 'input' is empty",
+        "evaluation: data set: 1 bad rows. Repair the rows, or choose other columns.",
+        f"{held_out}: row 2: 'input' is empty",
+    ]
+
+
+def test_bad_prompts_of_both_sets_are_said_together(
+    tiny_model_dir: Path, tmp_path: Path, refuse
+) -> None:
+    rows = [{"prompt": [QUESTION], "id": 3}, {"prompt": [QUESTION | {"content": " "}], "id": 4}]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [rows[0]] * 2)
+    flags = "--advantage_estimator group_norm --n_samples_per_prompt 2 --vllm_num_engines 0 "
+    flags += f"--pretrain {tiny_model_dir} --prompt_data {prompts} --eval_dataset {held_out} "
+    flags += f"--remote_rm_url http://localhost:1 --save_path {tmp_path / 'run'} "
+    flags += "--rollout_batch_size 2 --train_batch_size 2 --micro_train_batch_size 1 "
+    code, said = refuse("train_ppo", f"{flags} --generate_max_len 8 --prompt_max_len 99".split())
+    errors = [line for line in said.splitlines() if "error: " in line]
+    assert code == 2
+    assert f"error: {prompts}: row 2: 'prompt' is empty" in errors
+    assert f"error: {held_out}: row 2: id 3 is that of {held_out}: row 1, too" in errors
+
+
+GOOD = b'{"input": "q", "output": "a"}\n'
+
+
+def cut_parquet(path: Path) -> None:
+    datasets.Dataset.from_list([make_row()]).to_parquet(path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+# Name of the file, its bytes or what writes it, and how the line goes on behind its path.
+FILES = {
+    "cut inside a record": ("a.jsonl", GOOD + GOOD[:9], ":2: cut record"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-12], ": the compressed file is"),
+    "cut parquet": ("a.parquet", cut_parquet, " is damaged: "),
+    "100 MB in a line": ("a.jsonl", GOOD + b'{"input": "' + b"x" * 10**8, ":2: a line of over"),
+    "a dangling link": (
+        "a.jsonl",
+        lambda path: path.symlink_to("nowhere.jsonl"),
+        " is a link to nowhere.jsonl, which does not exist. ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_one_problem(
+    case: str, tiny_model_dir: Path, tmp_path: Path, refuse_rows
+) -> None:
+    name, content, expected = FILES[case]
+    path = tmp_path / name
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    lines = refuse_rows("sft", tiny_model_dir, path)
+    [line] = [line for line in lines if "bad rows. " not in line]
+    assert f"{path}{expected}" in line
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = data_files.check_text
+
+    def read_and_append(rows: datasets.Dataset, name: str) -> None:
+        read(rows, name)
+        with Path(name).open("ab") as file:
+            file.write(GOOD)
+
+    monkeypatch.setattr(data_files, "check_text", read_and_append)
+    path = write_jsonl(tmp_path / "a.jsonl", [make_row()])
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
+        loading.load_rows(str(path))
+
+
+def test_rows_that_a_file_lost_are_noticed_where_their_number_or_hash_is_given(
+    tmp_path: Path,
+) -> None:
+    one = write_jsonl(tmp_path / "one.jsonl", [make_row()] * 4)
+    two = write_jsonl(tmp_path / "two.jsonl", [make_row()])
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest().upper() for path in (one, two)]
+    right = Expectations(num_rows="4, 1", sha256=",".join(digests))
+    assert len(loading.load_rows(f"{one},{two}", expected=right, max_samples=2)) == 2
+    for wrong, message in (
+        (Expectations(num_rows="4"), "--expect_rows 4 is of 1 data sets, and 2 are named"),
+        (Expectations(num_rows="4,x"), "--expect_rows 4,x is no number of rows"),
+        (Expectations(num_rows="4,2"), "two.jsonl has 1 rows, not 2"),
+        (Expectations(sha256=f"{digests[0]},0"), "two.jsonl has the SHA-256 .*, not 0."),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loading.load_rows(f"{one},{two}", expected=wrong)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "prm"])
+def test_a_row_longer_than_the_positions_is_refused(
+    command: str, root: Path, tmp_path: Path, refuse_rows
+) -> None:
+    rows = [make_row()] * LATE + [make_row("b" * 100), make_row("b" * 80)]
+    [line] = refuse_rows(command, root / "short", rows)
+    start = f"2 of 152 rows are longer than the 64 positions of the model {root}/short: "
+    assert line.startswith(f"{start}{tmp_path}/rows.jsonl: row {LATE + 1} has 1")
+    assert f"tokens. Type --max_len {NUM_POSITIONS}, or set max_position_embeddings" in line
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "prm"])
+def test_an_id_without_an_embedding_is_found_in_a_late_row(
+    command: str, root: Path, tmp_path: Path, refuse_rows
+) -> None:
+    rows = [make_row()] * LATE + [make_row("\u00ad"), make_row()]
+    assert refuse_rows(command, root / "narrow", rows) == [
+        f"{tmp_path}/rows.jsonl: row {LATE + 1} has token id 261, and the model "
+        f"{root}/narrow has 261 embeddings. Use a model whose folder holds its own tokenizer, or "
+        "give it embeddings for the tokens that were added."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("dpo", "--ref_pretrain"), ("kd", "--teacher_model")]
+)
+def test_another_model_that_reads_the_rows_has_places_for_them(
+    root: Path, tiny_model_dir: Path, refuse_rows, command: str, flag: str
+) -> None:
+    rows = [make_row("b" * 100)]
+    [line] = refuse_rows(command, tiny_model_dir, rows, flag, str(root / "short"))
+    assert f"1 of 1 rows are longer than the 64 positions of the model {root}/short" in line
+
+
+def test_a_student_does_not_answer_beyond_the_positions_of_either(
+    root: Path, tiny_model_dir: Path, refuse_rows
+) -> None:
+    more = f"--teacher_model {root / 'short'} --kd_on_policy --max_len 65".split()
+    assert refuse_rows("kd", tiny_model_dir, [make_row()], *more) == [
+        f"--kd_on_policy samples up to --max_len 65 tokens, and {root}/short has 64 positions. "
+        "Type --max_len 64."
+    ]
+
+
+def test_the_sizes_of_a_model_are_those_of_its_config() -> None:
+    # Learnt positions with another name in the file; positions without end; text beside images.
+    found = [
+        limits_of(transformers.GPT2Config(n_positions=99, vocab_size=7), "m"),
+        limits_of(transformers.BloomConfig(vocab_size=7), "m"),
+        limits_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 5}), "m"),
+    ]
+    assert [limits.num_positions for limits in found] == [99, None, 5]
+    assert [limits.num_embeddings for limits in found] == [7, 7, 262208]
+
+
+def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:
+    more = "--label_key gold --aux_loss_coef 0.1 --attn_implementation flash_attention_3"
+    kernel, experts, label = refuse_rows("kto", root / "short", [make_row()], *more.split())
+    assert kernel.startswith("--attn_implementation flash_attention_3: ")
+    assert experts == f"--aux_loss_coef is set, and {root}/short has no experts. Leave it out."
+    assert "column 'gold' is not in the data set" in label
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "names"),
+    [
+        ("sft", "--input_key q --output_key a", ["q", "a"]),
+        ("dpo", "--prompt_key q --chosen_key good --rejected_key bad", ["good", "bad", "q"]),
+        ("prm", "--input_key q --label_key gold", ["q", "gold"]),
+    ],
+)
+def test_all_columns_that_are_not_there_are_named(
+    command: str, flags: str, names: list[str], tiny_model_dir: Path, refuse_rows
+) -> None:
+    lines = refuse_rows(command, tiny_model_dir, [make_row()], *flags.split())
+    assert [line.split("'")[1] for line in lines] == names
+
+
+def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse_rows) -> None:
+    more = "--train_batch_size 1 --label_key gold"
+    sizes, model, label = refuse_rows("kto", Path("/nowhere/model"), [make_row()], *more.split())
+    assert sizes.startswith("--train_batch_size must be at least 2: 1.")
+    assert model.startswith("--pretrain /nowhere/model does not exist")
+    assert label.startswith("column 'gold' is not in the data set")
+
+
+def test_a_model_without_a_tokenizer_hides_no_column(
+    tiny_model_dir: Path, tmp_path: Path, refuse_rows
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    tokenizer, column = refuse_rows("sft", model, [make_row()], "--output_key", "gold")
+    assert str(model) in tokenizer
+    assert "column 'gold' is not in the data" in column
