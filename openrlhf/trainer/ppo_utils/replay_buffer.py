@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from openrlhf.algorithms.balancing import (
     token_budget_batches,
 )
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.packing import PackedBatch
+
+if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
+    from openrlhf.datasets.sft_dataset import SFTDataset
 
 ENDLESS = 2**62  # passes over the text
 

@@ -19,9 +19,9 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import RoleCounts, place, reward_roles
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, start_pool_actors
+from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch, Watched
 from openrlhf.utils.logging import notice

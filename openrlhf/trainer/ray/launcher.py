@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import Slot
+from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.utils import stopping
 from openrlhf.utils.end_after import ending_after_this_process
 from openrlhf.utils.logging import warn

@@ -15,10 +15,9 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
-from openrlhf.trainer.ray.utils import node_address, own_gpu
+from openrlhf.trainer.ray.utils import Health, RankIdentity, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -65,25 +64,6 @@ def frees_cache(
         return result
 
     return freeing
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """The rank and the model of a worker."""
-
-    role: str
-    rank: int
-    world_size: int
-    run_dir: str
-
-
-class Health(NamedTuple):
-    """The progress of a process."""
-
-    work: str | None  # what goes on step by step; None: nothing of that kind
-    num_steps: int  # micro-batches of a rank, steps of an engine; since the start
-    pid: int
-    done_of: tuple[int, int | None] = (0, None)  # micro-batches of this work: done, and in all
 
 
 class ModelWorker:

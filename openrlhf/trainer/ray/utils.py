@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import ray
 
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """The rank and the model of a worker."""
+
+    role: str
+    rank: int
+    world_size: int
+    run_dir: str
+
+
+class Health(NamedTuple):
+    """The progress of a process."""
+
+    work: str | None  # what goes on step by step; None: nothing of that kind
+    num_steps: int  # micro-batches of a rank, steps of an engine; since the start
+    pid: int
+    done_of: tuple[int, int | None] = (0, None)  # micro-batches of this work: done, and in all
 
 
 def node_address() -> str:

@@ -21,9 +21,8 @@ from openrlhf.engines.base import (
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine, VLLMEngineConfig
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
-from openrlhf.trainer.ray.model_actor import Health
 from openrlhf.trainer.ray.placement import Slot
-from openrlhf.trainer.ray.utils import node_address, own_gpu
+from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
 from openrlhf.trainer.ray.weight_sync import FetchedBuckets
 from openrlhf.utils.logging import redirect_framework_logs
 

@@ -18,7 +18,8 @@ import ray
 
 from openrlhf.errors import EngineError
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
-from openrlhf.trainer.ray.model_actor import Health, ModelWorker
+from openrlhf.trainer.ray.model_actor import ModelWorker
+from openrlhf.trainer.ray.utils import Health
 from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import counter
 
