@@ -13,7 +13,7 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from openrlhf.config.base import is_given
-from openrlhf.config.common import CommandConfig
+from openrlhf.config.common import TextDataConfig, CommandConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
 from openrlhf.config.serving import BatchInferenceConfig, InferenceDataConfig
@@ -28,7 +28,7 @@ from openrlhf.config.supervised import (
     SupervisedConfig,
 )
 from openrlhf.datasets.conventions import TEXT_COLUMNS, common_settings, if_given, pick_column
-from openrlhf.datasets.loading import Expectations, load_rows
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessFormat
 from openrlhf.datasets.prompts_dataset import PromptFormat
@@ -86,7 +86,7 @@ def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
             held_out.dataset,
             split=held_out.split,
             max_samples=data.max_samples,
-            expected=Expectations(duplicate_ids=data.duplicate_ids),
+            duplicate_ids=data.duplicate_ids,
         )
         yield DataSet(held_out.dataset, load, check, EVALUATION)
 
@@ -100,9 +100,18 @@ def named_rows(data: DatasetConfig, seed: int, check: Callable[[Dataset], object
         probs=data.dataset_probs,
         max_samples=data.max_samples,
         seed=seed,
-        expected=Expectations.of(data),
+        **expectations(data),
     )
     return DataSet(data.dataset or "", load, check)
+
+
+def expectations(data: TextDataConfig) -> dict[str, str | None]:
+    """Return what a command's `data.*` says of the rows before they are read."""
+    return {
+        "expect_rows": data.expect_rows,
+        "expect_sha256": data.expect_sha256,
+        "duplicate_ids": data.duplicate_ids,
+    }
 
 
 def row_format(config: SupervisedConfig) -> RowFormat:
@@ -137,20 +146,24 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Prompts and, where they are named, those of the evaluation and pre-training text."""
     data, held_out = config.data, config.eval
     check = prompt_format(data, data.label_key).check_columns
-    load = partial(load_rows, max_samples=data.max_samples, seed=config.train.seed)
-    unlike_training = Expectations(duplicate_ids=data.duplicate_ids)
+    load = partial(
+        load_rows,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+        duplicate_ids=data.duplicate_ids,
+    )
     prompts = data.prompt_dataset or ""
     read = partial(
         load,
         prompts,
         split=data.prompt_split,
         probs=data.prompt_probs,
-        expected=Expectations.of(data),
+        **expectations(data),
     )
     yield DataSet(prompts, read, check)
     if held_out.dataset:
         is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
-        read_too = partial(load, held_out.dataset, split=held_out.split, expected=unlike_training)
+        read_too = partial(load, held_out.dataset, split=held_out.split)
         yield DataSet(held_out.dataset, read if is_training else read_too, check, EVALUATION)
     if data.pretrain_dataset and config.actor.ptx_coef != 0:
         read = partial(
@@ -158,7 +171,6 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
             data.pretrain_dataset,
             split=data.pretrain_split,
             probs=data.pretrain_probs,
-            expected=unlike_training,
         )
         find = partial(pretrain_column, config)
         yield DataSet(data.pretrain_dataset, read, find, PRETRAIN)

@@ -7,7 +7,6 @@ said the same, so that the config a run leaves behind is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import pyarrow as pa
@@ -15,10 +14,10 @@ from datasets import Dataset
 
 from openrlhf.config.base import Base, Caution, is_given
 from openrlhf.config.common import TextDataConfig
-from openrlhf.datasets.chat import RENDERED, is_rendered
-from openrlhf.datasets.problems import missing_column, unread_of
+from openrlhf.datasets.chat import RENDERED
+from openrlhf.datasets.problems import missing_column
 from openrlhf.errors import ConfigError
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
+from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
 IMAGE_COLUMNS = ("image", "images")
@@ -84,41 +83,12 @@ def uses_chat_template(
     return bool(dialogues)
 
 
-def count_rendered(
-    rows: Dataset, column: str, encoder: TextEncoder, *, apply_chat_template: bool
-) -> int:
-    """Return how many prompts are rendered already."""
-    if RENDERED not in rows.column_names and not apply_chat_template:
-        return 0
-    marks = rows[RENDERED] if RENDERED in rows.column_names else repeat(None)
-    return sum(
-        is_rendered({RENDERED: mark}, value, encoder, apply_chat_template=apply_chat_template)
-        for value, mark in zip(rows[column], marks, strict=False)
-    )
-
-
-def rendered_notices(num_rendered: int, num_rows: int) -> list[str]:
-    """One line where prompts are rendered already."""
-    line = f"{num_rendered} of {num_rows} prompts are rendered already and are read as they are"
-    return [line] if num_rendered else []
-
-
 def image_notices(columns: Iterable[str]) -> list[str]:
     """One caution where rows have images: only their text is used."""
     return [
         Caution(f"column '{name}' is not read: models that see images cannot be trained yet")
         for name in IMAGE_COLUMNS
         if name in columns
-    ]
-
-
-def unread_notices(rows: Dataset) -> list[str]:
-    """A caution for each file of a folder that no split has."""
-    return [
-        Caution(
-            f"{name} is not read: other files of its folder name their split, and it names none"
-        )
-        for name in unread_of(rows)
     ]
 
 

@@ -8,73 +8,30 @@ but `id`: what else a row must hold is the business of the data set classes.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
+from datasets.data_files import (
+    SPLIT_KEYWORDS,
+    DataFilesDict,
+    EmptyDatasetError,
+    get_data_patterns,
+)
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from openrlhf.config.common import TextDataConfig
 from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
 from openrlhf.datasets.data_files import check_text, read_file
-from openrlhf.datasets.problems import (
-    Gathered,
-    Problems,
-    files_of,
-    remember_files,
-    row_place,
-    unread_of,
-)
+from openrlhf.datasets.problems import Gathered, Problems, files_of, remember_files, row_place
 from openrlhf.errors import ConfigError, DataError, first_line
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import are_drawn
 
-_SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}
-
-
-@dataclass(frozen=True)
-class Expectations:
-    """Facts of one data set known before it is read, or comma lists with one for each of several:
-    a file cut at the end of a line looks whole.
-    """
-
-    num_rows: str | None = None
-    sha256: str | None = None  # of its file, in hexadecimal
-    duplicate_ids: str = "error"  # error | keep
-
-    @classmethod
-    def of(cls, data: TextDataConfig) -> Expectations:
-        """Return what a command's `data.*` says."""
-        return cls(data.expect_rows, data.expect_sha256, data.duplicate_ids)
-
-    def of_each(self, names: Sequence[str]) -> list[Expectations]:
-        """Return the facts of each data set; raise ConfigError when they are more or fewer."""
-        counts = _one_for_each(self.num_rows, names, "--expect_rows")
-        for count in counts:
-            if count is not None and not count.isdecimal():
-                raise ConfigError(
-                    f"--expect_rows {self.num_rows} is no number of rows. Type e.g. 1000."
-                )
-        hashes = _one_for_each(self.sha256, names, "--expect_sha256")
-        pairs = zip(counts, hashes, strict=True)
-        return [replace(self, num_rows=count, sha256=digest) for count, digest in pairs]
+T = TypeVar("T")
 
 
 def load_rows(
@@ -84,33 +41,37 @@ def load_rows(
     probs: str | Sequence[float] | None = None,
     max_samples: int | None = None,
     seed: int = 42,
-    expected: Expectations = Expectations(),
+    expect_rows: str | None = None,
+    expect_sha256: str | None = None,
+    duplicate_ids: str = "error",
 ) -> Dataset:
-    """The rows that a comma list of data sets names, blended by `probs` or else one after the
-    other.
+    """Return the rows that a comma list of data sets names, blended by `probs` or else one after
+    the other.
 
-    `max_samples` caps each data set and the blend. Raises ConfigError or DataError with a one-line
-    remedy for each data set that cannot be used.
+    `max_samples` limits each data set and the blend; `expect_rows` and `expect_sha256` have a value
+    for each data set. Raise ConfigError or DataError with a one-line remedy for each data set that
+    cannot be used.
     """
-    names = (
-        [spec] if _exists(Path(spec).expanduser()) else [name.strip() for name in spec.split(",")]
-    )
-    names = [name for name in names if name]
+    parts = [spec] if _exists(Path(spec).expanduser()) else spec.split(",")
+    names = [name.strip() for name in parts if name.strip()]
     if not names:
         raise ConfigError(
             "no data set is named. Give files, folders or hub names, separated by commas."
         )
     weights = parse_probs(probs, names)
+    counts = _one_for_each(expect_rows, names, "--expect_rows")
+    hashes = _one_for_each(expect_sha256, names, "--expect_sha256")
     if not are_drawn():
         datasets.disable_progress_bars()
-    gathered = Gathered()
-    found = [
-        gathered.attempt(partial(_load_one, name, split, facts))
-        for name, facts in zip(names, expected.of_each(names), strict=True)
-    ]
+    gathered, found = Gathered(), []
+    for name, count, digest in zip(names, counts, hashes, strict=True):
+        rows = gathered.attempt(partial(_load_one, name, split, count, digest))
+        if rows is not None and duplicate_ids == "error":
+            gathered.attempt(partial(_refuse_repeated_ids, rows))
+        found.append(rows)
     gathered.raise_if_any()
-    parts = [_capped(rows, max_samples) for rows in found if rows is not None]
-    return _capped(_blend(parts, names, weights, seed), max_samples)
+    capped = [_capped(rows, max_samples) for rows in found if rows is not None]
+    return _capped(_blend(capped, ", ".join(names), weights, seed), max_samples)
 
 
 def parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:
@@ -145,30 +106,23 @@ def _one_for_each(facts: str | None, names: Sequence[str], flag: str) -> Sequenc
     return each
 
 
-def _blend(
-    parts: list[Dataset], names: list[str], weights: list[float] | None, seed: int
-) -> Dataset:
-    """Return all rows of the parts, or rows drawn from them until one part is used up."""
+def _blend(parts: list[Dataset], names: str, weights: list[float] | None, seed: int) -> Dataset:
+    """Return all rows of the parts, or rows drawn from them until one part is used up; raise
+    DataError if their columns differ in type.
+    """
     if len(parts) == 1:
         return parts[0]
-    rows = _joined(parts, ", ".join(names))
-    if weights is None:
-        return rows
-    drawn = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
-    return remember_files(drawn, files_of(rows), unread_of(rows))
-
-
-def _joined(parts: list[Dataset], names: str) -> Dataset:
-    """Return the rows of all parts, one part after the other; raise DataError if they differ."""
     try:
-        rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        rows = datasets.concatenate_datasets(parts)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(
             f"data sets {names} do not fit together: {first_line(error)} "
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
     files = [file for part in parts for file in _files_within(part)]
-    return remember_files(rows, files, [name for part in parts for name in unread_of(part)])
+    if weights is not None:
+        rows = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
+    return remember_files(rows, files)
 
 
 def _files_within(rows: Dataset) -> list[tuple[str, int]]:
@@ -180,23 +134,28 @@ def _files_within(rows: Dataset) -> list[tuple[str, int]]:
     return files
 
 
-def _load_one(name: str, split: str, expected: Expectations) -> Dataset:
-    is_local = _is_local(name)
-    if expected.sha256:
-        _check_hash(name, expected.sha256)
-    rows = _with_plain_text(_load_local(name, split) if is_local else _load_from_hub(name, split))
+def _capped(rows: Dataset, max_samples: int | None) -> Dataset:
+    if max_samples is None or len(rows) <= max_samples:
+        return rows
+    return remember_files(rows.select(range(int(max_samples))), files_of(rows))
+
+
+def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Dataset:
+    path = _local_path(name)
+    is_local = _is_local(name, path)
+    if sha256:
+        _check_hash(name, path, sha256.lower())
+    rows = _with_plain_text(_load_local(path, name, split) if is_local else _from_hub(name, split))
     if len(rows) == 0:
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
     if not files_of(rows):
         check_text(rows, name)
         remember_files(rows, [(name, len(rows))])
-    if expected.num_rows and int(expected.num_rows) != len(rows):
+    if num_rows and num_rows != str(len(rows)):
         raise DataError(
-            f"data set {name} has {len(rows)} rows, not {expected.num_rows}. Fetch it again, or "
+            f"data set {name} has {len(rows)} rows, not {num_rows}. Fetch it again, or "
             "correct --expect_rows."
         )
-    if expected.duplicate_ids == "error":
-        _refuse_repeated_ids(rows)
     return rows
 
 
@@ -224,8 +183,7 @@ def _with_plain_text(rows: Dataset) -> Dataset:
     features = datasets.Features({name: _plain(kind) for name, kind in rows.features.items()})
     if features == rows.features:
         return rows
-    files, unread = files_of(rows), unread_of(rows)
-    return remember_files(rows.cast(features), files, unread)
+    return remember_files(rows.cast(features), files_of(rows))
 
 
 def _plain(kind: Any) -> Any:
@@ -237,31 +195,26 @@ def _plain(kind: Any) -> Any:
     return datasets.Value("string") if is_text else kind
 
 
-def _check_hash(name: str, expected: str) -> None:
-    path = _local_path(name)
+def _check_hash(name: str, path: Path, expected: str) -> None:
     if not path.is_file():
         raise ConfigError(
             f"--expect_sha256 is of a file, and data set {name} is none. Leave it out, or name the "
             "file."
         )
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while piece := file.read(2**20):
-                digest.update(piece)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    if (found := digest.hexdigest()) != expected.lower():
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    if (found := digest.hexdigest()) != expected:
         raise DataError(
-            f"{path} has the SHA-256 {found}, not {expected.lower()}. Fetch the file again, or "
+            f"{path} has the SHA-256 {found}, not {expected}. Fetch the file again, or "
             "correct --expect_sha256."
         )
 
 
-def _is_local(name: str) -> bool:
-    """Whether a name is a path; a path that does not exist is refused, and so is code."""
-    path = _local_path(name)
-    if name.endswith(".py") or (path.is_file() and path.suffix == ".py"):
+def _is_local(name: str, path: Path) -> bool:
+    """Return True for a path; raise ConfigError for one that does not exist, a script or a URL."""
+    if name.endswith(".py"):
         raise ConfigError(
             f"data set {name} is a Python script, which is never run. "
             "Give its data as jsonl, csv or parquet."
@@ -270,23 +223,16 @@ def _is_local(name: str) -> bool:
         raise ConfigError(
             f"data set {name} is a URL, which is not fetched. Download it, then give the path."
         )
-    if _exists(path):
-        return True
-    if path.is_symlink():
-        raise ConfigError(
-            f"data set {name} is a link to {path.readlink()}, which does not exist. "
-            "Give the file itself."
-        )
-    if looks_local(name):
+    if not _exists(path) and looks_local(name):
         raise ConfigError(
             f"data set {name} does not exist. Give a file ({', '.join(DATA_SUFFIXES)}), a folder "
             "of them, or a hub name."
         )
-    return False
+    return _exists(path)
 
 
 def _exists(path: Path) -> bool:
-    """Whether a file or folder is there; raises DataError where that may not be seen."""
+    """Return True for a file or folder; raise DataError where that may not be seen."""
     try:
         return path.exists()
     except PermissionError as error:
@@ -296,7 +242,7 @@ def _exists(path: Path) -> bool:
 
 
 def _local_path(name: str) -> Path:
-    """The path of `path` or `folder@subfolder`."""
+    """Return the path of `path` or `folder@subfolder`."""
     path = Path(name).expanduser()
     if not _exists(path) and "@" in name:
         folder, _, subset = name.rpartition("@")
@@ -305,99 +251,66 @@ def _local_path(name: str) -> Path:
     return path
 
 
-def _load_local(name: str, split: str) -> Dataset:
-    path = _local_path(name)
-    if _is_saved_dataset(path):
-        return _pick_saved(_read_saved(path), name, split)
+def _load_local(path: Path, name: str, split: str) -> Dataset:
     if path.is_file():
         return _read_files([path])  # a file has no splits: it is what was asked for
-    by_split, unread = _files_by_split(path)
-    if not by_split:
-        raise ConfigError(
-            f"folder {name} has no data files. Put {', '.join(DATA_SUFFIXES)} files into it."
-        )
-    wanted = _SPLIT_WORDS.get(split, split)
-    if wanted not in by_split:
-        raise _missing_split(name, split, sorted(by_split))
-    rows = _read_files(by_split[wanted])
-    return remember_files(rows, files_of(rows), list(map(str, unread)))
-
-
-def _read_files(paths: list[Path]) -> Dataset:
-    """Return the rows of files, one after the other; raise DataError with all their problems."""
-    gathered = Gathered()
-    found = [gathered.attempt(partial(read_file, path)) for path in paths]
-    gathered.raise_if_any()
-    parts = [_with_plain_text(rows) for rows in found if rows is not None]
-    for rows, path in zip(parts, paths, strict=True):
-        remember_files(rows, [(str(path), len(rows))])
-    return _joined(parts, ", ".join(map(str, paths)))
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _read_saved(path: Path) -> Dataset | DatasetDict:
+    if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        return _read_files(_pick(_files_by_split(path), name, split))
     try:
-        return datasets.load_from_disk(str(path))
+        saved = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path} is a damaged saved data set: {first_line(error)} Save it again."
         ) from error
+    if isinstance(saved, Dataset):
+        return saved if saved.split is None else _pick({str(saved.split): saved}, name, split)
+    return _pick(saved, name, split)
 
 
-def _pick_saved(saved: Dataset | DatasetDict, name: str, split: str) -> Dataset:
-    if not isinstance(saved, DatasetDict) and saved.split is None:
-        return saved  # it has no splits: it is what was asked for
-    by_split = saved if isinstance(saved, DatasetDict) else {str(saved.split): saved}
-    if split not in by_split:
-        raise _missing_split(name, split, sorted(by_split))
-    return by_split[split]
-
-
-def _missing_split(name: str, split: str, found: list[str]) -> ConfigError:
-    return ConfigError(
-        f"data set {name} has no split '{split}'; splits found: {', '.join(found)}. "
+def _pick(by_split: Mapping[str, T], name: str, split: str) -> T:
+    """Return what is of a split, or of one that a usual other name such as `dev` stands for."""
+    kinds = {word: str(kind) for kind, words in SPLIT_KEYWORDS.items() for word in words}
+    for found in (split, kinds.get(split)):
+        if found in by_split:
+            return by_split[found]
+    raise ConfigError(
+        f"data set {name} has no split '{split}'; splits found: {', '.join(sorted(by_split))}. "
         "Name one of them."
     )
 
 
-def _files_by_split(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Data files by the split that their name or folder says, and those of no split; files that say
-    none are `train` if none does.
+def _files_by_split(folder: Path) -> dict[str, list[Path]]:
+    """Return data files by the split that their name or folder says, as the library finds them; all
+    are `train` where none says one.
     """
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.name.endswith(DATA_SUFFIXES)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    by_split: dict[str, list[Path]] = {}
-    unread = []
-    for path in files:
-        said = _split_of(path.relative_to(folder))
-        if said is not None:
-            by_split.setdefault(said, []).append(path)
-        else:
-            unread.append(path)
-    if by_split or not files:
-        return by_split, unread
-    return {"train": files}, []
+    try:
+        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    except (EmptyDatasetError, FileNotFoundError):
+        found = {}
+    files = {
+        str(split): sorted(Path(path) for path in paths if path.endswith(DATA_SUFFIXES))
+        for split, paths in found.items()
+    }
+    if not any(files.values()):
+        raise ConfigError(
+            f"folder {folder} has no data files. Put {', '.join(DATA_SUFFIXES)} files into it."
+        )
+    return {split: paths for split, paths in files.items() if paths}
 
 
-def _split_of(relative: Path) -> str | None:
-    for part in reversed(relative.parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in _SPLIT_WORDS:
-                return _SPLIT_WORDS[word]
-    return None
+def _read_files(paths: list[Path]) -> Dataset:
+    """Return the rows of files, one after the other; raise DataError with all their problems."""
+    gathered, parts = Gathered(), []
+    for path in paths:
+        rows = gathered.attempt(partial(read_file, path))
+        if rows is not None:
+            parts.append(remember_files(_with_plain_text(rows), [(str(path), len(rows))]))
+    gathered.raise_if_any()
+    return _blend(parts, ", ".join(map(str, paths)), None, 0)
 
 
-def _load_from_hub(name: str, split: str) -> Dataset:
-    """A hub data set `name` or `name@subset`, the subset being a configuration or a folder of data
-    files.
-    """
+def _from_hub(name: str, split: str) -> Dataset:
+    """Return a hub data set `name` or `name@subset`: a configuration, or a folder of data files."""
     repository, _, subset = name.partition("@")
     try:
         with looking_up("data set", name):
@@ -411,10 +324,3 @@ def _load_from_hub(name: str, split: str) -> Dataset:
             f"{first_line(reason or error)} "
             "Check the name and the split, or give a local path."
         ) from error
-
-
-def _capped(rows: Dataset, max_samples: int | None) -> Dataset:
-    if max_samples is None or len(rows) <= max_samples:
-        return rows
-    capped = rows.select(range(int(max_samples)))
-    return remember_files(capped, files_of(rows), unread_of(rows))

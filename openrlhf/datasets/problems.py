@@ -5,7 +5,7 @@ with its place.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -72,24 +72,23 @@ class Gathered:
             raise DataError(list(dict.fromkeys(self.problems)))
 
 
-def remember_files(
-    rows: Dataset, files: Sequence[tuple[str, int]], unread: Sequence[str] = ()
-) -> Dataset:
-    """Note the files that rows were read from, one (file, number of rows) after the other, and
-    files beside them that nobody reads.
-    """
-    rows.info.description = json.dumps({"files": list(files), "unread": list(unread)})
+def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
+    """Note the files that rows were read from, one (file, number of rows) after the other."""
+    rows.info.description = json.dumps({"files": list(files)})
     return rows
+
+
+@lru_cache(maxsize=8)
+def _files(description: str | None) -> Files:
+    try:
+        return [(str(name), int(count)) for name, count in json.loads(description or "")["files"]]
+    except (ValueError, TypeError, KeyError):  # none, or one that a person wrote
+        return []
 
 
 def files_of(rows: Dataset) -> Files:
     """Return what `remember_files` noted; empty for rows that come from elsewhere."""
-    return [(str(name), int(count)) for name, count in _noted(rows.info.description)["files"]]
-
-
-def unread_of(rows: Dataset) -> list[str]:
-    """Return the files that `remember_files` noted as not read."""
-    return list(_noted(rows.info.description)["unread"])
+    return _files(rows.info.description)
 
 
 def row_place(rows: Dataset, index: int) -> str:
@@ -101,12 +100,3 @@ def row_place(rows: Dataset, index: int) -> str:
             return f"{name}: row {place + 1}"
         place -= count
     return f"row {index + 1}"
-
-
-@lru_cache(maxsize=8)
-def _noted(description: str | None) -> Mapping[str, list]:
-    try:
-        noted = json.loads(description or "")
-        return {"files": noted["files"], "unread": noted["unread"]}
-    except (ValueError, TypeError, KeyError):  # none, or one that a person wrote
-        return {"files": [], "unread": []}

@@ -206,8 +206,8 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         token_ids = self._encoder.with_leading_ids(ids[0])
         return Tokens(token_ids, [token == self.marker_id for token in token_ids])
 
-    def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
-        num_markers, labels = sum(sequences[0].mask), draft.extra
+    def _refine(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
+        num_markers, labels = sum(tokens[0].mask), draft.extra
         if num_markers != len(labels):
             raise RowError(
                 f"{num_markers} step markers {self._format.placeholder_token!r} "
@@ -215,7 +215,7 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
             )
         if len({type(label) for label in labels}) > 1:
             raise RowError("labels are partly tokens and partly numbers")
-        return sequences
+        return tokens
 
 
 def single_token_id(tokenizer: Tokenizer, text: str, *, flag: str) -> int:

@@ -28,10 +28,8 @@ from openrlhf.datasets.chat import (
 )
 from openrlhf.datasets.conventions import (
     PROMPT_COLUMNS,
-    count_rendered,
     pick_column,
     recognised_line,
-    rendered_notices,
     uses_chat_template,
 )
 from openrlhf.datasets.problems import Gathered
@@ -133,8 +131,6 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
             )
         self._input_key = name
         self._format = replace(form, input_key=name, apply_chat_template=is_chat)
-        num = count_rendered(self._rows, name, self._encoder, apply_chat_template=is_chat)
-        self.notices += rendered_notices(num, len(self._rows))
 
     def _draft(self, row: Row) -> Draft:
         label = self._label(row)
@@ -172,17 +168,15 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
             encoder=self._encoder,
         )
 
-    def _cut(self, draft: Draft, sequences: list[Tokens], limit: int) -> tuple[Draft, list[Tokens]]:
+    def _cut(self, draft: Draft, tokens: list[Tokens], limit: int) -> list[Tokens]:
         """Return the last tokens of a prompt, behind the BOS it began with."""
-        [tokens] = sequences
-        num_leading = len(self._encoder.leading_ids)
+        [(ids, _)], num_leading = tokens, len(self._encoder.leading_ids)
         room = max(limit - num_leading, 1)
-        ids = [*tokens.ids[:num_leading], *tokens.ids[num_leading:][-room:]]
-        text = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
-        draft = replace(draft, extra={**draft.extra, "text": text})
-        return draft, [Tokens(ids, [False] * len(ids))]
+        ids = [*ids[:num_leading], *ids[num_leading:][-room:]]
+        draft.extra["text"] = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
+        return [Tokens(ids, [False] * len(ids))]
 
-    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str:
+    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
         return ""
 
     def _report(self) -> None:

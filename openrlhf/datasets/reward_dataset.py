@@ -29,15 +29,12 @@ from openrlhf.datasets.chat import (
     render_answer,
     render_dialogue,
     rendered_segments,
-    text_to_learn,
     to_messages,
 )
 from openrlhf.datasets.conventions import (
     common_settings,
-    count_rendered,
     if_given,
     recognised_line,
-    rendered_notices,
     uses_chat_template,
 )
 from openrlhf.datasets.data_files import number_of
@@ -116,101 +113,73 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
     flags = "--prompt_key, --chosen_key, --rejected_key and --max_len"
 
     def __getitem__(self, index: int) -> PreferencePair:
-        [chosen, rejected], extra = self._example(index)
-        return PreferencePair(*chosen.tensors, *rejected.tensors, extra["margin"])
+        [chosen, rejected], margin = self._example(index)
+        return PreferencePair(*chosen.tensors, *rejected.tensors, margin)
 
     def _check_columns(self) -> None:
-        form, columns = self._format, self._rows.column_names
-        form.check_columns(self._rows)
-        self._prompt_key = form.prompt_key or ("prompt" if "prompt" in columns else None)
-        names = [name for name in (self._prompt_key, form.chosen_key, form.rejected_key) if name]
+        asked, columns = self._format, self._rows.column_names
+        asked.check_columns(self._rows)
+        prompt = asked.prompt_key or ("prompt" if "prompt" in columns else None)
+        names = [name for name in (prompt, asked.chosen_key, asked.rejected_key) if name]
         is_chat = uses_chat_template(
-            form.apply_chat_template, self._rows, names, self._encoder.tokenizer
+            asked.apply_chat_template, self._rows, names, self._encoder.tokenizer
         )
-        if self._prompt_key and not form.prompt_key and not is_chat:
-            self._look_for_prompts_in_the_answers()
-        self._format = replace(form, apply_chat_template=is_chat)
-        if (is_chat and not form.apply_chat_template) or self._prompt_key != form.prompt_key:
-            how = "messages, with the chat template" if is_chat else "text"
-            self.notices.append(recognised_line(names, how))
-        if form.input_template and is_chat and not form.apply_chat_template:
-            self.notices.append(Caution("--input_template is not used for messages"))
-        elif form.input_template and self._prompt_key is None and not is_chat:
-            self.notices.append(Caution("--input_template is not used: there is no prompt column"))
-        if (column := self._prompt_key) is not None:
-            encoder = self._encoder
-            num = count_rendered(self._rows, column, encoder, apply_chat_template=is_chat)
-            self.notices += rendered_notices(num, len(self._rows))
-
-    def _look_for_prompts_in_the_answers(self) -> None:
-        """Texts that all begin with their prompt hold it already: a column nobody named is then
-        not used.
-        """
-        form, column, total = self._format, self._prompt_key, len(self._rows)
-        names = [name for name in (column, form.chosen_key, form.rejected_key) if name]
-        texts = zip(*(self._rows[name] for name in names), strict=True)
-        num_held = sum(_begin_alike(*row) for row in texts)
-        if num_held == total > 0:
-            self._prompt_key = None
+        if prompt and not asked.prompt_key and not is_chat and self._is_in_answers(names):
             self.notices.append(
                 Caution(
-                    f"column '{column}' was not used: both answers of every row hold their prompt. "
-                    f"Type --prompt_key {column} to put it before them"
+                    f"column '{prompt}' was not used: both answers of every row hold their prompt. "
+                    f"Type --prompt_key {prompt} to put it before them"
                 )
             )
+            prompt = None
+        self._format = replace(asked, prompt_key=prompt, apply_chat_template=is_chat)
+        is_found = is_chat and not asked.apply_chat_template
+        if is_found or prompt != asked.prompt_key:
+            how = "messages, with the chat template" if is_chat else "text"
+            self.notices.append(recognised_line(names, how))
+        if asked.input_template and is_found:
+            self.notices.append(Caution("--input_template is not used for messages"))
+        elif asked.input_template and prompt is None and not is_chat:
+            self.notices.append(Caution("--input_template is not used: there is no prompt column"))
+
+    def _is_in_answers(self, names: Sequence[str]) -> bool:
+        """Return True if both answers of every row are texts that begin with its prompt."""
+        return all(
+            all(isinstance(text, str) for text in (prompt, *answers))
+            and prompt
+            and all(answer.startswith(prompt) for answer in answers)
+            for prompt, *answers in zip(*(self._rows[name] for name in names), strict=True)
+        )
 
     @property
     def recognised(self) -> dict[str, object]:
-        """Settings of the config, dotted, that say how the rows are read."""
-        asked, found = self._format.prompt_key, self._prompt_key
-        return {**super().recognised, "data.prompt_key": asked if self._num_whole else found}
-
-    @property
-    def _num_whole(self) -> int:
-        """Pairs of dialogues with a prompt of their own, beside that of a column nobody named."""
-        return sum(extra["is_whole"] for extra in self._extras())
-
-    def _report(self) -> None:
-        super()._report()
-        if self._num_whole:
-            self.notices.append(
-                Caution(
-                    f"column '{self._prompt_key}' was not used in {self._num_whole} of "
-                    f"{len(self._rows)} rows: both answers hold their prompt"
-                )
-            )
+        return {**super().recognised, "data.prompt_key": self._format.prompt_key}
 
     def _draft(self, row: Row) -> Draft:
-        form = self._format
-        margin = self._margin(row)
-        sides = [form.chosen_key, form.rejected_key]
-        if self._prompt_key is not None and self._is_rendered(row, self._prompt_key):
-            return self._rendered_draft(row, plain_text(row[self._prompt_key], "prompt"), margin)
-        if form.apply_chat_template:
-            return self._chat_draft(row, sides, margin)
-        extra = {"margin": margin, "is_whole": False}
-        answers = [
-            Segment(self._side_text(row[name], name), is_target=True, is_cut=_is_cut(row, side))
-            for name, side in zip(sides, SIDES, strict=True)
-        ]
-        if self._prompt_key is None:
-            return Draft([[answer] for answer in answers], extra)
-        prompt = self._encoder.plain(plain_text(row[self._prompt_key], self._prompt_key))
-        start = Segment(fill_template(form.input_template, prompt), is_target=False)
-        return Draft([[start, answer] for answer in answers], extra)
-
-    def _rendered_draft(self, row: Row, prompt: str, margin: float) -> Draft:
-        """Both answers behind a prompt that was rendered before."""
-        names = (self._format.chosen_key, self._format.rejected_key)
-        texts = [text_to_learn(self._response_text(row[name]), name) for name in names]
+        form, encoder, margin = self._format, self._encoder, self._margin(row)
         sides = [
-            rendered_segments(self._encoder, prompt, text, is_cut=_is_cut(row, side))
-            for text, side in zip(texts, SIDES, strict=True)
+            (name, row.get(f"{side}_finish_reason") == "length")  # says `batch_inference`
+            for name, side in zip((form.chosen_key, form.rejected_key), SIDES, strict=True)
         ]
-        return Draft(sides, {"margin": margin, "is_whole": False})
-
-    def _side_text(self, value: object, column: str) -> str:
-        return self._encoder.plain(text_to_learn(self._response_text(value), column))
+        if form.prompt_key is not None and self._is_rendered(row, form.prompt_key):
+            prompt = plain_text(row[form.prompt_key], "prompt")
+            texts = [self._response_text(row, name) for name, _ in sides]
+            segments = [
+                rendered_segments(encoder, prompt, text, is_cut=is_cut)
+                for text, (_, is_cut) in zip(texts, sides, strict=True)
+            ]
+            return Draft(segments, margin)
+        if form.apply_chat_template:
+            return Draft(self._chat_segments(row, sides), margin)
+        answers = [
+            Segment(encoder.plain(self._response_text(row, name)), is_target=True, is_cut=is_cut)
+            for name, is_cut in sides
+        ]
+        if form.prompt_key is None:
+            return Draft([[answer] for answer in answers], margin)
+        prompt = encoder.plain(plain_text(row[form.prompt_key], form.prompt_key))
+        start = Segment(fill_template(form.input_template, prompt), is_target=False)
+        return Draft([[start, answer] for answer in answers], margin)
 
     def _margin(self, row: Row) -> float:
         if not self._format.with_margin:
@@ -223,72 +192,51 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             raise RowError(f"'{self._format.margin_key}' is {value}")
         return number
 
-    def _chat_draft(self, row: Row, names: Sequence[str], margin: float) -> Draft:
-        prompt = None if self._prompt_key is None else to_messages(row[self._prompt_key])
-        dialogues = [self._dialogue(prompt, row[name], name) for name in names]
-        num_shared = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
-        sides = [
-            self._side_segments(dialogue, num_shared, row, is_cut=_is_cut(row, side))
-            for dialogue, side in zip(dialogues, SIDES, strict=True)
-        ]
-        is_whole = prompt is not None and any(d[: len(prompt)] != prompt for d in dialogues)
-        return Draft(sides, {"margin": margin, "is_whole": is_whole})
+    def _chat_segments(self, row: Row, sides: Sequence[tuple[str, bool]]) -> list[list[Segment]]:
+        """Return both sides, whose targets are the assistant's turns behind the messages that they
+        share.
+        """
+        dialogues, tools = [self._dialogue(row, name) for name, _ in sides], row.get("tools")
+        num_shared, segments = _num_shared(*(dialogue[:-1] for dialogue in dialogues)), []
+        for messages, (_, is_cut) in zip(dialogues, sides, strict=True):
+            if len(messages) == num_shared + 1:
+                rendered = render_answer(self._encoder, messages, tools=tools)
+            else:
+                rendered = render_dialogue(self._encoder, messages, tools=tools)
+                num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
+                rendered = replace(rendered, assistant_spans=rendered.assistant_spans[num_known:])
+            if is_cut:
+                segments.append(cut_segments(self._encoder, rendered, messages[-1]))
+            else:
+                segments.append(cut_at_spans(rendered.text, rendered.assistant_spans))
+        return segments
 
-    def _dialogue(self, prompt: list[Message] | None, value: object, name: str) -> list[Message]:
-        """All messages of a side; what begins with no answer holds its prompt itself."""
-        messages = to_messages(self._response_text(value), text_role="assistant")
+    def _dialogue(self, row: Row, name: str) -> list[Message]:
+        """Return all messages of a side; what begins with no answer holds its prompt itself."""
+        messages, prompt = (
+            to_messages(self._response(row, name), text_role="assistant"),
+            self._format.prompt_key,
+        )
         if is_blank(messages[-1]):
             raise LeftOutError("empty response")
-        if prompt is None:
-            return messages
-        if messages[0]["role"] == "assistant":
-            return prompt + messages
-        if self._format.prompt_key is not None and messages[: len(prompt)] != prompt:
-            raise RowError(f"'{name}' begins neither with an answer nor with the prompt's messages")
-        return messages
+        is_answer = messages[0]["role"] == "assistant"
+        return to_messages(row[prompt]) + messages if prompt and is_answer else messages
 
-    def _side_segments(
-        self, messages: list[Message], num_shared: int, row: Row, *, is_cut: bool
-    ) -> list[Segment]:
-        """A side whose targets are the assistant's turns behind the messages both sides share."""
-        tools = row.get("tools")
-        if len(messages) == num_shared + 1:
-            rendered = render_answer(self._encoder, messages, tools=tools)
-        else:
-            rendered = render_dialogue(self._encoder, messages, tools=tools)
-            num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
-            rendered = replace(rendered, assistant_spans=rendered.assistant_spans[num_known:])
-        if is_cut:
-            return cut_segments(self._encoder, rendered, messages[-1])
-        return cut_at_spans(rendered.text, rendered.assistant_spans)
-
-    def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
+    def _refine(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
         """Sides without a prompt of their own part where their tokens do."""
         if any(len(segments) > 1 for segments in draft.sequences):
-            return sequences
-        num_shared = _num_shared(*(tokens.ids for tokens in sequences))
+            return tokens
+        num_shared = _num_shared(*(part.ids for part in tokens))
         return [
             Tokens(ids, [flag and i >= num_shared for i, flag in enumerate(mask)])
-            for ids, mask in sequences
+            for ids, mask in tokens
         ]
 
-    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str:
-        chosen, rejected = sequences
+    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
+        chosen, rejected = tokens
         if chosen.ids == rejected.ids:
             return "chosen and rejected are the same" if self._format.drop_identical else ""
-        return super()._reason_to_leave_out(sequences)
-
-
-def _begin_alike(prompt: object, *answers: object) -> bool:
-    """Whether all answers, if these are texts, begin with the prompt."""
-    if not isinstance(prompt, str) or not prompt:
-        return False
-    return all(isinstance(answer, str) and answer.startswith(prompt) for answer in answers)
-
-
-def _is_cut(row: Row, side: str) -> bool:
-    """Whether `batch_inference` notes that this side's answer met its limit of tokens."""
-    return row.get(f"{side}_finish_reason") == "length"
+        return super()._reason_to_leave_out(tokens)
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

@@ -25,8 +25,15 @@ from filelock import FileLock
 from torch import Tensor
 
 from openrlhf.config.base import Base, Caution, is_given, with_default
-from openrlhf.datasets.chat import LeftOutError, RowError, Segment, has_placeholder, is_rendered
-from openrlhf.datasets.conventions import image_notices, unread_notices
+from openrlhf.datasets.chat import (
+    LeftOutError,
+    RowError,
+    Segment,
+    has_placeholder,
+    is_rendered,
+    text_to_learn,
+)
+from openrlhf.datasets.conventions import image_notices
 from openrlhf.datasets.problems import Problems, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
@@ -95,14 +102,6 @@ class ModelLimits:
         )
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A row before it is tokenised: its sequences, and what its example holds besides them."""
-
-    sequences: list[list[Segment]]
-    extra: Any = None  # JSON
-
-
 class Tokens(NamedTuple):
     """One sequence of T tokens and which of them are targets."""
 
@@ -116,11 +115,12 @@ class Tokens(NamedTuple):
 
 
 @dataclass
-class _Outcome:
-    """What became of a row."""
+class Draft:
+    """A row on its way to an example: its segments, then its tokens, or why it is none."""
 
-    draft: Draft | None = None
-    sequences: list[Tokens] = field(default_factory=list)
+    sequences: list[list[Segment]] = field(default_factory=list)
+    extra: Any = None  # JSON; what the example holds besides its sequences
+    tokens: list[Tokens] = field(default_factory=list)
     left_out: str = ""
     problem: str = ""
     is_truncated: bool = False
@@ -128,12 +128,9 @@ class _Outcome:
 
     def columns(self) -> dict[str, object]:
         """Return the values of `_FEATURES`."""
-        is_kept = not (self.left_out or self.problem)
-        sequences = self.sequences if is_kept else []
-        ids = [tokens.ids for tokens in sequences]
-        targets = [tokens.mask for tokens in sequences]
-        extra = json.dumps(self.draft.extra if self.draft else None, default=str)
-        digest = hashlib.sha256(json.dumps([ids, targets, extra]).encode()).hexdigest()
+        tokens = [] if self.left_out or self.problem else self.tokens
+        ids, targets = [part.ids for part in tokens], [part.mask for part in tokens]
+        extra = json.dumps(self.extra, default=str)
         return {
             "ids": ids,
             "targets": targets,
@@ -145,7 +142,7 @@ class _Outcome:
             "num_tokens": sum(map(len, ids)),
             "longest": max(map(len, ids), default=0),
             "largest_id": max((max(part, default=0) for part in ids), default=0),
-            "digest": digest,
+            "digest": hashlib.sha256(json.dumps([ids, targets, extra]).encode()).hexdigest(),
         }
 
 
@@ -171,12 +168,21 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._rows = rows
         self._format = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
+        if row_format.overlong not in self.overlong_policies:
+            raise ConfigError(
+                f"{self.overlong_flag} {row_format.overlong} is unknown. "
+                f"Use {', '.join(self.overlong_policies)}."
+            )
         self._check_columns()
-        self._check_format()
-        self.notices += image_notices(rows.column_names) + unread_notices(rows)
+        self._check_template()
+        self.notices += image_notices(rows.column_names)
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
-        self._raise_problems()
+        problems = Problems()
+        for row_id, what in enumerate(self._facts["problem"]):
+            if what:
+                problems.add(row_place(rows, row_id), what)
+        problems.raise_if_any(self.subject, "Repair the rows, or choose other columns.")
         reasons = self._facts["left_out"]
         self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
         self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example
@@ -247,30 +253,23 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         is_chat = bool(self._format.apply_chat_template)
         return is_rendered(row, row[column], self._encoder, apply_chat_template=is_chat)
 
-    def _refine(self, draft: Draft, sequences: list[Tokens]) -> list[Tokens]:
+    def _refine(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
         """Change whole sequences before they are cut; may raise RowError."""
-        return sequences
+        return tokens
 
-    def _cut(self, draft: Draft, sequences: list[Tokens], limit: int) -> tuple[Draft, list[Tokens]]:
-        """Return an over-long row cut at the limit."""
-        return draft, [Tokens(ids[:limit], mask[:limit]) for ids, mask in sequences]
+    def _cut(self, draft: Draft, tokens: list[Tokens], limit: int) -> list[Tokens]:
+        """Return the sequences of an over-long row cut at the limit."""
+        return [Tokens(ids[:limit], mask[:limit]) for ids, mask in tokens]
 
-    def _reason_to_leave_out(self, sequences: list[Tokens]) -> str:
+    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
         """Return why a cut example is of no use, or nothing."""
-        return "" if all(any(tokens.mask) for tokens in sequences) else "nothing to learn"
+        return "" if all(any(part.mask) for part in tokens) else "nothing to learn"
 
-    def _check_format(self) -> None:
-        form = self._format
-        if form.overlong not in self.overlong_policies:
-            raise ConfigError(
-                f"{self.overlong_flag} {form.overlong} is unknown. "
-                f"Use {', '.join(self.overlong_policies)}."
-            )
-        if form.apply_chat_template:
-            return
-        if form.input_template and not has_placeholder(form.input_template):
+    def _check_template(self) -> None:
+        template = self._format.input_template
+        if template and not self._format.apply_chat_template and not has_placeholder(template):
             self.notices.append(
-                Caution(f"--input_template {form.input_template!r} has no {{}} and is not used")
+                Caution(f"--input_template {template!r} has no {{}} and is not used")
             )
 
     def _example(self, index: int) -> tuple[list[Tokens], Any]:
@@ -334,47 +333,46 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     def _tokenise(self, batch: Mapping[str, Sequence]) -> dict[str, list]:
         """Return what becomes of some rows, a list for each column of `_FEATURES`."""
-        values = zip(*batch.values(), strict=True)
-        outcomes = [self._drafted(dict(zip(batch, row, strict=True))) for row in values]
-        drafts = [outcome.draft for outcome in outcomes if outcome.draft is not None]
+        rows = zip(*batch.values(), strict=True)
+        drafts = [self._drafted(dict(zip(batch, row, strict=True))) for row in rows]
         texts = [[part.text for part in seq] for draft in drafts for seq in draft.sequences]
         encoded = iter(self._encoder.encode_segments(texts))
-        for outcome in outcomes:
-            if outcome.draft is not None:
-                sequences = [self._assemble(s, next(encoded)) for s in outcome.draft.sequences]
-                self._finish(outcome, outcome.draft, sequences)
-        columns = [outcome.columns() for outcome in outcomes]
+        for draft in drafts:
+            if draft.sequences:
+                tokens = [self._assemble(parts, next(encoded)) for parts in draft.sequences]
+                self._finish(draft, tokens)
+        columns = [draft.columns() for draft in drafts]
         return {name: [row[name] for row in columns] for name in _FEATURES}
 
-    def _drafted(self, row: Row) -> _Outcome:
+    def _drafted(self, row: Row) -> Draft:
         num_spelled = self._encoder.num_spelled
         try:
             draft = self._draft(row)
         except LeftOutError as reason:
-            return _Outcome(left_out=str(reason))
+            return Draft(left_out=str(reason))
         except RowError as error:
-            return _Outcome(problem=str(error))
-        return _Outcome(draft, is_spelled=self._encoder.num_spelled > num_spelled)
+            return Draft(problem=str(error))
+        draft.is_spelled = self._encoder.num_spelled > num_spelled
+        return draft
 
-    def _finish(self, outcome: _Outcome, draft: Draft, sequences: list[Tokens]) -> None:
+    def _finish(self, draft: Draft, tokens: list[Tokens]) -> None:
         """Note the sequences cut at the limit, or why there are none."""
         try:
-            sequences = self._refine(draft, sequences)
+            tokens = self._refine(draft, tokens)
         except RowError as error:
-            outcome.problem = str(error)
+            draft.problem = str(error)
             return
-        limit, longest = self._format.max_len, max(len(tokens.ids) for tokens in sequences)
+        limit, longest = self._format.max_len, max(len(part.ids) for part in tokens)
         if limit is not None and longest > limit:
             if self._format.overlong == "error":
-                outcome.problem = f"{longest} tokens, over the limit of {limit}"
+                draft.problem = f"{longest} tokens, over the limit of {limit}"
                 return
             if self._format.overlong == "filter":
-                outcome.left_out = "over-long"
+                draft.left_out = "over-long"
                 return
-            outcome.is_truncated = True
-            outcome.draft, sequences = self._cut(draft, sequences, limit)
-        outcome.left_out = self._reason_to_leave_out(sequences)
-        outcome.sequences = sequences
+            draft.is_truncated = True
+            tokens = self._cut(draft, tokens, limit)
+        draft.tokens, draft.left_out = tokens, self._reason_to_leave_out(tokens)
 
     def _assemble(self, segments: list[Segment], ids: list[list[int]]) -> Tokens:
         """Join segments, between the tokenizer's own beginning and one EOS."""
@@ -393,34 +391,28 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         return Tokens(with_leading, mask)
 
     def _end_ids(self) -> frozenset[int]:
-        """Ids after which no EOS is put: any special token that a chat template ends with."""
-        if self._format.apply_chat_template:
-            return self._encoder.special_ids
-        return frozenset((self._eos_id(),))
+        """Return ids after which no EOS is put: of a chat template any special token."""
+        is_chat = self._format.apply_chat_template
+        return self._encoder.special_ids if is_chat else frozenset((self._eos_id(),))
 
     def _eos_id(self) -> int:
-        eos_id = self._encoder.tokenizer.eos_token_id
-        if eos_id is None:
+        tokenizer = self._encoder.tokenizer
+        if tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"tokenizer {self._encoder.tokenizer.name_or_path} has no EOS token to end a "
-                "response with. "
+                f"tokenizer {tokenizer.name_or_path} has no EOS token to end a response with. "
                 "Set eos_token in its tokenizer_config.json."
             )
-        return eos_id
+        return tokenizer.eos_token_id
 
-    def _response_text(self, value: object) -> object:
+    def _response(self, row: Row, column: str) -> Any:
         """Return a response without the EOS spelled at its end, which is put there anyway."""
+        value, eos = row[column], self._encoder.tokenizer.eos_token
         if value is None:
             raise LeftOutError("empty response")
-        eos = self._encoder.tokenizer.eos_token
         return value.removesuffix(eos) if isinstance(value, str) and eos else value
 
-    def _raise_problems(self) -> None:
-        problems = Problems()
-        for row_id, what in enumerate(self._facts["problem"]):
-            if what:
-                problems.add(row_place(self._rows, row_id), what)
-        problems.raise_if_any(self.subject, "Repair the rows, or choose other columns.")
+    def _response_text(self, row: Row, column: str) -> str:
+        return text_to_learn(self._response(row, column), column)
 
     def _report(self) -> None:
         num_rows = len(self._rows)

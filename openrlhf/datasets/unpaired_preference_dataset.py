@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
@@ -17,25 +18,23 @@ from openrlhf.datasets.chat import RowError
 from openrlhf.datasets.conventions import pick_column
 from openrlhf.datasets.data_files import number_of
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.sft_dataset import AnsweredFormat, AnsweredPrompts
+from openrlhf.datasets.sft_dataset import AnsweredPrompts, SFTFormat
 from openrlhf.datasets.tokenized import Draft, Row
 
 
 @dataclass(frozen=True)
-class UnpairedFormat(AnsweredFormat):
+class UnpairedFormat(SFTFormat):
     """How rows become labelled answers."""
 
     label_key: str = "label"  # 1, 0, true or false
 
-    def check_columns(self, rows: Dataset) -> None:
-        gathered = Gathered()
-        gathered.attempt(partial(super().check_columns, rows))
-        gathered.attempt(partial(self.check_label, rows))
-        gathered.raise_if_any()
+    further_remedy: ClassVar[str] = ""
 
-    def check_label(self, rows: Dataset) -> None:
-        """Raise DataError when the column of labels is not there."""
-        pick_column(self.label_key, rows.column_names, (), flag="--label_key")
+    def check_columns(self, rows: Dataset) -> None:
+        gathered, columns = Gathered(), rows.column_names
+        gathered.attempt(partial(self.find_columns, rows))
+        gathered.attempt(partial(pick_column, self.label_key, columns, (), flag="--label_key"))
+        gathered.raise_if_any()
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,9 @@ class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
         [tokens], is_desirable = self._example(index)
         return UnpairedExample(*tokens.tensors, is_desirable)
 
-    @property
-    def num_desirable(self) -> int:
-        """Examples whose label is 1."""
-        return sum(self._extras())
-
     def _check_columns(self) -> None:
-        gathered = Gathered()
-        gathered.attempt(super()._check_columns)
-        gathered.attempt(partial(self._format.check_label, self._rows))
-        gathered.raise_if_any()
+        self._format.check_columns(self._rows)
+        super()._check_columns()
 
     def _draft(self, row: Row) -> Draft:
         label = row[self._format.label_key]

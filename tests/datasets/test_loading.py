@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from openrlhf.datasets import data_files
-from openrlhf.datasets.conventions import unread_notices
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import row_place
 from openrlhf.errors import ConfigError, DataError
@@ -57,20 +55,11 @@ def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
     assert load_rows(str(tmp_path), split="test").to_list() == ROWS[1:]
 
 
-def test_a_folder_without_split_names_is_all_train(tmp_path):
-    write_jsonl(tmp_path / "part-0.jsonl", ROWS[:1])
-    write_jsonl(tmp_path / "part-1.jsonl", ROWS[1:])
-    assert load_rows(str(tmp_path)).to_list() == ROWS
-
-
-def test_a_file_without_a_split_beside_others_that_have_one_is_named(tmp_path):
+def test_a_file_without_a_split_beside_others_that_have_one_is_not_read(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "extra.jsonl", ROWS)
-    other = write_jsonl(tmp_path.with_suffix(".jsonl"), ROWS)
-    for spec in (str(tmp_path), f"{tmp_path},{other}"):
-        [said] = unread_notices(load_rows(spec))
-        assert said.startswith(f"{tmp_path / 'extra.jsonl'} is not read")
-    assert unread_notices(load_rows(str(other))) == []
+    (tmp_path / "train.txt").write_text("notes")
+    assert load_rows(str(tmp_path)).to_list() == ROWS
     assert row_place(load_rows(str(tmp_path)), 1) == f"{tmp_path / 'train.jsonl'}: row 2"
 
 
@@ -82,12 +71,14 @@ def test_a_subfolder_is_named_behind_an_at_sign(tmp_path):
 
 def test_a_missing_split_lists_those_there_are(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert load_rows(str(tmp_path)).to_list() == ROWS  # no file names a split: all are train
     with pytest.raises(ConfigError, match=r"no split 'test'; splits found: train"):
         load_rows(str(tmp_path), split="test")
     write_jsonl(tmp_path / "dev.jsonl", ROWS)
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"splits found: train, validation"):
         load_rows(str(tmp_path), split="test")
+    assert len(load_rows(str(tmp_path), split="dev")) == 2
 
 
 def test_data_sets_follow_one_another_without_probabilities(tmp_path):
@@ -259,15 +250,6 @@ def test_a_damaged_csv_is_named_by_line(tmp_path, content, message):
         load_rows(str(path))
 
 
-def test_long_records_of_a_csv_are_read_and_longer_ones_named(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    path.write_text("a,b\n1," + "x" * 1_500_000 + '\n2,"' + "y\n" * 700_000 + '"\n')
-    assert list(map(len, load_rows(str(path))["b"])) == [1_500_000, 1_400_000]
-    monkeypatch.setattr(data_files, "MAX_LINE_MIB", 1)
-    with pytest.raises(DataError, match=r"csv:2: a line of over 1 MiB"):
-        load_rows(str(path))
-
-
 def test_a_hub_subset_is_a_configuration_or_else_a_folder(monkeypatch):
     calls = []
 
@@ -284,3 +266,15 @@ def test_a_hub_subset_is_a_configuration_or_else_a_folder(monkeypatch):
         (("org/math", "hard"), {"split": "test"}),
         (("org/math",), {"data_dir": "data/en", "split": "test"}),
     ]
+
+
+def test_a_split_that_the_hub_does_not_have_is_one_line(monkeypatch):
+    def refuse(*names: str, **options: str) -> None:
+        raise ValueError("Unknown split 'dev'. Should be one of ['train'].\nMore of it.")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    said = (
+        r"data set org/a cannot be loaded from the hub \(split 'dev'\): Unknown .*\['train'\]. Ch"
+    )
+    with pytest.raises(ConfigError, match=said):
+        load_rows("org/a", split="dev")

@@ -68,10 +68,3 @@ def test_a_reward_token_without_a_logit_is_refused(tokenizer: Tokenizer, label: 
     data.check_fits(FREE)
     [line] = problems(data, ModelLimits("m", num_embeddings=263, num_positions=None))
     assert line.startswith("--reward_tokens <bad> has token id 263, and the model m has 263 embed")
-
-
-def test_a_label_without_a_logit_is_refused(tokenizer: Tokenizer) -> None:
-    tokenizer.add_tokens(["<good>"])
-    data = steps(tokenizer, ["a"], ["a", "<good>"])
-    [line] = problems(data, ModelLimits("m", num_embeddings=262, num_positions=None))
-    assert line.startswith("a label of row 2 has token id 262, and the model m has 262 embeddings.")

@@ -42,11 +42,6 @@ def test_soft_labels_are_shares_of_the_first_reward_token(tokenizer):
     assert example.labels.dtype == torch.float32 and example.is_soft
 
 
-def test_true_and_false_are_the_first_and_the_second_reward_token(tokenizer):
-    example = steps(tokenizer, [{"input": "a#b#", "label": [False, True]}])[0]
-    assert example.labels.tolist() == [*ids(tokenizer, "-"), *ids(tokenizer, "+")]
-
-
 def test_without_reward_tokens_any_single_token_is_a_label(tokenizer):
     row = {"input": "a#b#", "label": ["x", "y"]}
     example = steps(tokenizer, [row], reward_tokens=())[0]
@@ -120,10 +115,3 @@ def test_a_cut_text_loses_the_labels_of_its_markers(tokenizer):
     dataset = steps(tokenizer, rows, max_len=3, overlong="truncate")
     assert dataset[0].labels.tolist() == ids(tokenizer, "+")
     assert dict(dataset.dropped) == {"nothing to learn": 1}
-
-
-def test_missing_columns_name_their_flag(tokenizer):
-    with pytest.raises(DataError, match=r"'input' is not.*--input_key"):
-        steps(tokenizer, [{"question": "a#", "label": ["+"]}])
-    with pytest.raises(DataError, match=r"'label' is not.*--label_key"):
-        steps(tokenizer, [{"input": "a#"}])

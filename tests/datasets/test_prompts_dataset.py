@@ -31,17 +31,16 @@ def test_a_record_holds_text_ids_label_source_and_the_other_columns(tokenizer):
     assert record.columns == {"answer": "4", "datasource": "math", "level": 3}
 
 
-def test_without_a_label_key_a_label_is_an_empty_text(tokenizer):
-    assert prompts(tokenizer, [{"input": "2+2=", "answer": "4"}])[0].label == ""
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         ("hi", "<|user|>hi<|end|><|assistant|>"),
         ([{"role": "user", "content": "hi"}], "<|user|>hi<|end|><|assistant|>"),
         (
-            [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}],
+            [
+                {"from": "system", "value": "s", "role": None, "content": None},
+                {"from": "human", "value": "hi"},
+            ],
             "<|system|>s<|end|><|user|>hi<|end|><|assistant|>",
         ),
         (
@@ -56,6 +55,17 @@ def test_text_and_message_lists_are_rendered_by_the_chat_template(tokenizer, val
     assert tokenizer.decode(dataset[0].prompt_token_ids) == text
 
 
+def test_text_stands_in_the_template_and_a_usual_column_is_said(tokenizer):
+    dataset = prompts(tokenizer, [{"prompt": "{hi}"}], input_template="Q: {} {{}} A:")
+    assert (dataset[0].prompt_text, dataset[0].label) == ("Q: {hi} {} A:", "")
+    assert dataset.notices == ["'prompt' read as text"]
+    assert prompts(tokenizer, [{"input": "a"}]).notices == []
+    rows = [{"prompt": "a", "question": "b"}]
+    assert prompts(tokenizer, rows, input_key="question")[0].prompt_text == "b"
+    with pytest.raises(ConfigError, match=r"--input_template.*Write other braces twice"):
+        prompts(tokenizer, [{"input": "hi"}], input_template="{a} {}")
+
+
 def test_an_answer_at_the_end_of_a_prompt_is_left_out_and_that_is_said(tokenizer):
     question = {"role": "user", "content": "hi"}
     answer = {"role": "assistant", "content": "yo"}
@@ -63,16 +73,6 @@ def test_an_answer_at_the_end_of_a_prompt_is_left_out_and_that_is_said(tokenizer
     dataset = prompts(tokenizer, rows, apply_chat_template=True)
     assert dataset.num_answered == 1
     assert dataset.notices == ["1 of 2 prompts end with the assistant's turn, which was left out"]
-
-
-def test_an_input_template_wraps_the_text(tokenizer):
-    dataset = prompts(tokenizer, [{"input": "{hi}"}], input_template="Q: {} {{}} A:")
-    assert dataset[0].prompt_text == "Q: {hi} {} A:"
-
-
-def test_a_template_that_is_no_format_string_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"--input_template.*Write other braces twice"):
-        prompts(tokenizer, [{"input": "hi"}], input_template="{a} {}")
 
 
 @pytest.mark.parametrize("template_adds_bos", [True, False])
@@ -111,13 +111,6 @@ def test_a_missing_column_lists_those_found(tokenizer):
         prompts(tokenizer, [{"input": "a"}], label_key="label")
 
 
-def test_a_usual_column_is_used_and_that_is_said(tokenizer):
-    dataset = prompts(tokenizer, [{"prompt": "a"}])
-    assert dataset[0].prompt_text == "a"
-    assert dataset.notices == ["'prompt' read as text"]
-    assert prompts(tokenizer, [{"input": "a"}]).notices == []
-
-
 @pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
 def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, column):
     rows = [{column: None}, {column: [{"role": "user", "content": "hi"}]}]
@@ -127,20 +120,6 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     assert dataset.recognised == {"data.input_key": column, "data.apply_chat_template": True}
     with pytest.raises(DataError, match="row 1: NoneType instead of text or a message list"):
         prompts(tokenizer, rows)
-
-
-def test_images_that_are_not_seen_are_said(tokenizer):
-    dataset = prompts(tokenizer, [{"input": "a", "images": ["cat.png"]}])
-    assert dataset.notices == [
-        "column 'images' is not read: models that see images cannot be trained yet"
-    ]
-
-
-def test_a_column_that_is_named_is_the_one_that_is_read(tokenizer):
-    with pytest.raises(DataError, match=r"'question' is not.*found: prompt.*--input_key"):
-        prompts(tokenizer, [{"prompt": "a"}], input_key="question")
-    rows = [{"prompt": "a", "question": "b"}]
-    assert prompts(tokenizer, rows, input_key="question")[0].prompt_text == "b"
 
 
 def test_dialogues_without_a_template_to_render_them_are_one_line(tokenizer):
@@ -181,18 +160,6 @@ def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
         prompts(tokenizer, [{"input": good}, {"input": value}], apply_chat_template=is_chat)
 
 
-def test_a_template_that_refuses_a_row_names_the_row(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"row 1: the chat template refuses it: roles must"):
-        prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
-
-
-def test_templates_run_in_a_sandbox(tokenizer):
-    tokenizer.chat_template = "{{ ''.__class__.__mro__ }}"
-    with pytest.raises(DataError, match=r"refuses it"):
-        prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
-
-
 def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
     monkeypatch.setattr("openrlhf.utils.tokenizer.RENDER_S", 0.2)
     loop = "{% for i in range(99999) %}"
@@ -208,6 +175,8 @@ def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
         ("{% for i in range(10000000000) %}{% endfor %}", "Range too big"),
         ("{{ 'x' * 99999999999999 }}", "MemoryError"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__ }}", ""),  # templates run in a sandbox
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
 )
 def test_a_template_that_asks_too_much_is_refused(template, reason, tokenizer):

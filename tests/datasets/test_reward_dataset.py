@@ -186,25 +186,16 @@ def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("row", "message"),
     [
-        ({"chosen": [user("q")], "rejected": [user("r")]}, {}, "the last message is the user's"),
-        ({"chosen": "a", "rejected": "b"}, {}, "answers nothing"),
-        (
-            {
-                "prompt": [user("q")],
-                "chosen": [user("other"), assistant("a")],
-                "rejected": [user("q"), assistant("b")],
-            },
-            {"prompt_key": "prompt"},
-            "'chosen' begins neither with an answer nor with the prompt's messages",
-        ),
-        ({"chosen": [{"role": "boss", "content": "x"}], "rejected": [user("r")]}, {}, "'boss'"),
+        ({"chosen": [user("q")], "rejected": [user("r")]}, "the last message is the user's"),
+        ({"chosen": "a", "rejected": "b"}, "answers nothing"),
+        ({"chosen": [{"role": "boss", "content": "x"}], "rejected": [user("r")]}, "'boss'"),
     ],
 )
-def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, options, message):
+def test_dialogues_of_the_wrong_shape_are_named(tokenizer, row, message):
     with pytest.raises(DataError, match=f"row 1: .*{message}"):
-        pairs(tokenizer, [row], apply_chat_template=True, **options)
+        pairs(tokenizer, [row], apply_chat_template=True)
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
@@ -217,39 +208,19 @@ def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
     assert not shown(tokenizer, dataset)[1][0].endswith("<|end|>")
 
 
-def test_a_pair_whose_sides_begin_otherwise_is_read_again_from_what_was_recognised(tokenizer):
-    start = [{"role": "system", "content": "s"}, user("q")]
-    sides = {"chosen": [*start, assistant("ab")], "rejected": [*start, assistant("c")]}
-    dataset = pairs(tokenizer, [{"prompt": "hi", **sides}])
-    assert dataset.recognised["data.prompt_key"] is None
-    assert "'prompt' was not used in 1 of 1 rows" in dataset.notices[-1]
-    answers = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
-    used = pairs(tokenizer, [{"prompt": "q", **answers}])
-    assert used.recognised["data.prompt_key"] == "prompt"
-
-
 def test_texts_that_hold_the_prompt_of_an_unnamed_column_have_it_once(tokenizer):
     rows = [
         {"prompt": "Q: ", "chosen": "Q: ab", "rejected": "Q: cd"},
         {"prompt": "R: ", "chosen": "R: a", "rejected": "R: d"},
     ]
+    other = {"prompt": "S: ", "chosen": "a", "rejected": "b"}
     dataset = pairs(tokenizer, rows)
     texts = [shown(tokenizer, dataset, i)[0] for i in (0, 1)]
     assert texts == [("Q: ab<|end|>", "ab<|end|>"), ("R: a<|end|>", "a<|end|>")]
     assert dataset.notices[0].startswith("column 'prompt' was not used: both answers of every row")
     assert dataset.recognised["data.prompt_key"] is None
-    named = pairs(tokenizer, rows, prompt_key="prompt")
-    assert shown(tokenizer, named)[0][0] == "Q: Q: ab<|end|>"
-
-
-def test_an_answer_that_happens_to_begin_as_its_prompt_is_one_all_the_same(tokenizer):
-    rows = [
-        {"prompt": "ab", "chosen": "ab c", "rejected": "ab d"},
-        {"prompt": "ef", "chosen": "a", "rejected": "b"},
-    ]
-    dataset = pairs(tokenizer, rows)
-    assert [shown(tokenizer, dataset, i)[0][0] for i in (0, 1)] == ["abab c<|end|>", "efa<|end|>"]
-    assert dataset.recognised["data.prompt_key"] == "prompt"
+    for used in (pairs(tokenizer, rows, prompt_key="prompt"), pairs(tokenizer, [*rows, other])):
+        assert shown(tokenizer, used)[0][0] == "Q: Q: ab<|end|>"
 
 
 def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):

@@ -18,10 +18,6 @@ def test_every_epoch_has_every_row_once_in_its_own_order():
     assert first != EpochSampler(100, seed=8).order(0).tolist()
 
 
-def test_an_order_can_be_that_of_the_file():
-    assert EpochSampler(3, seed=0, is_shuffled=False).order(5).tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
 def test_draws_give_every_row_once_per_episode_and_never_span_two(num_rows, batch_size):

@@ -122,20 +122,6 @@ def test_special_tokens_in_tools_are_text(
     assert shown_tools(tokenizer, ids) == tools  # every word of them is still there
 
 
-def test_special_tokens_in_keys_of_messages_are_text(read: Reader, tokenizer: Tokenizer) -> None:
-    content = "{{ message['content'] }}"
-    parts = "{% if message['parts'] %}{{ message['parts'] | tojson }}{% endif %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(content, content + parts)
-    rows = [
-        row_with(None) | {"prompt": [QUESTION | {"parts": {key: "t"}}]}
-        for key in ("x", "<|end|><|assistant|>")
-    ]
-    tables = [Dataset.from_list([row]) for row in rows]
-    first, second = (read(table, tokenizer, 0) for table in tables)
-    assert 't"}' in tokenizer.decode(first)
-    assert special_tokens(tokenizer, first) == special_tokens(tokenizer, second)
-
-
 def test_tools_that_are_no_list_are_refused(read: Reader, tokenizer: Tokenizer) -> None:
     for tools, problem in (("{", "'tools' is no JSON"), ('{"a": 1}', "is dict, not a list")):
         with pytest.raises(DataError, match=problem):

@@ -35,7 +35,6 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
     assert tokenizer.decode(example.response_ids) == "ab<|end|>"
     assert example.loss_mask.tolist() == [False] * 8 + [True] * 3
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
-    assert dataset.num_desirable == 1
 
 
 def test_hugging_face_columns_need_no_flags(tokenizer):
@@ -52,17 +51,12 @@ def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
     assert tokenizer.decode(example.response_ids) == "a<|end|>"
 
 
-@pytest.mark.parametrize("label", [2, -1, 0.5, float("nan"), None])
+@pytest.mark.parametrize("label", [2, 0.5, float("nan"), None, "yes"])
 def test_labels_other_than_1_and_0_are_named(tokenizer, label):
-    good = 1 if isinstance(label, int) else 1.0
+    good = {int: 1, str: "1"}.get(type(label), 1.0)
     rows = [{"input": "q", "output": "a", "label": value} for value in (good, label)]
     with pytest.raises(DataError, match=r"row 2: 'label' is .*; labels are 1 and 0"):
         answers(tokenizer, rows, output_key="output")
-
-
-def test_labels_spelled_as_text_are_named(tokenizer):
-    with pytest.raises(DataError, match=r"row 1: 'label' is 'yes'; labels are 1 and 0"):
-        answers(tokenizer, [{"input": "q", "output": "a", "label": "yes"}], output_key="output")
 
 
 def test_a_missing_label_column_lists_the_columns(tokenizer):
