@@ -13,7 +13,7 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from openrlhf.config.base import is_given
-from openrlhf.config.common import TextDataConfig, CommandConfig
+from openrlhf.config.common import CommandConfig, TextDataConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
 from openrlhf.config.serving import BatchInferenceConfig, InferenceDataConfig

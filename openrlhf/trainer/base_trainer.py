@@ -335,15 +335,17 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Yield this rank's micro-batches of rows with the rows in them; one without rows holds the
         shortest sample, and its results do not count.
         """
+        spare = min(rows, key=lambda row: lengths[row])
         for part in self.share_of(rows, lengths):
-            batch = self.collate([samples[row] for row in part] or [shortest(samples)])
+            batch = self.collate([samples[row] for row in part or [spare]])
             yield part, batch.to(self.engine.device)
 
     def _micro_loss(
         self, samples: Sequence[SampleT], denominators: Mapping[str, float], metrics: Metrics
     ) -> Tensor:
         """Return the loss of one micro-batch; one that is empty still runs, for its collectives."""
-        batch = self.collate(samples or [shortest(self.samples)]).to(self.engine.device)
+        spare = self.samples[int(self.samples.lengths.argmin())]
+        batch = self.collate(samples or [spare]).to(self.engine.device)
         if samples:
             loss, own = self.compute_loss(batch, denominators)
             metrics.merge(own)
@@ -396,11 +398,6 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         for part in all_gather_object(metrics, group=self.strategy.dp_group):
             merged.merge(part)
         return merged.values()
-
-
-def shortest(samples: SampleSet[SampleT]) -> SampleT:
-    """Return the sample with the fewest tokens, which stands in where a rank has none."""
-    return samples[int(samples.lengths.argmin())]
 
 
 def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:
