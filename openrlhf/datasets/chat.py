@@ -198,11 +198,6 @@ def check_order(messages: Sequence[Message]) -> None:
         before = role
 
 
-def ends_with_answer(value: object) -> bool:
-    """Whether a prompt column's message list ends with the assistant's turn, which is no prompt."""
-    return not isinstance(value, str) and to_messages(value)[-1]["role"] == "assistant"
-
-
 def plain_text(value: object, column: str) -> str:
     """The text of a column; raises RowError for anything else and for blank text."""
     if isinstance(value, (list, tuple, Mapping)):

@@ -6,9 +6,9 @@ is said together with what is wrong elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 
@@ -45,13 +45,13 @@ class DataSet(NamedTuple):
     """A data set that a command names; nothing of it is read yet."""
 
     spec: str
-    load: Callable[[], Dataset]
+    options: Mapping[str, Any]  # of load_rows
     check: Callable[[Dataset], object]  # raises DataError that names columns that are not there
     about: str = TRAINING
 
     def read(self, gathered: Gathered) -> Dataset | None:
         """The rows, or None; problems of files and columns are noted."""
-        rows = gathered.attempt(self.load, about=self.about)
+        rows = gathered.attempt(partial(load_rows, self.spec, **self.options), about=self.about)
         if rows is not None:
             gathered.attempt(partial(self.check, rows), about=self.about)
         return rows
@@ -81,37 +81,25 @@ def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
     data, held_out, check = config.data, config.eval, row_format(config).check_columns
     yield named_rows(data, config.train.seed, check)
     if held_out.dataset:
-        load = partial(
-            load_rows,
-            held_out.dataset,
-            split=held_out.split,
-            max_samples=data.max_samples,
-            duplicate_ids=data.duplicate_ids,
-        )
-        yield DataSet(held_out.dataset, load, check, EVALUATION)
+        options = {"split": held_out.split, **shared_options(data, config.train.seed)}
+        yield DataSet(held_out.dataset, options, check, EVALUATION)
 
 
 def named_rows(data: DatasetConfig, seed: int, check: Callable[[Dataset], object]) -> DataSet:
-    """The rows that `data.dataset` names."""
-    load = partial(
-        load_rows,
-        data.dataset or "",
-        split=data.dataset_split,
-        probs=data.dataset_probs,
-        max_samples=data.max_samples,
-        seed=seed,
-        **expectations(data),
-    )
-    return DataSet(data.dataset or "", load, check)
-
-
-def expectations(data: TextDataConfig) -> dict[str, str | None]:
-    """Return what a command's `data.*` says of the rows before they are read."""
-    return {
+    """Return the data set that `data.dataset` names."""
+    options = {
+        "split": data.dataset_split,
+        "probs": data.dataset_probs,
         "expect_rows": data.expect_rows,
         "expect_sha256": data.expect_sha256,
-        "duplicate_ids": data.duplicate_ids,
+        **shared_options(data, seed),
     }
+    return DataSet(data.dataset or "", options, check)
+
+
+def shared_options(data: TextDataConfig, seed: int) -> dict[str, Any]:
+    """Return options of `load_rows` that are those of every data set of a command."""
+    return {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
 
 
 def row_format(config: SupervisedConfig) -> RowFormat:
@@ -144,36 +132,25 @@ def row_format(config: SupervisedConfig) -> RowFormat:
 
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Prompts and, where they are named, those of the evaluation and pre-training text."""
-    data, held_out = config.data, config.eval
+    data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
     check = prompt_format(data, data.label_key).check_columns
-    load = partial(
-        load_rows,
-        max_samples=data.max_samples,
-        seed=config.train.seed,
-        duplicate_ids=data.duplicate_ids,
-    )
-    prompts = data.prompt_dataset or ""
-    read = partial(
-        load,
-        prompts,
-        split=data.prompt_split,
-        probs=data.prompt_probs,
-        **expectations(data),
-    )
-    yield DataSet(prompts, read, check)
+    shared = shared_options(data, config.train.seed)
+    options = {
+        "split": data.prompt_split,
+        "probs": data.prompt_probs,
+        "expect_rows": data.expect_rows,
+        "expect_sha256": data.expect_sha256,
+        **shared,
+    }
+    yield DataSet(prompts, options, check)
     if held_out.dataset:
         is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
-        read_too = partial(load, held_out.dataset, split=held_out.split)
-        yield DataSet(held_out.dataset, read if is_training else read_too, check, EVALUATION)
+        others = options if is_training else {"split": held_out.split, **shared}
+        yield DataSet(held_out.dataset, others, check, EVALUATION)
     if data.pretrain_dataset and config.actor.ptx_coef != 0:
-        read = partial(
-            load,
-            data.pretrain_dataset,
-            split=data.pretrain_split,
-            probs=data.pretrain_probs,
-        )
+        options = {"split": data.pretrain_split, "probs": data.pretrain_probs, **shared}
         find = partial(pretrain_column, config)
-        yield DataSet(data.pretrain_dataset, read, find, PRETRAIN)
+        yield DataSet(data.pretrain_dataset, options, find, PRETRAIN)
 
 
 def prompt_format(

@@ -21,13 +21,12 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import (
     Draft,
     Json,
-    ModelLimits,
     Row,
     RowFormat,
     TokenizedDataset,
     Tokens,
 )
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import Tokenizer, encode_text
 
 STEPWISE_COLUMNS = ("prompt", "completions", "labels")
@@ -105,26 +104,6 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         is_soft = isinstance(values[0], float)
         labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
         return ProcessExample(token_ids, marker_mask, labels[: int(marker_mask.sum())], is_soft)
-
-    def check_fits(self, limits: ModelLimits) -> None:
-        """Raise DataError where a model of these sizes cannot read an example or say a label."""
-        super().check_fits(limits)
-        if limits.num_embeddings is None:
-            return
-        if (found := self._label_from(limits.num_embeddings)) is not None:
-            raise DataError(limits.unknown_id(*found))
-
-    def _label_from(self, least: int) -> tuple[str, int] | None:
-        """Where a label's token first has an id of at least `least`, and that id."""
-        named = zip(self._format.reward_tokens, self.reward_token_ids, strict=True)
-        for text, token_id in named:
-            if token_id >= least:
-                return f"--reward_tokens {text}", token_id
-        for index, labels in enumerate(self._extras()):
-            for label in labels:
-                if isinstance(label, int) and label >= least:
-                    return f"a label of {self._place(index)}", label
-        return None
 
     def _check_columns(self) -> None:
         form = self._format

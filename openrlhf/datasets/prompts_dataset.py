@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -18,7 +19,6 @@ from openrlhf.datasets.chat import (
     RowError,
     Segment,
     asked_part,
-    ends_with_answer,
     fill_template,
     plain_text,
     render_prompt,
@@ -51,17 +51,17 @@ class PromptFormat(RowFormat):
         self.find_input(rows)
 
     def find_input(self, rows: Dataset) -> str:
-        """The column of the prompt; raises DataError that names it and that of the label."""
-        gathered, columns = Gathered(), rows.column_names
-        flag = "--input_key"
-        name = gathered.attempt(
-            lambda: pick_column(self.input_key, columns, PROMPT_COLUMNS, flag=flag)
-        )
+        """Return the column of the prompt; raise DataError that names it and that of the label."""
+        gathered, found = Gathered(), rows.column_names
+        wanted = [(self.input_key, PROMPT_COLUMNS, "--input_key")]
         if self.label_key:
-            gathered.attempt(lambda: pick_column(self.label_key, columns, (), flag="--label_key"))
+            wanted.append((self.label_key, (), "--label_key"))
+        names = [
+            gathered.attempt(partial(pick_column, name, found, usual, flag=flag))
+            for name, usual, flag in wanted
+        ]
         gathered.raise_if_any()
-        assert name is not None, "or else problems were raised"
-        return name
+        return str(names[0])
 
 
 class PromptDataset(TokenizedDataset[PromptFormat]):
@@ -75,7 +75,7 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
 
     def __getitem__(self, index: int) -> PromptRecord:
         [tokens], extra = self._example(index)
-        row = self._row(index)
+        row = self._rows[self.row_ids[index]]
         label_key = self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
@@ -88,17 +88,6 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
         )
 
     @property
-    def is_chat(self) -> bool:
-        """Return True if the chat template renders the prompts."""
-        return bool(self._format.apply_chat_template)
-
-    @property
-    def num_answered(self) -> int:
-        """Dialogues whose last answer was left out."""
-        column = self._input_key
-        return sum(map(ends_with_answer, self._rows[column])) if self.is_chat else 0
-
-    @property
     def recognised(self) -> dict[str, object]:
         return {"data.input_key": self._input_key, **super().recognised}
 
@@ -106,15 +95,12 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
-        row = self._row(index)
-        if self.is_chat and not isinstance(row[self._input_key], str):
+        row = self._rows[self.row_ids[index]]
+        if self._format.apply_chat_template and not isinstance(row[self._input_key], str):
             return asked_part(row[self._input_key])
         if self._format.around is None:
             return self._example(index)[1]["text"]
         return self._encoder.reveal(self._rendered(row))
-
-    def _row(self, index: int) -> dict[str, Any]:
-        return self._rows[self.row_ids[index]]
 
     def _check_columns(self) -> None:
         form = self._format
@@ -133,38 +119,28 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
         self._format = replace(form, input_key=name, apply_chat_template=is_chat)
 
     def _draft(self, row: Row) -> Draft:
-        label = self._label(row)
-        text = self._render(row)
-        extra = {"text": self._encoder.reveal(text), "label": label}
-        return Draft([[Segment(text, is_target=False)]], extra)
-
-    def _label(self, row: Row) -> object:
-        """Return the label, which the fingerprint depends on; raise RowError for none."""
-        key = self._format.label_key
-        if not key:
-            return None
-        label = row[key]
-        if label is None:
+        key, column, around = self._format.label_key, self._input_key, self._format.around
+        label = row[key] if key else None
+        if key and label is None:
             raise RowError(f"'{key}' is missing")
         if isinstance(label, float) and not math.isfinite(label):
             raise RowError(f"'{key}' is {label}")
-        return label
-
-    def _render(self, row: Row) -> str:
-        around = self._format.around
         if around is None:
-            return self._rendered(row)
-        if not self.is_chat or isinstance(row[self._input_key], str):
-            return wrap_input(self._rendered(row), around)
-        messages = wrap_input(asked_part(row[self._input_key]), around)
-        return self._rendered({**row, self._input_key: messages})
+            text = self._rendered(row)
+        elif self._format.apply_chat_template and not isinstance(row[column], str):
+            text = self._rendered({**row, column: wrap_input(asked_part(row[column]), around)})
+        else:
+            text = wrap_input(self._rendered(row), around)
+        # The fingerprint depends on the label.
+        extra = {"text": self._encoder.reveal(text), "label": label}
+        return Draft([[Segment(text, is_target=False)]], extra)
 
     def _rendered(self, row: Row) -> str:
         return render_prompt(
             row,
             input_key=self._input_key,
             input_template=self._format.input_template,
-            apply_chat_template=self.is_chat,
+            apply_chat_template=bool(self._format.apply_chat_template),
             encoder=self._encoder,
         )
 
@@ -180,25 +156,12 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
         return ""
 
     def _report(self) -> None:
-        limit, num_rows = self._format.max_len, len(self._rows)
-        self._report_spelled()
-        if num_answered := self.num_answered:
-            self.notices.append(
-                f"{num_answered} of {num_rows} prompts end with the assistant's turn, which was "
-                "left out"
-            )
-        for count, told in (
-            (self.num_dropped, "were left out"),
-            (self.num_truncated, "lost their beginning"),
-        ):
-            if count:
-                line = f"{count} of {num_rows} prompts are over {limit} tokens and {told}"
-                self.notices.append(Caution(line))
         if not len(self):
             raise DataError(
-                f"all {num_rows} prompts are longer than --prompt_max_len {limit}. "
-                "Raise it, or use shorter ones."
+                f"all {len(self._rows)} prompts are longer than --prompt_max_len "
+                f"{self._format.max_len}. Raise it, or use shorter ones."
             )
+        super()._report()
 
 
 def preprocess_data(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.preference_loss import (
     PairLogps,
-    PreferenceLoss,
     PreferenceOptions,
     preference_loss,
 )
@@ -43,9 +42,15 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
 
     def __init__(self, run: SupervisedRun[DPOConfig]) -> None:
         super().__init__(run)
-        config = run.config
-        self.loss = loss_of(config)
-        self.nll_coef = config.model.nll_loss_coef  # of the language-model loss of better answers
+        config, model = run.config, run.config.model
+        options = PreferenceOptions(
+            beta=model.beta,
+            label_smoothing=model.label_smoothing,
+            ipo_length_average=model.ipo_length_average,
+            simpo_gamma=model.simpo_gamma,
+        )
+        self.loss = preference_loss(model.loss_type, options)
+        self.nll_coef = model.nll_loss_coef  # of the language-model loss of better answers
         if config.has_reference:
             path = config.ref.model_name_or_path or run.inputs.model_path
             self.reference = make_reference(run, path)
@@ -119,15 +124,3 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         nll_sum, num_tokens = -pairs.chosen_B.sum(), int(pairs.chosen_lengths_B.sum())
         metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
         return nll_sum / max(denominators["num_chosen_tokens"], 1.0)
-
-
-def loss_of(config: DPOConfig) -> PreferenceLoss:
-    """Return the named loss with its numbers."""
-    model = config.model
-    options = PreferenceOptions(
-        beta=model.beta,
-        label_smoothing=model.label_smoothing,
-        ipo_length_average=model.ipo_length_average,
-        simpo_gamma=model.simpo_gamma,
-    )
-    return preference_loss(model.loss_type, options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
 from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.errors import DataError
@@ -15,7 +15,6 @@ from openrlhf.utils.tokenizer import Tokenizer
 from tests.tiny import make_tokenizer
 
 SOFT_HYPHEN = "\u00ad"  # its second byte is id 261, the tokenizer's last
-FREE = ModelLimits("m", num_embeddings=None, num_positions=None)
 NARROW = ModelLimits("m", num_embeddings=261, num_positions=None)
 
 
@@ -52,19 +51,3 @@ def test_either_side_of_a_pair_may_have_an_id_too_large(
     data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
     [line] = problems(data, NARROW)
     assert line.startswith("row 2 has token id 261, and the model m has 261 embeddings. ")
-
-
-def steps(tokenizer: Tokenizer, *labels: list, **options: tuple) -> ProcessRewardDataset:
-    form = ProcessFormat(placeholder_token="#", **options)  # type: ignore[arg-type]
-    rows = [{"input": "a#" * len(given), "label": given} for given in labels]
-    return ProcessRewardDataset(Dataset.from_list(rows), tokenizer, form)
-
-
-@pytest.mark.parametrize("label", ["<good>", 0.5])
-def test_a_reward_token_without_a_logit_is_refused(tokenizer: Tokenizer, label: object) -> None:
-    tokenizer.add_tokens(["<good>", "<bad>"])
-    data = steps(tokenizer, [label], reward_tokens=("<good>", "<bad>"))
-    data.check_fits(ModelLimits("m", num_embeddings=264, num_positions=None))
-    data.check_fits(FREE)
-    [line] = problems(data, ModelLimits("m", num_embeddings=263, num_positions=None))
-    assert line.startswith("--reward_tokens <bad> has token id 263, and the model m has 263 embed")

@@ -66,15 +66,6 @@ def test_text_stands_in_the_template_and_a_usual_column_is_said(tokenizer):
         prompts(tokenizer, [{"input": "hi"}], input_template="{a} {}")
 
 
-def test_an_answer_at_the_end_of_a_prompt_is_left_out_and_that_is_said(tokenizer):
-    question = {"role": "user", "content": "hi"}
-    answer = {"role": "assistant", "content": "yo"}
-    rows = [{"input": [question]}, {"input": [question, answer]}]
-    dataset = prompts(tokenizer, rows, apply_chat_template=True)
-    assert dataset.num_answered == 1
-    assert dataset.notices == ["1 of 2 prompts end with the assistant's turn, which was left out"]
-
-
 @pytest.mark.parametrize("template_adds_bos", [True, False])
 @pytest.mark.parametrize("apply_chat_template", [True, False])
 def test_exactly_one_bos_where_tokenizer_adds_it(template_adds_bos, apply_chat_template):
@@ -92,7 +83,7 @@ def test_over_long_prompts_are_left_out_and_counted(tokenizer):
         (0, "xxx"),
         (1, "xxxx"),
     ]
-    assert dataset.notices == ["1 of 3 prompts are over 4 tokens and were left out"]
+    assert dataset.notices == ["1 of 3 rows were left out: over-long"]
 
 
 def test_truncate_left_keeps_the_end_and_the_bos():

@@ -9,6 +9,7 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.command_data import ppo_data
+from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.errors import DataError
 from openrlhf.trainer.ppo_setup import _texts
@@ -80,7 +81,7 @@ def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> No
         actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
         config = PPOConfig.model_validate({"data": data, "actor": actor})
         *_, texts = ppo_data(config)
-        return _texts(config, make_tokenizer(tmp_path), texts.load())
+        return _texts(config, make_tokenizer(tmp_path), load_rows(texts.spec, **texts.options))
 
     with pytest.raises(DataError, match="id"):
         texts()

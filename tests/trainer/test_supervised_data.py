@@ -163,7 +163,7 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
         resolved = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         f"note: 'prompt' {SAID}",
-        "warning: evaluation: 1 of 5 prompts are over 64 tokens and were left out",
+        "warning: evaluation: 1 of 5 rows were left out: over-long",
     ]
     save_resolved(resolved, tmp_path / "config.yaml")
     again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
