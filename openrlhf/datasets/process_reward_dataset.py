@@ -148,24 +148,19 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         return [self._label(value) for value in values]
 
     def _label(self, value: object) -> Json:
-        """A token id for a hard label, a float for a soft one."""
-        if isinstance(value, bool):
-            self._require_two(f"label {value}")
-            return self.reward_token_ids[0 if value else 1]
+        """Return a token id for a hard label, a float for a soft one."""
         if isinstance(value, str):
             return self._hard_id(value)
         if not isinstance(value, (int, float)):
             raise RowError(f"label {value!r} is neither a token nor a number from 0 to 1")
-        self._require_two(f"soft label {value}")
+        num_tokens = len(self.reward_token_ids)
+        if num_tokens != 2:
+            raise RowError(f"label {value} needs exactly two --reward_tokens, not {num_tokens}")
+        if isinstance(value, bool):
+            return self.reward_token_ids[0 if value else 1]
         if not 0 <= value <= 1:  # NaN is refused here too
             raise RowError(f"soft label {value} is not from 0 to 1")
         return float(value)
-
-    def _require_two(self, what: str) -> None:
-        if len(self.reward_token_ids) != 2:
-            raise RowError(
-                f"{what} needs exactly two --reward_tokens, not {len(self.reward_token_ids)}"
-            )
 
     def _hard_id(self, text: str) -> int:
         if text in self._hard_ids:

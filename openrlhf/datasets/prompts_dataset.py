@@ -70,8 +70,6 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
     """
 
     subject = "prompt data set"
-    overlong_flag = "--overlong_prompts"
-    overlong_policies = ("filter", "truncate_left", "error")
 
     def __getitem__(self, index: int) -> PromptRecord:
         [tokens], extra = self._example(index)

@@ -75,7 +75,7 @@ class RowFormat(ABC):
     input_template: str | None = None  # around a plain prompt
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
     max_len: int | None = 2048  # tokens; None for no limit
-    overlong: str = "filter"  # one of the policies of the data set
+    overlong: str = "filter"  # filter | truncate | truncate_left | error
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
     @abstractmethod
@@ -92,14 +92,6 @@ class ModelLimits:
     path: str
     num_embeddings: int | None  # token ids are below it; None: not known
     num_positions: int | None  # tokens of the longest sequence; None: any number
-
-    def unknown_id(self, place: str, token_id: int) -> str:
-        """Say that the model has no embedding for an id."""
-        return (
-            f"{place} has token id {token_id}, and the model {self.path} has {self.num_embeddings} "
-            "embeddings. Use a model whose folder holds its own tokenizer, or give it embeddings "
-            "for the tokens that were added."
-        )
 
 
 class Tokens(NamedTuple):
@@ -155,8 +147,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     subject: ClassVar[str] = "data set"
     flags: ClassVar[str] = "--max_len"  # what to check when no row is left
-    overlong_flag: ClassVar[str] = "--overlong_rows"
-    overlong_policies: ClassVar[tuple[str, ...]] = ("filter", "truncate", "error")
 
     def __init__(
         self,
@@ -168,13 +158,12 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self._rows = rows
         self._format = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
-        if row_format.overlong not in self.overlong_policies:
-            raise ConfigError(
-                f"{self.overlong_flag} {row_format.overlong} is unknown. "
-                f"Use {', '.join(self.overlong_policies)}."
-            )
         self._check_columns()
-        self._check_template()
+        template = row_format.input_template
+        if template and not self._format.apply_chat_template and not has_placeholder(template):
+            self.notices.append(
+                Caution(f"--input_template {template!r} has no {{}} and is not used")
+            )
         self.notices += image_notices(rows.column_names)
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
@@ -190,11 +179,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     def __len__(self) -> int:
         return len(self.row_ids)
-
-    @property
-    def num_dropped(self) -> int:
-        """Rows left out, for whatever reason."""
-        return self.dropped.total()
 
     @property
     def num_truncated(self) -> int:
@@ -220,7 +204,11 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         ids, lengths = self._fact("largest_id"), self._fact("longest")
         if limits.num_embeddings is not None and int(ids.max()) >= limits.num_embeddings:
             first = int((ids >= limits.num_embeddings).int().argmax())
-            problems.append(limits.unknown_id(self._place(first), int(ids[first])))
+            problems.append(
+                f"{self._place(first)} has token id {int(ids[first])}, and the model {limits.path} "
+                f"has {limits.num_embeddings} embeddings. Use a model whose folder holds its own "
+                "tokenizer, or give it embeddings for the tokens that were added."
+            )
         if limits.num_positions is not None and int(lengths.max()) > limits.num_positions:
             longest = int(lengths.argmax())
             problems.append(
@@ -265,23 +253,11 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         """Return why a cut example is of no use, or nothing."""
         return "" if all(any(part.mask) for part in tokens) else "nothing to learn"
 
-    def _check_template(self) -> None:
-        template = self._format.input_template
-        if template and not self._format.apply_chat_template and not has_placeholder(template):
-            self.notices.append(
-                Caution(f"--input_template {template!r} has no {{}} and is not used")
-            )
-
     def _example(self, index: int) -> tuple[list[Tokens], Any]:
         """Return the sequences of an example, and what it holds besides them."""
         row = self._table[self.row_ids[index]]
         sequences = [Tokens(*pair) for pair in zip(row["ids"], row["targets"], strict=True)]
         return sequences, json.loads(row["extra"])
-
-    def _extras(self) -> list[Any]:
-        """Return what every example holds besides its sequences."""
-        extras = self._table["extra"][:]
-        return [json.loads(extras[row]) for row in self.row_ids]
 
     def _fact(self, name: str) -> Tensor:
         values = self._facts[name]

@@ -13,22 +13,16 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import (
     DPOConfig,
-    KDConfig,
-    KTOConfig,
     PRMConfig,
-    RMConfig,
     SFTConfig,
 )
 from openrlhf.datasets.command_data import row_format
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
-from openrlhf.serving.batch_tasks import PromptTask, ScoreTask
+from openrlhf.serving.batch_tasks import PromptTask
 from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.dpo_trainer import DPOTrainer
-from openrlhf.trainer.kd_trainer import KDTrainer
-from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_reward_model, write_jsonl
@@ -42,14 +36,6 @@ WHOLE_IDS = ASKED_IDS + ANSWER_IDS + END
 TEXT = "--input_key text --pretrain_mode"
 CASES = {
     "sft": (SFTConfig, SFTTrainer, "", ANSWERED, WHOLE_IDS),
-    "sft_keys": (
-        SFTConfig,
-        SFTTrainer,
-        "--input_key q --output_key a",
-        {"q": ASKED, "a": ANSWER},
-        WHOLE_IDS,
-    ),
-    "sft_text": (SFTConfig, SFTTrainer, "", {"text": ASKED + ANSWER}, WHOLE_IDS),
     "pretrain": (
         SFTConfig,
         SFTTrainer,
@@ -57,19 +43,9 @@ CASES = {
         {"text": ASKED + ANSWER},
         WHOLE_IDS,
     ),
-    "rm": (RMConfig, RMTrainer, "", PAIR, WHOLE_IDS),
     "dpo": (DPOConfig, DPOTrainer, "", PAIR, WHOLE_IDS),
-    "kto": (KTOConfig, KTOTrainer, "", {**ANSWERED, "label": 1}, WHOLE_IDS),
-    "kd": (KDConfig, KDTrainer, "--teacher_model {model}", ANSWERED, WHOLE_IDS),
     "prm": (PRMConfig, PRMTrainer, "--placeholder_token ! --reward_tokens + -", STEPS, ASKED_IDS),
     "generate": (BatchInferenceConfig, PromptTask, "--eval_task generate", ANSWERED, ASKED_IDS),
-    "score": (
-        BatchInferenceConfig,
-        ScoreTask,
-        "--eval_task rm --output_key completion",
-        ANSWERED,
-        WHOLE_IDS,
-    ),
     "rl": (PPOConfig, None, "", ANSWERED, ASKED_IDS),
 }
 
@@ -101,20 +77,18 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_control_tokens_in_plain_text_are_read_as_such(name, tmp_path, model) -> None:
+def test_control_tokens_in_plain_text_are_text_only_where_data_is_not_trusted(
+    name, tmp_path, model
+) -> None:
     row, expected = CASES[name][3:]
     notices, ids = made(name, tmp_path, model, row)
     assert ids == expected
-    line = "1 of 1 rows spell control tokens, which are read as control tokens. "
-    assert line + "--allow_special_tokens false reads them as text" in notices
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_control_tokens_of_data_that_is_not_trusted_are_text(name, tmp_path, model) -> None:
-    row, expected = CASES[name][3:]
+    line = "1 of 1 rows spell control tokens, which are read as"
+    said = f"{line} control tokens. --allow_special_tokens false reads them as text"
+    assert said in notices
     notices, ids = made(name, tmp_path, model, row, "--allow_special_tokens false")
     assert ids == (END if expected[-1:] == END else [])
-    assert "1 of 1 rows spell control tokens, which are read as text" in notices
+    assert f"{line} text" in notices
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "rl", "generate"])
@@ -127,13 +101,3 @@ def test_control_tokens_in_messages_are_text(name, tmp_path, model) -> None:
     notices, ids = made(name, tmp_path, model, row)
     assert ids == [3, 1, 4, *(END if name in ("sft", "dpo") else [])]
     assert "1 of 1 rows spell control tokens, which are read as text" in notices
-
-
-def test_text_that_is_rendered_already_has_the_ids_of_its_tokenizer(tmp_path, model) -> None:
-    text = "<|user|>2+2?<|end|><|assistant|>4<|end|>"
-    row = {"text": text}
-    data = write_jsonl(tmp_path / "data.jsonl", [row])
-    config = parse_config(SFTConfig, f"--pretrain {model} --dataset {data}".split()).config
-    tokenizer = load_tokenizer(str(model))
-    samples = SFTTrainer.sample_set(load_rows(str(data)), tokenizer, row_format(config))
-    assert samples[0].token_ids.tolist() == tokenizer(text).input_ids

@@ -78,7 +78,7 @@ def test_exactly_one_bos_where_tokenizer_adds_it(template_adds_bos, apply_chat_t
 def test_over_long_prompts_are_left_out_and_counted(tokenizer):
     rows = [{"input": "x" * n} for n in (3, 4, 5)]
     dataset = prompts(tokenizer, rows, max_len=4)
-    assert dataset.num_dropped == 1
+    assert dataset.dropped.total() == 1
     assert [(r.row_id, r.prompt_text) for r in map(dataset.__getitem__, range(2))] == [
         (0, "xxx"),
         (1, "xxxx"),
@@ -92,7 +92,7 @@ def test_truncate_left_keeps_the_end_and_the_bos():
     assert dataset[0].prompt_text == "<s>def"
     assert dataset[0].prompt_token_ids[0] == BOS and len(dataset[0].prompt_token_ids) == 4
     assert dataset[1].prompt_text == "abc"
-    assert dataset.num_truncated == 1 and dataset.num_dropped == 0
+    assert dataset.num_truncated == 1 and not dataset.dropped
 
 
 def test_a_missing_column_lists_those_found(tokenizer):

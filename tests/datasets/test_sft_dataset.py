@@ -180,7 +180,7 @@ def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
     rows = [{"input": "a", "output": text} for text in ("x", "", None, "  ", "y")]
     for is_chat in (False, True):
         dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
-        assert (len(dataset), dataset.num_dropped, dataset.row_ids) == (2, 3, [0, 4])
+        assert (len(dataset), dataset.dropped.total(), dataset.row_ids) == (2, 3, [0, 4])
         assert dataset.notices == ["3 of 5 rows were left out: empty response"]
 
 
