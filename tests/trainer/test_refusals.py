@@ -15,7 +15,6 @@ import pytest
 import transformers
 
 from openrlhf.datasets import data_files, loading
-from openrlhf.datasets.loading import Expectations
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.trainer.supervised_run import limits_of
 from tests.tiny import make_model, write_jsonl
@@ -225,16 +224,16 @@ def test_rows_that_a_file_lost_are_noticed_where_their_number_or_hash_is_given(
     one = write_jsonl(tmp_path / "one.jsonl", [make_row()] * 4)
     two = write_jsonl(tmp_path / "two.jsonl", [make_row()])
     digests = [hashlib.sha256(path.read_bytes()).hexdigest().upper() for path in (one, two)]
-    right = Expectations(num_rows="4, 1", sha256=",".join(digests))
-    assert len(loading.load_rows(f"{one},{two}", expected=right, max_samples=2)) == 2
+    right = {"expect_rows": "4, 1", "expect_sha256": ",".join(digests)}
+    assert len(loading.load_rows(f"{one},{two}", max_samples=2, **right)) == 2
     for wrong, message in (
-        (Expectations(num_rows="4"), "--expect_rows 4 is of 1 data sets, and 2 are named"),
-        (Expectations(num_rows="4,x"), "--expect_rows 4,x is no number of rows"),
-        (Expectations(num_rows="4,2"), "two.jsonl has 1 rows, not 2"),
-        (Expectations(sha256=f"{digests[0]},0"), "two.jsonl has the SHA-256 .*, not 0."),
+        ({"expect_rows": "4"}, "--expect_rows 4 is of 1 data sets, and 2 are named"),
+        ({"expect_rows": "4,x"}, "two.jsonl has 1 rows, not x"),
+        ({"expect_rows": "4,2"}, "two.jsonl has 1 rows, not 2"),
+        ({"expect_sha256": f"{digests[0]},0"}, "two.jsonl has the SHA-256 .*, not 0."),
     ):
         with pytest.raises(ConfigError, match=message):
-            loading.load_rows(f"{one},{two}", expected=wrong)
+            loading.load_rows(f"{one},{two}", **wrong)
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "prm"])
