@@ -62,11 +62,6 @@ def test_select_takes_every_axis_along() -> None:
     assert part.rewards.tolist() == [1.0, 2.0]
 
 
-def test_an_unscored_sample_is_refused() -> None:
-    with pytest.raises(AssertionError, match="non-finite"):
-        Experience.from_rollouts([rollout([1], [2], reward=float("nan"))])
-
-
 def test_scatter_back_undoes_a_partition() -> None:
     experience = Experience.from_rollouts(THREE)
     parts = [[2, 0], [1], []]
@@ -120,17 +115,6 @@ def test_groups_without_an_advantage_take_no_forward():
     # -1 is what the engine reported for the two samples that are left out
     expected = [-0.2, -0.3, -0.4, -1.0, -1.0, -1.0, -1.0, -0.7, -0.7, -0.3]
     assert experience.old_logprobs.tolist() == pytest.approx(expected)
-
-
-def test_what_is_trained_on_is_the_same_with_all_forwards():
-    few, _ = maker(TokensAsLogprobs(), only_busy=True).make_experience_batch(ROLLOUTS, 0.0)
-    every = TokensAsLogprobs()
-    full, _ = maker(every).make_experience_batch(ROLLOUTS, 0.0)
-    assert every.num_samples == [6]
-    assert torch.equal(few.advantages, full.advantages)
-    busy = full.busy_samples()
-    assert busy == [0, 1, 4, 5]
-    assert torch.equal(few.select(busy).old_logprobs, full.select(busy).old_logprobs)
 
 
 def test_a_step_that_teaches_nothing_takes_no_forward_at_all():

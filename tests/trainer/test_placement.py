@@ -34,12 +34,6 @@ def counts(cluster: ClusterView, **sections: dict) -> RoleCounts:
     return role_counts(config, cluster)
 
 
-def test_a_laptop_gets_one_rank_of_each_and_one_engine() -> None:
-    found = counts(LAPTOP)
-    assert found.ranks == {"actor": 1, "ref": 1, "reward": 1, "critic": 1}
-    assert found.num_engines == 1
-
-
 def test_every_reward_model_has_a_group_of_its_own_or_shares_the_critics_place() -> None:
     several = {"model_name_or_path": "a, b"}
     apart = counts(LAPTOP, reward=several)
@@ -85,10 +79,8 @@ def test_the_hybrid_commands_of_the_documents_fill_a_node(command: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--colocate_actor_ref --actor_num_gpus_per_node 2", {"actor": 2, "ref": 2}),
         ("--colocate_actor_ref --ref_num_gpus_per_node 3", {"actor": 3, "ref": 3}),
         ("--colocate_actor_ref --actor_num_nodes 2 --actor_num_gpus_per_node 4", {"ref": 8}),
-        ("--colocate_critic_reward --critic_num_gpus_per_node 2", {"reward1": 2, "reward2": 2}),
         ("--colocate_critic_reward --reward_num_gpus_per_node 2", {"critic": 2, "reward2": 2}),
         ("--colocate_all_models --critic_num_gpus_per_node 4", {"actor": 4, "reward1": 4}),
     ],

@@ -165,11 +165,6 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
             ("seq", "mask", 0.5, 5.0, "ratio", True),
         ),
         (
-            "--enable_vllm_is_correction --is_correction_level sequence "
-            "--is_correction_treatment truncate --vllm_is_truncated_threshold 3",
-            ("sequence", "truncate", 0.0, 3.0),
-        ),
-        (
             "--is_correction_level seq --is_correction_gating binary_kl "
             "--is_correction_clamp_survivors",
             ("seq", "mask", 0.5, 5.0, "binary_kl", True),

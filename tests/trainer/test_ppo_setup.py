@@ -55,9 +55,6 @@ def two(logprobs_N, old_logprobs_N):
 def fails(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):
     return logprobs_N + 1 / int(num_actions_B[0] - 2)
 
-def tensor(logprobs_N, old_logprobs_N, *, advantages_N, num_actions_B, clip):
-    return logprobs_N
-
 def mean(*args, **named):
     return PolicyLossTerms(*(part.mean() for part in ppo_loss(*args, **named)[:1]), *[0] * 3)
 
@@ -71,7 +68,6 @@ def no_gradient(logprobs_N, *args, **named):
     [
         ("two", "{file}:4: --policy_loss_type {file}:two does not take the arguments of a loss ("),
         ("fails", "{file}:8: ZeroDivisionError: division by zero"),
-        ("tensor", "{file}:tensor returns a Tensor. Return PolicyLossTerms,"),
         ("mean", "{file}:mean must return numbers a token"),
         (
             "no_gradient",
@@ -103,10 +99,8 @@ def test_lengths_that_are_said_to_fit_the_model_do(
 
 @pytest.mark.parametrize(("has_gpus", "stored", "flags", "expected"), [
     (True, "float32", "", torch.float32),
-    (True, "bfloat16", "", torch.bfloat16),
     (False, "bfloat16", "", torch.float32),
     (True, "float32", "--bf16", torch.bfloat16),
-    (False, "float32", "--bf16", torch.bfloat16),
 ])  # fmt: skip
 def test_the_engine_holds_the_type_of_the_trainer(
     tmp_path: Path, has_gpus: bool, stored: str, flags: str, expected: torch.dtype

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-import transformers
 
-from openrlhf.datasets import data_files, loading
-from openrlhf.errors import ConfigError, DataError
-from openrlhf.trainer.supervised_run import limits_of
+from openrlhf.datasets import loading
+from openrlhf.errors import ConfigError
 from tests.tiny import make_model, write_jsonl
 
 LATE = 150  # a row behind more than a hundred good ones
@@ -50,12 +48,6 @@ CASES = {
     ),
     "a prompt of white space": ("sft", "", [make_row(), make_row(input=" \n")], "row 2: 'input'"),
     "a label that is neither 1 nor 0": ("kto", "", [make_row(), make_row(label=2)], "row 2"),
-    "a label too few": (
-        "prm",
-        "",
-        [make_row(), make_row(steps="a # b #")],
-        "row 2",
-    ),
     "only identical pairs": (
         "dpo",
         "",
@@ -93,13 +85,6 @@ CASES = {
         [make_row(input=[QUESTION], chosen=[REPLY], rejected=[REPLY | {"content": "b"}])],
         "'input' holds message lists, but the tokenizer {folder}/untemplated has no chat "
         "template. Give one with --tokenizer_chat_template",
-    ),
-    "a model that is not there": (
-        "sft",
-        "--pretrain {folder}/none",
-        [make_row()],
-        "--pretrain {folder}/none does not exist. Type a folder with a config.json, or a hub id "
-        "such as org/name.",
     ),
 }
 
@@ -202,22 +187,6 @@ def test_a_bad_file_is_one_problem(
     assert f"{path}{expected}" in line
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = data_files.check_text
-
-    def read_and_append(rows: datasets.Dataset, name: str) -> None:
-        read(rows, name)
-        with Path(name).open("ab") as file:
-            file.write(GOOD)
-
-    monkeypatch.setattr(data_files, "check_text", read_and_append)
-    path = write_jsonl(tmp_path / "a.jsonl", [make_row()])
-    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
-        loading.load_rows(str(path))
-
-
 def test_rows_that_a_file_lost_are_noticed_where_their_number_or_hash_is_given(
     tmp_path: Path,
 ) -> None:
@@ -278,17 +247,6 @@ def test_a_student_does_not_answer_beyond_the_positions_of_either(
         f"--kd_on_policy samples up to --max_len 65 tokens, and {root}/short has 64 positions. "
         "Type --max_len 64."
     ]
-
-
-def test_the_sizes_of_a_model_are_those_of_its_config() -> None:
-    # Learnt positions with another name in the file; positions without end; text beside images.
-    found = [
-        limits_of(transformers.GPT2Config(n_positions=99, vocab_size=7), "m"),
-        limits_of(transformers.BloomConfig(vocab_size=7), "m"),
-        limits_of(transformers.Gemma3Config(text_config={"max_position_embeddings": 5}), "m"),
-    ]
-    assert [limits.num_positions for limits in found] == [99, None, 5]
-    assert [limits.num_embeddings for limits in found] == [7, 7, 262208]
 
 
 def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from openrlhf.cli import train_sft
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
@@ -170,23 +169,3 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     with ppo_setup.prepare_inputs(again, has_engines=False) as inputs:
         assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
         assert inputs.prompts.notices == []
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_own_config_and_on_no_other_data(
-    tiny_model_dir: Path, tmp_path: Path, capsys
-) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": DIALOGUE}] * 4)
-    words = f"--pretrain {tiny_model_dir} --dataset {data} --save_path {tmp_path / 'run'} "
-    words += f"--ckpt_path {tmp_path / 'ckpt'} --train_batch_size 2 --micro_train_batch_size 1 "
-    words += "--save_steps 1 --max_epochs 1"
-    train_sft.main(words.split())
-    capsys.readouterr()
-    again = ["--config", str(tmp_path / "run" / "config.yaml"), "--load_checkpoint"]
-    train_sft.main([*again, "--max_epochs", "2"])
-    assert "apply_chat_template" not in capsys.readouterr().err  # not a change
-    write_jsonl(data, [{"messages": DIALOGUE}] * 3)  # cut at the end of a line
-    with pytest.raises(SystemExit) as stop:
-        train_sft.main([*again, "--max_epochs", "3"])
-    assert stop.value.code == 2
-    assert "4 samples then, 3 now" in capsys.readouterr().err

@@ -63,15 +63,11 @@ def test_colocated_engines_open_handles_and_separate_ones_receive_broadcasts(clu
     assert route(cluster) == ("broadcast", device)
     assert route(cluster, sync_backend="gloo", colocate_all=True) == ("handles", "cpu")
     assert route(cluster, sync_backend="gloo") == ("broadcast", "cpu")
+    assert route(cluster, sync_with_ray=True) == ("objects", "cpu")
+    assert route(cluster, sync_with_ray=True, colocate_all=True) == ("objects", "cpu")
     assert route(TWO_NODES) == ("broadcast", "cuda")
     # Two ranks of NCCL cannot share a GPU.
     assert route(cluster, num_engines=4, colocate_all=True) == ("broadcast", "cpu")
-
-
-@pytest.mark.parametrize("cluster", [LAPTOP, NODE, TWO_NODES])
-@pytest.mark.parametrize("colocate", [False, True])
-def test_rays_object_store_is_a_way_on_every_cluster(cluster, colocate):
-    assert route(cluster, sync_with_ray=True, colocate_all=colocate) == ("objects", "cpu")
 
 
 class FakeEngine:
