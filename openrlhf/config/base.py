@@ -75,6 +75,7 @@ class Option:
     """One leaf of a config tree."""
 
     path: str  # dotted
+    section: type[BaseModel]  # that declares it
     field: FieldInfo
     info: OptionInfo
     default: Any
@@ -201,7 +202,7 @@ def walk(
             extra = info.json_schema_extra
             declared = extra.get("option") if isinstance(extra, dict) else None
             assert isinstance(declared, OptionInfo), f"{prefix}{name} is not declared with option()"
-            yield Option(prefix + name, info, declared, default)
+            yield Option(prefix + name, config_class, info, declared, default)
 
 
 def value_at(config: BaseModel, path: str) -> Any:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
-
-from pydantic import BaseModel
 
 from openrlhf.config.base import Option, walk
 from openrlhf.config.common import CommandConfig
@@ -38,30 +35,18 @@ def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) 
             max_help_position=TEXT_COLUMN,
         ),
     )
-    leaves = list(walk(config_class))
-    for prefix, section in sections(config_class):
-        about = section.__doc__ if prefix else None
-        group = parser.add_argument_group(f"{prefix.rstrip('.') or 'general'} options", about)
-        for leaf in leaves:
-            if leaf.path.rpartition(".")[0] == prefix[:-1]:
-                text = f"{leaf.field.description}{_also(leaf)} (default: {_default(leaf)})"
-                values = "|".join(map(_kind, leaf.kinds))
-                is_switch = leaf.field.annotation is bool
-                shown: dict[str, Any] = (
-                    {"action": "store_true"} if is_switch else {"metavar": values}
-                )
-                group.add_argument(f"--{leaf.path}", help=text.replace("%", "%%"), **shown)
+    groups: dict[str, Any] = {}
+    for leaf in walk(config_class):
+        section = leaf.path.rpartition(".")[0]
+        if section not in groups:
+            about = leaf.section.__doc__ if section else None
+            groups[section] = parser.add_argument_group(f"{section or 'general'} options", about)
+        text = f"{leaf.field.description}{_also(leaf)} (default: {_default(leaf)})"
+        is_switch = leaf.field.annotation is bool
+        values = "|".join(map(_kind, leaf.kinds))
+        shown: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": values}
+        groups[section].add_argument(f"--{leaf.path}", help=text.replace("%", "%%"), **shown)
     return parser.format_help()
-
-
-def sections(
-    config_class: type[BaseModel], prefix: str = ""
-) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the tree's top and every section below, each with the prefix of its leaves' paths."""
-    yield prefix, config_class
-    for name, info in config_class.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from sections(info.annotation, f"{prefix}{name}.")
 
 
 def _also(leaf: Option) -> str:
