@@ -17,8 +17,7 @@ from tests.tiny import make_model, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-MODULE = "openrlhf.cli.batch_inference"
-TWO = "torchrun --nproc_per_node 2 --master_port {port} -m"
+TWO = "torchrun --nproc_per_node 2 --master_port {port} -m openrlhf.cli.batch_inference"
 VLLM = "--eval_task generate_vllm --greedy_sampling --prompt_max_len 64 --max_num_seqs 4"
 NUM_PROMPTS = 160
 
@@ -27,7 +26,7 @@ def command(launcher: str, flags: str) -> list[str]:
     """A command of the Python that runs the tests."""
     [port] = free_ports(1)
     name, *words = launcher.format(port=port).split()
-    return [str(Path(sys.executable).parent / name), *words, MODULE, *flags.split()]
+    return [str(Path(sys.executable).parent / name), *words, *flags.split()]
 
 
 def run(launcher: str, flags: str) -> str:
@@ -67,5 +66,5 @@ def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path:
     assert 0 < num_done < NUM_PROMPTS and not killed.exists()
     said = run(TWO, f"{flags} {killed}")
     assert "going on with what is done" in said and said.count("160 rows written") == 1
-    run("python -m", f"{flags} {straight}")
+    run("python -m openrlhf.cli.batch_inference", f"{flags} {straight}")
     assert killed.read_text() == straight.read_text() and not parts.exists()

@@ -74,7 +74,6 @@ def train(flags: str, *, sizes: str = SIZES, **values: Path | str) -> list[dict[
     words = argv(flags, **values)
     train_ppo_ray.main([*words, *sizes.split()])
     steps = steps_of(Path(values["save_path"]))
-    print([round(step["reward"], 3) for step in steps])
     return steps
 
 

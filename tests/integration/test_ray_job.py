@@ -55,16 +55,6 @@ print(json.dumps({"too_large": too_large, "busy": busy, "freed": freed}))
 """
 
 
-@pytest.fixture
-def job_folder(tiny_model_dir: Path, prompt_file: Path, reward_file: Path, tmp_path: Path) -> Path:
-    """What a user would have beside the command: model, prompts, reward function."""
-    folder = tmp_path / "job"
-    shutil.copytree(tiny_model_dir, folder / "model")
-    shutil.copy(prompt_file, folder / "prompts.jsonl")
-    shutil.copy(reward_file, folder / "reward_func.py")
-    return folder
-
-
 def job(head: Head, command: str, *words: str) -> str:
     """What `ray job` printed; it must succeed."""
     done = subprocess.run(
@@ -80,8 +70,12 @@ def job(head: Head, command: str, *words: str) -> str:
 
 @pytest.mark.slow
 def test_a_job_trains_in_its_folder_one_that_is_stopped_saves_and_nothing_is_left(
-    job_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = tmp_path / "job"  # what a user has beside the command
+    shutil.copytree(given["pretrain"], folder / "model")
+    shutil.copy(given["prompt_data"], folder / "prompts.jsonl")
+    shutil.copy(given["remote_rm_url"], folder / "reward_func.py")
     monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "120")  # 3 s unless the head is told
 
     def entrypoint(run_dir: Path, more: str) -> list[str]:
@@ -96,7 +90,7 @@ def test_a_job_trains_in_its_folder_one_that_is_stopped_saves_and_nothing_is_lef
         )
         return ["--", "python3", "-m", "openrlhf.cli.train_ppo_ray", *words]
 
-    place, first, second = f"--working-dir={job_folder}", tmp_path / "first", tmp_path / "second"
+    place, first, second = f"--working-dir={folder}", tmp_path / "first", tmp_path / "second"
     with running_head("--num-cpus", "2", has_dashboard=True) as head:
         assert "step 1/1" in job(head, "submit", place, *entrypoint(first, ""))
         endless = entrypoint(second, "--num_episodes 2000")
