@@ -74,8 +74,8 @@ class Frame(NamedTuple):
 
 
 def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
-    """Messages with the roles of ROLES, from text (one message) or a list with role/content or
-    from/value.
+    """Return messages with the roles of ROLES, from text (one message) or a list with role/content
+    or from/value.
     """
     if isinstance(value, str):
         return [{"role": text_role, "content": value}]
@@ -96,7 +96,8 @@ def render_prompt(
     apply_chat_template: bool,
     encoder: TextEncoder,
 ) -> str:
-    """The rendered prompt of a row, ready for the assistant to write; raises RowError.
+    """Return the rendered prompt of a row, ready for the assistant to write; raise RowError for one
+    that cannot be rendered.
 
     A trailing assistant turn is an answer, not part of the prompt, and is left out. A prompt that
     is rendered already stays as it is.
@@ -114,7 +115,9 @@ def render_prompt(
 
 
 def asked_part(value: Any) -> Any:
-    """A prompt column's value as `render_prompt` reads it: messages without a closing answer."""
+    """Return a prompt column's value as `render_prompt` reads it: messages without a closing
+    answer.
+    """
     return value if isinstance(value, str) else without_answer(to_messages(value))
 
 
@@ -151,7 +154,7 @@ def frame_of(encoder: TextEncoder) -> Frame:
 
 
 def wrap_input(value: Any, template: str) -> Any:
-    """The template's text around a prompt: around its text, or around the last user message."""
+    """Put the template's text around a prompt: around its text or its last user message."""
     if isinstance(value, str):
         return template.replace("{input}", value)
     messages = [dict(message) for message in value]
@@ -165,7 +168,7 @@ def wrap_input(value: Any, template: str) -> Any:
 
 
 def without_answer(messages: Sequence[Message]) -> list[Message]:
-    """What stands before the assistant's turns at the end."""
+    """Return the messages before the assistant's turns at the end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -199,7 +202,7 @@ def check_order(messages: Sequence[Message]) -> None:
 
 
 def plain_text(value: object, column: str) -> str:
-    """The text of a column; raises RowError for anything else and for blank text."""
+    """Return the text of a column; raise RowError for anything else and for blank text."""
     if isinstance(value, (list, tuple, Mapping)):
         raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
     if value is None:
@@ -212,7 +215,7 @@ def plain_text(value: object, column: str) -> str:
 
 
 def is_blank(message: Message) -> bool:
-    """Whether a message says nothing: no text, no part of another kind, no tool call."""
+    """Return True for a message without text, parts of another kind or tool calls."""
     content = message.get("content")
     if isinstance(content, str):
         return not content.strip() and not message.get("tool_calls")
@@ -220,7 +223,7 @@ def is_blank(message: Message) -> bool:
 
 
 def fill_template(input_template: str | None, text: str) -> str:
-    """The text inside a Python format string with one {}; a template without {} is not used."""
+    """Return the text inside a format string with one {}; a template without {} is not used."""
     if not has_placeholder(input_template):
         return text
     assert input_template is not None
@@ -228,8 +231,8 @@ def fill_template(input_template: str | None, text: str) -> str:
 
 
 def has_placeholder(input_template: str | None) -> bool:
-    """Whether the template wraps anything; raises ConfigError when it is no format string with one
-    {}.
+    """Return True if the template wraps anything; raise ConfigError when it is no format string
+    with one {}.
     """
     if not input_template:
         return False
@@ -250,7 +253,9 @@ def render(
     add_generation_prompt: bool = False,
     tools: object = None,
 ) -> str:
-    """The dialogue as the chat template writes it; raises RowError when the template refuses it."""
+    """Return the dialogue as the chat template writes it; raise RowError when the template refuses
+    it.
+    """
     text, _ = _run_template(
         encoder, messages, add_generation_prompt=add_generation_prompt, tools=tools
     )
@@ -260,7 +265,7 @@ def render(
 def render_dialogue(
     encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
 ) -> Rendered:
-    """The dialogue with the span of every assistant turn, its end marker included.
+    """Return the dialogue with the span of every assistant turn, its end marker included.
 
     Spans come from the template's generation markers, else from rendering prefixes of the dialogue.
     Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused
@@ -278,7 +283,7 @@ def render_dialogue(
 def render_answer(
     encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
 ) -> Rendered:
-    """The dialogue with the span of its last message only, which must be the assistant's."""
+    """Return the dialogue with the span of its last message only, which must be the assistant's."""
     if messages[-1]["role"] != "assistant":
         raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
     if len(messages) < 2:
@@ -293,8 +298,8 @@ def render_answer(
 
 
 def without_end(encoder: TextEncoder, rendered: Rendered, answer: Message) -> Rendered | None:
-    """The dialogue up to the last word of its last message, an answer that met its limit: what the
-    template writes behind it says that the answer ended, which it did not.
+    """Return the dialogue up to the last word of its last message, an answer that met its limit:
+    the template would end an answer that did not end.
 
     None where the template does not keep the answer as it is.
     """
@@ -308,7 +313,7 @@ def without_end(encoder: TextEncoder, rendered: Rendered, answer: Message) -> Re
 
 
 def _words(message: Message) -> str:
-    """The text a message ends with; nothing where it ends with a tool call or an image."""
+    """Return the text a message ends with; nothing where it ends with a tool call or an image."""
     content = message.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], Mapping):
         content = content[-1].get("text")
@@ -316,7 +321,7 @@ def _words(message: Message) -> str:
 
 
 def has_generation_markers(encoder: TextEncoder) -> bool:
-    """Whether the chat template marks what the assistant writes with {% generation %}."""
+    """Return True if the chat template marks what the assistant writes with {% generation %}."""
     return _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)) is not None
 
 
@@ -335,8 +340,8 @@ def _prefix_span(
 
 
 def _ended(encoder: TextEncoder, text: str, spans: Sequence[Span]) -> Rendered:
-    """The dialogue with spans that end where inference stops: no model samples what a template
-    writes behind that. What it writes behind the last one is left out if it says nothing.
+    """Return the dialogue with spans that end where inference stops: no model samples what a
+    template writes behind that. Text behind the last span is left out if it says nothing.
     """
     spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
     if spans and encoder.says_nothing(text[spans[-1][1] :]):
@@ -377,8 +382,8 @@ def _refuse_unreadable(error: TemplateError) -> None:
 
 
 def _tool_list(tools: object) -> list | None:
-    """The tools of a row, without the nulls that a table puts where other rows have a key; those
-    of JSON text are its own.
+    """Return the tools of a row, without the nulls that a table puts where other rows have a key;
+    those of JSON text are its own.
     """
     if isinstance(tools, str):
         try:
@@ -419,7 +424,9 @@ def _hide(encoder: TextEncoder, message: Message) -> Message:
 
 
 def _hide_value(encoder: TextEncoder, value: Any) -> Any:
-    """The value with a stand-in for every special token in its texts, those of keys included."""
+    """Return the value with a stand-in for every special token in its texts, those of keys
+    included.
+    """
     if isinstance(value, str):
         return encoder.hide(value)
     if isinstance(value, Mapping):
@@ -430,7 +437,7 @@ def _hide_value(encoder: TextEncoder, value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys that are null, at any depth."""
+    """Return the value without keys that are null, at any depth."""
     if isinstance(value, Mapping):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
@@ -439,7 +446,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def text_to_learn(value: object, column: str) -> str:
-    """Text to learn from; a row without any has no target, another type is an error."""
+    """Return text to learn from; a row without any has no target, another type is an error."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise LeftOutError("empty response")
     if isinstance(value, (list, tuple, Mapping)):
@@ -465,7 +472,9 @@ def rendered_segments(
 
 
 def cut_segments(encoder: TextEncoder, rendered: Rendered, answer: Message) -> list[Segment]:
-    """The segments of a dialogue whose last answer met its limit: nothing says that it ended."""
+    """Return the segments of a dialogue whose last answer met its limit: nothing says that it
+    ended.
+    """
     begun = without_end(encoder, rendered, answer)
     if begun is None:
         raise LeftOutError("cut answer that the chat template rewrites")
@@ -474,8 +483,8 @@ def cut_segments(encoder: TextEncoder, rendered: Rendered, answer: Message) -> l
 
 
 def cut_at_spans(text: str, spans: Sequence[Span]) -> list[Segment]:
-    """The rendered text in order, cut at the spans that are learned; white space behind the last
-    one is left out.
+    """Return the rendered text in order, cut at the spans that are learned; white space behind the
+    last one is left out.
     """
     segments: list[Segment] = []
     position = 0

@@ -50,7 +50,7 @@ class DataSet(NamedTuple):
     about: str = TRAINING
 
     def read(self, gathered: Gathered) -> Dataset | None:
-        """The rows, or None; problems of files and columns are noted."""
+        """Return the rows, or None; note problems of files and columns."""
         rows = gathered.attempt(partial(load_rows, self.spec, **self.options), about=self.about)
         if rows is not None:
             gathered.attempt(partial(self.check, rows), about=self.about)
@@ -58,7 +58,7 @@ class DataSet(NamedTuple):
 
 
 def column_problems(config: CommandConfig) -> list[str]:
-    """What is wrong with the files and columns of the data sets that are on this machine."""
+    """Return the problems of files and columns of the data sets that are on this machine."""
     gathered = Gathered()
     for data_set in data_sets(config):
         if is_local_data(data_set.spec):
@@ -67,7 +67,9 @@ def column_problems(config: CommandConfig) -> list[str]:
 
 
 def data_sets(config: CommandConfig) -> Iterator[DataSet]:
-    """What is trained on or answered, the evaluation data, the text of --pretrain_data."""
+    """Yield the data sets to train on or to answer, the evaluation data, the text of
+    --pretrain_data.
+    """
     if isinstance(config, PPOConfig):
         yield from ppo_data(config)
     elif isinstance(config, SupervisedConfig):
@@ -77,7 +79,7 @@ def data_sets(config: CommandConfig) -> Iterator[DataSet]:
 
 
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
-    """The training data and, where it is named, the evaluation data."""
+    """Yield the training data and, where it is named, the evaluation data."""
     data, held_out, check = config.data, config.eval, row_format(config).check_columns
     yield named_rows(data, config.train.seed, check)
     if held_out.dataset:
@@ -103,7 +105,7 @@ def shared_options(data: TextDataConfig, seed: int) -> dict[str, Any]:
 
 
 def row_format(config: SupervisedConfig) -> RowFormat:
-    """How the rows of a supervised command are read."""
+    """Return how the rows of a supervised command are read."""
     match config:
         case SFTConfig():
             is_text = if_given(config.model, "pretrain_mode_enable")
@@ -131,7 +133,7 @@ def row_format(config: SupervisedConfig) -> RowFormat:
 
 
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
-    """Prompts and, where they are named, those of the evaluation and pre-training text."""
+    """Yield prompts and, where they are named, those of the evaluation and pre-training text."""
     data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
     check = prompt_format(data, data.label_key).check_columns
     shared = shared_options(data, config.train.seed)
@@ -156,7 +158,7 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
 def prompt_format(
     data: PPODataConfig | InferenceDataConfig, label_key: str | None = None
 ) -> PromptFormat:
-    """How rows become prompts."""
+    """Return how rows become prompts."""
     return PromptFormat(
         input_key=if_given(data, "input_key"),
         label_key=label_key,
@@ -167,13 +169,13 @@ def prompt_format(
 
 
 def pretrain_column(config: PPOConfig, rows: Dataset) -> str:
-    """The column of the text in --pretrain_data; raises DataError when it is not there."""
+    """Return the column of the text in --pretrain_data; raise DataError when it is not there."""
     wanted = config.data.pretrain_key if is_given(config.data, "pretrain_key") else None
     return pick_column(wanted, rows.column_names, TEXT_COLUMNS, flag="--pretrain_key")
 
 
 def inference_data(config: BatchInferenceConfig) -> DataSet:
-    """What is answered or scored."""
+    """Return the data set that is answered or scored."""
     data, is_scored = config.data, config.eval_task == "rm"
     form = SFTFormat.of(data) if is_scored else prompt_format(data)
     return named_rows(data, config.seed, form.check_columns)

@@ -25,7 +25,7 @@ TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
 
 
 def if_given(settings: Base, name: str) -> Any:
-    """A setting that somebody typed, or None."""
+    """Return a setting that somebody typed, or None."""
     return getattr(settings, name) if is_given(settings, name) else None
 
 
@@ -41,8 +41,8 @@ def common_settings(data: TextDataConfig, *, overlong: str) -> dict[str, Any]:
 def pick_column(
     wanted: str | None, found: Sequence[str], candidates: Sequence[str], *, flag: str
 ) -> str:
-    """The column that a flag names, or else the first candidate that is there; raises DataError
-    when there is none.
+    """Return the column that a flag names, or else the first candidate that is there; raise
+    DataError when there is none.
     """
     for name in candidates if wanted is None else (wanted,):
         if name in found:
@@ -51,12 +51,12 @@ def pick_column(
 
 
 def holds_answers(found: Sequence[str]) -> bool:
-    """Whether these are columns of `batch_inference`, which keeps those of its data beside them."""
+    """Return True for columns of `batch_inference`, which keeps those of its data beside them."""
     return {"input", "output"}.issubset(found) and bool({RENDERED, "finish_reason"} & {*found})
 
 
 def holds_dialogues(rows: Dataset, column: str) -> bool:
-    """Whether the first value of a column that says anything is a message list."""
+    """Return True if the first value of a column that is not empty is a message list."""
     kind = rows.features.arrow_schema.field(column).type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
         return False
@@ -66,8 +66,8 @@ def holds_dialogues(rows: Dataset, column: str) -> bool:
 def uses_chat_template(
     asked: bool | None, rows: Dataset, columns: Iterable[str], tokenizer: Tokenizer
 ) -> bool:
-    """Whether rows are rendered by the chat template: as the flag says, or else where a column
-    holds dialogues. Raises ConfigError when there is no template.
+    """Return True if the chat template renders the rows: as the flag says, or else where a column
+    holds dialogues. Raise ConfigError when there is no template.
     """
     if asked is not None:
         if asked:
@@ -84,7 +84,7 @@ def uses_chat_template(
 
 
 def image_notices(columns: Iterable[str]) -> list[str]:
-    """One caution where rows have images: only their text is used."""
+    """Return a caution where rows have images: only their text is used."""
     return [
         Caution(f"column '{name}' is not read: models that see images cannot be trained yet")
         for name in IMAGE_COLUMNS
@@ -93,13 +93,13 @@ def image_notices(columns: Iterable[str]) -> list[str]:
 
 
 def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:
-    """Notices of a second data set that the first has not said; cautions, which count rows, are
-    always of their own.
+    """Return the notices of a second data set that the first does not have; cautions, which count
+    rows, are always new.
     """
     return [line for line in lines if isinstance(line, Caution) or line not in said]
 
 
 def recognised_line(columns: Iterable[str | None], what: str) -> str:
-    """What the user is told: the columns that are read, and as what."""
+    """Return the notice of which columns are read, and as what."""
     names = " and ".join(f"'{column}'" for column in columns if column is not None)
     return f"{names} read as {what}"

@@ -42,7 +42,9 @@ class Problems:
 
 
 def missing_column(needed: str, found: Sequence[str], *, flag: str) -> DataError:
-    """The error for a column that is not there: which is needed, which were found, what to type."""
+    """Return the error for a column that is not there: which is needed, which were found, what to
+    type.
+    """
     columns = ", ".join(found) or "none"
     return DataError(
         f"column '{needed}' is not in the data set; columns found: {columns}. "
@@ -57,7 +59,7 @@ class Gathered:
         self.problems: list[str] = []
 
     def attempt(self, read: Callable[[], T], *, about: str = "") -> T | None:
-        """What is read, or None when its problems were noted; `about` says whose they are."""
+        """Return what is read, or None and note its problems; `about` says whose they are."""
         try:
             return read()
         except ConfigError as error:

@@ -51,7 +51,7 @@ class ProcessFormat(RowFormat):
         return is_usual and set(STEPWISE_COLUMNS) <= set(rows.column_names)
 
     def find_columns(self, rows: Dataset) -> tuple[str, str]:
-        """The columns of the text and of its labels; raises DataError that names both."""
+        """Return the columns of the text and of its labels; raise DataError that names both."""
         gathered = Gathered()
         found = [
             gathered.attempt(partial(pick_column, asked, rows.column_names, usual, flag=flag))
@@ -119,7 +119,6 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
 
     @property
     def recognised(self) -> dict[str, object]:
-        """Settings of the config, dotted; none says that steps stand in columns of their own."""
         if self._is_stepwise:
             return {}
         return {"data.input_key": self._input_key, "data.label_key": self._label_key}
@@ -132,7 +131,7 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
         return Draft([[Segment(text, is_target=False)]], self._labels(row))
 
     def _stepwise_text(self, row: Row) -> str:
-        """Prompt and steps on lines of their own, each step with the marker at its end."""
+        """Return prompt and steps on lines of their own, each step with the marker at its end."""
         steps = row["completions"]
         if not isinstance(steps, (list, tuple)) or not all(isinstance(s, str) for s in steps):
             raise RowError("'completions' is not a list of texts")
@@ -193,7 +192,9 @@ class ProcessRewardDataset(TokenizedDataset[ProcessFormat]):
 
 
 def single_token_id(tokenizer: Tokenizer, text: str, *, flag: str) -> int:
-    """The id of a text that must be one token; raises ConfigError with the flag it comes from."""
+    """Return the id of a text that must be one token; raise ConfigError with the flag it comes
+    from.
+    """
     ids: Sequence[int] = encode_text(tokenizer, text, allow_special_tokens=True) if text else []
     if len(ids) != 1:
         raise ConfigError(

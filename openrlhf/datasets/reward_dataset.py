@@ -240,7 +240,7 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items two sequences begin with alike."""
+    """Return the number of items two sequences begin with alike."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

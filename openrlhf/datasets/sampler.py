@@ -24,7 +24,7 @@ class EpochSampler:
     is_shuffled: bool = True
 
     def order(self, epoch: int) -> Tensor:
-        """Row indices of one epoch, (num_rows,) int64, each exactly once."""
+        """Return the row indices of one epoch, (num_rows,) int64, each exactly once."""
         if not self.is_shuffled:
             return torch.arange(self.num_rows)
         generator = torch.Generator().manual_seed(self.seed + _EPOCH_STRIDE * epoch)
@@ -43,17 +43,17 @@ class PromptCursor:
 
     @property
     def num_left(self) -> int:
-        """Rows not yet drawn in this episode; 0 only at the very end."""
+        """Return the rows not yet drawn in this episode; 0 only at the very end."""
         return 0 if self.is_exhausted else self.sampler.num_rows - self.position
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether every episode has been drawn to its end."""
+        """Return True once every episode has been drawn to its end."""
         return self.episode >= self.num_episodes or self.sampler.num_rows == 0
 
     def draw(self, num_rows: int) -> list[int]:
-        """The next row indices: at most `num_rows`, fewer at an episode's end, none when all is
-        drawn.
+        """Return the next row indices: at most `num_rows`, fewer at an episode's end, none when all
+        is drawn.
         """
         assert num_rows > 0, f"a draw of {num_rows} rows never ends"
         if self.is_exhausted:
@@ -63,13 +63,13 @@ class PromptCursor:
         return drawn
 
     def num_batches(self, batch_size: int) -> int:
-        """Draws of `batch_size` in the whole run; the last of an episode may be smaller, none is
-        left out.
+        """Return the number of draws of `batch_size` in the whole run; the last of an episode may
+        be smaller.
         """
         return self.num_episodes * -(-self.sampler.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps, as plain numbers."""
+        """Return what a checkpoint keeps, as plain numbers."""
         return {
             "episode": self.episode,
             "position": self.position,

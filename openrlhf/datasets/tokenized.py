@@ -182,17 +182,17 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     @property
     def num_truncated(self) -> int:
-        """Rows cut at the length limit."""
+        """Return the number of rows cut at the length limit."""
         return sum(self._facts["is_truncated"])
 
     @property
     def lengths(self) -> Tensor:
-        """Token count of every example, all its sequences together, (len,) int64."""
+        """Return the tokens of every example, all its sequences together, (len,) int64."""
         return self._fact("num_tokens")
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all examples, to notice on resume that the data changed."""
+        """Return a hash of all examples, to notice on resume that the data changed."""
         digests = self._facts["digest"]
         return hashlib.sha256("".join(digests[row] for row in self.row_ids).encode()).hexdigest()
 
@@ -229,7 +229,7 @@ class TokenizedDataset(ABC, Generic[FormatT]):
 
     @property
     def recognised(self) -> dict[str, object]:
-        """Settings of the config, dotted, that say how the rows are read."""
+        """Return settings of the config, dotted, that say how the rows are read."""
         return {"data.apply_chat_template": bool(self._format.apply_chat_template)}
 
     @abstractmethod
@@ -429,7 +429,7 @@ def num_cores() -> int:
 def as_recognised(
     config: ConfigT, data: TokenizedDataset, held_out: TokenizedDataset | None = None
 ) -> ConfigT:
-    """The config with what its data was recognised as.
+    """Return the config with what its data was recognised as.
 
     It stays as it is where evaluation reads other columns: no setting says both.
     """
@@ -441,8 +441,8 @@ def as_recognised(
 
 
 def undecided(config: Base, data: TokenizedDataset, held_out: TokenizedDataset | None) -> list[str]:
-    """Dotted settings that nobody typed and that evaluation reads otherwise: whoever reads the
-    config again has to recognise them again.
+    """Return dotted settings that nobody typed and that evaluation reads otherwise: whoever reads
+    the config again has to recognise them again.
     """
     if held_out is None or held_out.recognised == data.recognised:
         return []

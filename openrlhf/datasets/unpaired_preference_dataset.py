@@ -50,17 +50,17 @@ class UnpairedExample:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the response."""
+        """Return the number of tokens before the response."""
         return int(self.loss_mask.int().argmax())
 
     @property
     def prompt_ids(self) -> Tensor:
-        """The prompt, (prompt_length,) int64."""
+        """Return the prompt, (prompt_length,) int64."""
         return self.token_ids[: self.prompt_length]
 
     @property
     def response_ids(self) -> Tensor:
-        """The response and its end, (T - prompt_length,) int64."""
+        """Return the response and its end, (T - prompt_length,) int64."""
         return self.token_ids[self.prompt_length :]
 
 

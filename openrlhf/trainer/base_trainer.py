@@ -55,7 +55,7 @@ class SampleSet(Protocol[SampleT_co]):
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of every sample, (len,) int64."""
+        """Return the tokens of every sample, (len,) int64."""
 
     def __len__(self) -> int: ...
 
@@ -71,7 +71,7 @@ class Position:
     num_samples: int = 0  # of this epoch, already used
 
     def after(self, num_samples: int, *, of: int) -> Position:
-        """The position one batch later, in a set of `of` samples."""
+        """Return the position one batch later, in a set of `of` samples."""
         step, num_used = self.global_step + 1, self.num_samples + num_samples
         if num_used >= of:
             return Position(step, self.epoch + 1, 0)
@@ -113,7 +113,7 @@ class LoopSettings:
         return max(0, (self.max_epochs - position.epoch - 1) * per_epoch + left_now)
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Micro-batches of a rank's samples, as indices into them."""
+        """Return the micro-batches of a rank's samples, as indices into them."""
         if self.max_tokens is None:
             return fixed_batches(len(lengths), self.micro_batch_size)
         return token_budget_batches(lengths, self.max_tokens)
@@ -223,12 +223,12 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Return the number of optimizer steps done."""
         return self.position.global_step
 
     @property
     def is_finished(self) -> bool:
-        """True once every epoch is done."""
+        """Return True once every epoch is done."""
         return self.position.epoch >= self.settings.max_epochs
 
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:

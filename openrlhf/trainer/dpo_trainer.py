@@ -74,7 +74,6 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         return {"num_pairs": float(len(samples)), "num_chosen_tokens": float(num_tokens)}
 
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
-        """One row of both sides of all pairs."""
         return pack_pairs(samples)
 
     def keep_sums(self) -> None:
@@ -86,7 +85,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum of the pairs' losses / pairs of the step, plus what else is added to it."""
+        """Return the pairs' losses / pairs of the step, plus what else is added to them."""
         ref_sums = self.reference_sums(batch)
         stats = cast(TokenStats, self.engine(batch.packed))
         lengths = batch.packed.num_targets
@@ -120,7 +119,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
 
     @staticmethod
     def _nll_loss(pairs: PairLogps, denominators: Mapping[str, float], metrics: Metrics) -> Tensor:
-        """-sum log p of the better answers / their tokens in the step."""
+        """Return -sum log p of the better answers / their tokens in the step."""
         nll_sum, num_tokens = -pairs.chosen_B.sum(), int(pairs.chosen_lengths_B.sum())
         metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
         return nll_sum / max(denominators["num_chosen_tokens"], 1.0)

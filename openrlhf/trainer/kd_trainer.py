@@ -66,7 +66,7 @@ class StudentAnswers:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of every sample, (len,) int64."""
+        """Return the tokens of every sample, (len,) int64."""
         lengths = self._samples.lengths.clone()
         for row, example in self._answered.items():
             lengths[row] = len(example.token_ids)
@@ -158,7 +158,7 @@ class KDTrainer(SFTTrainer):
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum over tokens / tokens of the step, plus the router loss of experts."""
+        """Return the sum over tokens / tokens of the step, plus the router loss of experts."""
         terms = self._terms(batch)
         num_tokens, total = len(terms.logprobs), denominators["num_tokens"]
         values = {

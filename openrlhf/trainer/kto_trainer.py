@@ -64,7 +64,6 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         return {"num_samples": float(len(samples))}
 
     def collate(self, samples: Sequence[UnpairedExample]) -> PreferenceBatch:
-        """One row of all answers."""
         return pack_answers(samples)
 
     def keep_sums(self) -> None:
@@ -87,7 +86,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         return ReferencedSamples(samples, self.sums_of_all(samples), pair_sums)
 
     def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
-        """The reference point of the batch."""
+        """Return the reference point of the batch."""
         pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
         if isinstance(samples, ReferencedSamples):
             sums = samples.pair_sums.get(tuple(rows), ())
@@ -111,7 +110,9 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum of the answers' losses / answers of the step, plus the router loss of experts."""
+        """Return the sum of the answers' losses / answers of the step, plus the router loss of
+        experts.
+        """
         policy_B, ref_B, aux_loss_B = self._logprobs(batch)
         reference_point = denominators["reference_point"]
         losses_B, rewards_B = kto_losses(

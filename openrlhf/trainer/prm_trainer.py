@@ -48,7 +48,6 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         return {"num_markers": float(sum(len(sample.labels) for sample in samples))}
 
     def collate(self, samples: Sequence[ProcessExample]) -> MarkedBatch:
-        """One row of all texts, with the places of markers in it."""
         token_ids = [sample.token_ids for sample in samples]
         no_targets = [torch.zeros(len(ids), dtype=torch.bool) for ids in token_ids]
         marker_mask = torch.cat([sample.marker_mask for sample in samples])
@@ -62,7 +61,7 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     def compute_loss(
         self, batch: MarkedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum over markers / markers of the step, plus the router loss of experts."""
+        """Return the sum over markers / markers of the step, plus the router loss of experts."""
         terms = self.engine(batch)
         num_markers, total = len(terms.losses), denominators["num_markers"]
         loss_sum = terms.losses.sum()
@@ -74,8 +73,8 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         return loss_sum / total, metrics
 
     def _labels(self, sample: ProcessExample) -> Tensor:
-        """Labels as the model takes them; with two reward tokens all are shares of the first, so
-        that rows of either kind fit in one batch.
+        """Return labels as the model takes them; with two reward tokens all are shares of the
+        first, so that rows of either kind fit in one batch.
         """
         if sample.is_soft or not self.places:
             return sample.labels

@@ -64,13 +64,12 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         return {"num_pairs": float(len(samples))}
 
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
-        """One row of both sides of all pairs."""
         return pack_pairs(samples)
 
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """Sum of the pairs' losses / pairs of the step, plus the router loss of experts."""
+        """Return the pairs' losses / pairs of the step, plus the router loss of experts."""
         terms = cast(RewardTerms, self.engine(batch.packed))
         chosen_B, rejected_B = by_side(terms.scores)
         losses_B = pairwise_losses(

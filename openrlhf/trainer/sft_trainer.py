@@ -25,7 +25,6 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
         return {"num_tokens": float(sum(int(sample.loss_mask.sum()) for sample in samples))}
 
     def collate(self, samples: Sequence[SFTExample]) -> PackedBatch:
-        """One row of all sequences."""
         return PackedBatch.from_sequences(
             [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
         )
@@ -33,8 +32,8 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
-        """-sum log p / tokens of the step, plus the router losses of a mixture of experts, which
-        count as many times as their sequence has targets.
+        """Return -sum log p / tokens of the step, plus the router losses of a mixture of experts,
+        which count as many times as their sequence has targets.
         """
         stats = self.engine(batch)
         num_tokens, metrics = len(stats.logprobs), Metrics()

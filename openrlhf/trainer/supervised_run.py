@@ -181,7 +181,7 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
 def _configs(
     recipe: Recipe, config: ConfigT, model_path: str, gathered: Gathered
 ) -> dict[str, PretrainedConfig]:
-    """The configs of the models that read the rows, by path."""
+    """Return the configs of the models that read the rows, by path."""
     found: dict[str, PretrainedConfig] = {}
     for path in dict.fromkeys((model_path, *recipe.other_models(config))):
         facts = gathered.attempt(
@@ -200,7 +200,7 @@ def _configs(
 
 
 def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
-    """The sizes in a model's config, where a family may have other names for them, or none."""
+    """Return the sizes in a model's config; families name them otherwise, or have none."""
     return ModelLimits(
         path,
         num_embeddings=getattr(config.get_text_config(), "vocab_size", None),
