@@ -113,16 +113,24 @@ def make_folder(folder: Path, **heads: int) -> Path:
     return folder
 
 
+def models_of(folder: Path, case: str) -> tuple[Path, Path]:
+    """The model that a case trains, and the one beside it."""
+    kind = "moe-" if case in ROUTER else ""
+    trained, beside = {"rm": ("reward", "other"), "kto": ("other", "model")}.get(
+        CASES[case].split()[0], ("model", "other")
+    )
+    return folder / f"{kind}{trained}", folder / f"{kind}{beside}"
+
+
 def start(folder: Path, case: str, flags: str = "") -> tuple[BaseTrainer, SupervisedRun]:
     """The trainer of a case's command line, and its run."""
     command, _, own = CASES[case].partition(" ")
     config_class, recipe, needed = COMMANDS[command]
-    kind = "moe-" if case in ROUTER else ""
-    model = folder / f"{kind}{'reward' if command == 'rm' else 'model'}"
+    model, other = models_of(folder, case)
     line = f"--pretrain {model} --dataset {folder}/rows.jsonl --eval_dataset {folder}/rows.jsonl "
     line += f"--save_path {folder}/run --ckpt_path {folder}/ckpt {COMMON} {own} "
-    line += needed.format(other=folder / f"{kind}other") + " " + flags
-    line += f" --aux_loss_coef {COEF}" if kind else ""
+    line += needed.format(other=other) + " " + flags
+    line += f" --aux_loss_coef {COEF}" if case in ROUTER else ""
     config = parse_config(config_class, line.split()).config
     inputs = prepare_inputs(recipe, config)
     strategy = DeepSpeedStrategy(config.ds)
@@ -130,7 +138,7 @@ def start(folder: Path, case: str, flags: str = "") -> tuple[BaseTrainer, Superv
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     run = prepare_run(recipe, config, inputs, strategy, open_checkpoints(config.ckpt, facts))
     if command == "kto":  # whose reference is the model that it starts from
-        run = replace(run, inputs=replace(inputs, model_path=str(folder / f"{kind}other")))
+        run = replace(run, inputs=replace(inputs, model_path=str(other)))
     trainer = recipe(run)
     if "--precompute_ref_log_probs" in own:
         trainer.precompute_reference()
@@ -373,10 +381,10 @@ def expected(folder: Path) -> Callable[[str, list], tuple[Tensor, dict]]:
 
 
 def gradient_by_hand(folder: Path, case: str, samples: list) -> tuple[Tensor, dict]:
-    kind = "moe-" if case in ROUTER else ""
-    own = load(folder / f"{kind}{'reward' if CASES[case].startswith('rm') else 'model'}")
-    loss, values = by_hand(case, own, load(folder / f"{kind}other"), samples)
-    if kind:
+    own, other = map(load, models_of(folder, case))
+    loss, values = by_hand(case, own, other, samples)
+    assert case != "kto" or values["kl"] > 0.1  # the reference point has a say
+    if case in ROUTER:
         router_loss = router_by_hand(own, samples)
         assert router_loss > 2.1  # two experts a token, used unevenly
         loss, values = loss + COEF * router_loss, {"aux_loss": router_loss.item()}
