@@ -253,9 +253,7 @@ def _csv_options(path: Path, problems: Problems) -> dict[str, Any]:
     """
     for number, _, line in text_lines(path, problems):
         if "\0" in line:
-            problems.add(
-                f"{path}:{number}", "holds zero bytes, as after a power loss or a full disk"
-            )
+            problems.add(f"{path}:{number}", ZERO_BYTES)
     if problems.num_found:
         return {}
     try:

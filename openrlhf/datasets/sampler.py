@@ -17,16 +17,13 @@ _EPOCH_STRIDE = 1_000_003  # a prime, so that (seed, epoch) pairs of one run nev
 
 @dataclass(frozen=True)
 class EpochSampler:
-    """Orders of `num_rows` rows; without shuffling every epoch is in file order."""
+    """Orders of `num_rows` rows, another for each epoch."""
 
     num_rows: int
     seed: int
-    is_shuffled: bool = True
 
     def order(self, epoch: int) -> Tensor:
         """Return the row indices of one epoch, (num_rows,) int64, each exactly once."""
-        if not self.is_shuffled:
-            return torch.arange(self.num_rows)
         generator = torch.Generator().manual_seed(self.seed + _EPOCH_STRIDE * epoch)
         return torch.randperm(self.num_rows, generator=generator)
 
@@ -40,11 +37,6 @@ class PromptCursor:
         self.episode = 0
         self.position = 0  # rows of this episode already drawn
         self._order = sampler.order(0).tolist()
-
-    @property
-    def num_left(self) -> int:
-        """Return the rows not yet drawn in this episode; 0 only at the very end."""
-        return 0 if self.is_exhausted else self.sampler.num_rows - self.position
 
     @property
     def is_exhausted(self) -> bool:

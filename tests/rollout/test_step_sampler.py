@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,11 @@ from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import GroupFilter, StepSampler
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.test_experience import rollout
+
+
+class InFileOrder(EpochSampler):
+    def order(self, epoch: int) -> torch.Tensor:
+        return torch.arange(self.num_rows)
 
 
 def group(scores, *, row=0, index=0):
@@ -96,7 +102,7 @@ def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(
     the row's samples.
     """
     prompts = [SimpleNamespace(row_id=row) for row in range(num_prompts)]
-    cursor = PromptCursor(EpochSampler(num_prompts, 0, is_shuffled=False), num_episodes=episodes)
+    cursor = PromptCursor(InFileOrder(num_prompts, 0), num_episodes=episodes)
     asked = []
 
     def generate(batch, tag):
