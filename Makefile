@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
-# Start-ups wait for one another: two files at a time halve the time of two cores.
-PARALLEL := -n 2 --dist loadfile
+# Start-ups wait for one another: two files at a time halve the time of two cores, the longest first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 QUICK := not slow and not gpu and not faults
 # What .venv is, or will be made with.
 USED_PYTHON = $(if $(wildcard $(BIN)/pip),$(BIN)/python,$(PYTHON))
@@ -58,7 +58,7 @@ layers: $(STAMP)
 	$(PYTEST) -q tests/test_layers.py tests/test_budgets.py
 
 test: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "$(QUICK)" tests
+	$(PYTEST) $(PARALLEL) -m "$(QUICK)" tests/integration tests/trainer tests
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not gpu" tests

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -148,7 +149,10 @@ def test_the_same_command_goes_on_exactly_after_a_kill(root: Path) -> None:
     run_ranks(partial(run_long, "straight"), 1, root)
     command = [sys.executable, "-m", "openrlhf.cli.train_sft"]
     command += words(root, killed, "sft_lora", *LONG)[1]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as the ranks of `run_ranks`
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
         deadline = time.monotonic() + 120
         while not any(record["step"] >= 9 for record in records(killed)):
             assert process.poll() is None, "the run ended before it could be killed"

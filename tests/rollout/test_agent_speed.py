@@ -6,6 +6,7 @@ import threading
 import time
 
 import psutil
+import pytest
 
 from tests.rollout.agent_fakes import (
     StreamingEngine,
@@ -61,6 +62,7 @@ def cpu_s() -> float:
     return sum(t.user + t.system for t in times)
 
 
+@pytest.mark.slow  # its limit is of a machine that does nothing else
 def test_a_turn_of_an_environment_costs_less_than_two_milliseconds(tmp_path, tiny_tokenizer):
     engine = StreamingEngine(says(tiny_tokenizer, WORDS))
     runner = make_runner(
