@@ -37,7 +37,7 @@ from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.vllm_logprobs import report_full_logprobs
 from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader
 from openrlhf.errors import WeightSyncError
-from openrlhf.utils.tensors import bit_sum, fingerprint
+from openrlhf.utils.tensors import bit_sum, checksum
 
 BACKEND = "openrlhf"
 WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
@@ -167,8 +167,9 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         for name, tensor in tensors:
             if name in self.fingerprints:
                 raise WeightSyncError(f"tensor {name} came twice")
-            self.fingerprints[name] = fingerprint(tensor)
-            self.received[name] = (tensor.dtype, bit_sum(tensor))
+            sums = checksum(tensor)
+            self.fingerprints[name] = sums.fingerprint
+            self.received[name] = (tensor.dtype, sums.bit_sum)
             yield name, tensor
 
     def _unfilled(self) -> list[str]:

@@ -6,30 +6,43 @@ where a buffer lives or who reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-FOLD_WIDTH = 512  # words folded into one; their multipliers stay in the first-level cache
+BLOCK = 512  # words that become one; their multipliers stay in the first-level cache
 ALIGNMENT = 64  # bytes between the beginnings of tensors in a buffer
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """Return a 64-bit checksum of the raw bits, sensitive to their order; about as fast as a copy.
+class Checksum(NamedTuple):
+    """Two sums of the raw bits of a tensor, read as 64-bit words, modulo 2^64."""
 
-    The bits are read as 64-bit words w; the answer is sum(w_i * m_i) mod 2^64 with an odd
-    multiplier m_i of its own for every position: a single changed word always changes it.
+    fingerprint: int
+    bit_sum: int  # those of parts of whole words add up to that of the tensor
+
+
+def checksum(tensor: Tensor) -> Checksum:
+    """Return both sums after one pass over the tensor; about as fast as a copy.
+
+    The fingerprint is the sum of b_i * m_i over blocks: b_i is the sum of a block's words (one word
+    in a tensor of at most BLOCK words), m_i an odd multiplier of its own. A single changed word
+    always changes it, and so do blocks that change places.
     """
-    total = _fold(_words(tensor), 0) + tensor.nbytes * 0x9E3779B97F4A7C15
-    return total % 2**64
+    blocks = _blocks(_words(tensor), lambda words: words.sum(-1))
+    total = _fold(blocks, 0) + tensor.nbytes * 0x9E3779B97F4A7C15
+    return Checksum(total % 2**64, int(blocks.sum()) % 2**64)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return a 64-bit checksum of the raw bits that depends on their order."""
+    return checksum(tensor).fingerprint
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of the raw bits as 64-bit words, mod 2^64: that of parts of whole words adds
-    up to that of the tensor.
-    """
+    """Return the sum of the raw bits as 64-bit words, modulo 2^64."""
     return int(_words(tensor).sum()) % 2**64
 
 
@@ -71,21 +84,26 @@ def _words(tensor: Tensor) -> Tensor:
     return padded.view(torch.int64)
 
 
+def _blocks(words: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return (W,) words as they are, or reduced in blocks of BLOCK; the last one may be shorter."""
+    if len(words) <= BLOCK:
+        return words
+    num_whole = len(words) // BLOCK * BLOCK
+    blocks, rest = reduce(words[:num_whole].view(-1, BLOCK)), words[num_whole:]
+    return torch.cat([blocks, reduce(rest).view(1)]) if len(rest) else blocks
+
+
 def _fold(words: Tensor, level: int) -> int:
-    """Return the weighted sum of (W,) words: each FOLD_WIDTH become one word of the next level."""
+    """Return the weighted sum of (W,) words: BLOCK of them become one word of the next level."""
     multipliers = _multipliers(level, words.device)
-    if len(words) <= FOLD_WIDTH:
-        return int(_weighted(words, multipliers[: len(words)]))
-    num_whole = len(words) // FOLD_WIDTH * FOLD_WIDTH
-    sums = _weighted(words[:num_whole].view(-1, FOLD_WIDTH), multipliers)
-    rest = words[num_whole:]
-    if len(rest):
-        sums = torch.cat([sums, _weighted(rest, multipliers[: len(rest)]).view(1)])
-    return _fold(sums, level + 1)
+    if len(words) <= BLOCK:
+        return int(_weighted(words, multipliers))
+    return _fold(_blocks(words, lambda part: _weighted(part, multipliers)), level + 1)
 
 
 def _weighted(words: Tensor, multipliers: Tensor) -> Tensor:
     """Return weighted sums over the last dimension of (W,) or (R, W)."""
+    multipliers = multipliers[: words.shape[-1]]
     # Integer products of vectors exist on the CPU only; there they are the fastest way.
     if words.device.type == "cpu":
         return torch.matmul(words, multipliers)
@@ -94,8 +112,8 @@ def _weighted(words: Tensor, multipliers: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _multipliers(level: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers, (FOLD_WIDTH,) int64, another set for every level."""
+    """Return odd pseudo-random numbers, (BLOCK,) int64, another set for every level."""
     generator = torch.Generator().manual_seed(0x5EED + level)
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    numbers = torch.randint(low, high, (FOLD_WIDTH,), generator=generator, dtype=torch.int64) | 1
+    numbers = torch.randint(low, high, (BLOCK,), generator=generator, dtype=torch.int64) | 1
     return numbers.to(device)
