@@ -7,6 +7,7 @@ said the same, so that the config a run leaves behind is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from datasets import Dataset
 from openrlhf.config.base import Base, Caution, is_given
 from openrlhf.config.common import TextDataConfig
 from openrlhf.datasets.chat import RENDERED
-from openrlhf.datasets.problems import missing_column
+from openrlhf.datasets.problems import Gathered, missing_column
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
 
@@ -48,6 +49,19 @@ def pick_column(
         if name in found:
             return name
     raise missing_column(wanted or candidates[0], found, flag=flag)
+
+
+def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str], str]) -> list[str]:
+    """Return the columns of several (flag's value, candidates, flag); raise DataError that names
+    all that are not there.
+    """
+    gathered = Gathered()
+    names = [
+        gathered.attempt(partial(pick_column, name, found, usual, flag=flag))
+        for name, usual, flag in wanted
+    ]
+    gathered.raise_if_any()
+    return list(map(str, names))
 
 
 def holds_answers(found: Sequence[str]) -> bool:
@@ -103,3 +117,12 @@ def recognised_line(columns: Iterable[str | None], what: str) -> str:
     """Return the notice of which columns are read, and as what."""
     names = " and ".join(f"'{column}'" for column in columns if column is not None)
     return f"{names} read as {what}"
+
+
+def number_of(value: object) -> float | None:
+    """Return a number or truth value, also one spelled out as in a CSV file; else None."""
+    words = {"true": 1.0, "false": 0.0}
+    try:
+        return float(words.get(str(value).strip().lower(), value))  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return None

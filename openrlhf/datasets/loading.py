@@ -1,37 +1,49 @@
 """From what a user types (files, folders, saved data sets, hub names, comma lists) to one table of
-rows.
+rows, by `datasets.load_dataset`.
 
-Everything that can be wrong with files is found here, before any model is loaded. Knows no column
-but `id`: what else a row must hold is the business of the data set classes.
+The library loads some damaged files as if they were whole (a byte that is not UTF-8, NaN, mixed
+types); what is wrong is found here, before any model is loaded, and named by file and line. Knows
+no column but `id`: what else a row must hold is the business of the data set classes.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from datasets.data_files import (
     SPLIT_KEYWORDS,
     DataFilesDict,
     EmptyDatasetError,
     get_data_patterns,
 )
-from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.exceptions import DatasetsError
 
-from openrlhf.config.local_paths import DATA_SUFFIXES, looks_local
-from openrlhf.datasets.data_files import check_text, read_file
-from openrlhf.datasets.problems import Gathered, Problems, files_of, remember_files, row_place
+from openrlhf.config.base import DATA_SUFFIXES
+from openrlhf.config.local_paths import looks_local
+from openrlhf.datasets.problems import Gathered, raise_bad_rows, remember_files
 from openrlhf.errors import ConfigError, DataError, first_line
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.progress import are_drawn
 
 T = TypeVar("T")
+Parts: TypeAlias = list[tuple[str, Dataset]]  # of a data set: file, its rows
+
+MAX_LINE_MIB = 64
+_BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}  # all others hold JSON
+_DAMAGED = (DatasetsError, pa.ArrowException, ValueError, TypeError)
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte order mark too
 
 
 def load_rows(
@@ -52,8 +64,8 @@ def load_rows(
     for each data set. Raise ConfigError or DataError with a one-line remedy for each data set that
     cannot be used.
     """
-    parts = [spec] if _exists(Path(spec).expanduser()) else spec.split(",")
-    names = [name.strip() for name in parts if name.strip()]
+    listed = [spec] if os.path.exists(os.path.expanduser(spec)) else spec.split(",")
+    names = [name.strip() for name in listed if name.strip()]
     if not names:
         raise ConfigError(
             "no data set is named. Give files, folders or hub names, separated by commas."
@@ -65,31 +77,26 @@ def load_rows(
         datasets.disable_progress_bars()
     gathered, found = Gathered(), []
     for name, count, digest in zip(names, counts, hashes, strict=True):
-        rows = gathered.attempt(partial(_load_one, name, split, count, digest))
-        if rows is not None and duplicate_ids == "error":
-            gathered.attempt(partial(_refuse_repeated_ids, rows))
-        found.append(rows)
+        parts = gathered.attempt(partial(_load_one, name, split, count, digest)) or []
+        if duplicate_ids == "error":
+            gathered.attempt(partial(_refuse_repeated_ids, parts))
+        found.append(_capped(parts, max_samples))
     gathered.raise_if_any()
-    capped = [_capped(rows, max_samples) for rows in found if rows is not None]
-    return _capped(_blend(capped, ", ".join(names), weights, seed), max_samples)
+    return _blend(found, weights, seed, max_samples)
 
 
 def parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:
     """Return blending probabilities that sum to 1, or None for one data set after the other."""
     if probs is None or probs == "":
         return None
-    items = probs.split(",") if isinstance(probs, str) else list(probs)
     try:
-        weights = [float(item) for item in items]
-    except ValueError as error:
-        raise ConfigError(f"probabilities {probs!r} are not numbers. Give e.g. 0.7,0.3.") from error
-    if len(weights) != len(names):
+        weights = [float(item) for item in (probs.split(",") if isinstance(probs, str) else probs)]
+    except ValueError:
+        weights = []
+    if len(weights) != len(names) or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-3:
         raise ConfigError(
-            f"{len(weights)} probabilities for {len(names)} data sets. Give one for each data set."
-        )
-    if min(weights) <= 0 or abs(sum(weights) - 1) > 1e-3:
-        raise ConfigError(
-            f"probabilities {weights} sum to {sum(weights):g}. Give positive numbers that sum to 1."
+            f"probabilities {probs!r} of {len(names)} data sets. Give a positive number for each, "
+            "with the sum 1, e.g. 0.7,0.3."
         )
     return [weight / sum(weights) for weight in weights]
 
@@ -106,73 +113,71 @@ def _one_for_each(facts: str | None, names: Sequence[str], flag: str) -> Sequenc
     return each
 
 
-def _blend(parts: list[Dataset], names: str, weights: list[float] | None, seed: int) -> Dataset:
-    """Return all rows of the parts, or rows drawn from them until one part is used up; raise
+def _capped(parts: Parts, max_samples: int | None) -> Parts:
+    left, capped = sum(len(rows) for _, rows in parts), []
+    left = left if max_samples is None else min(left, max_samples)
+    for name, rows in parts:
+        capped.append((name, rows if len(rows) <= left else rows.select(range(left))))
+        left -= len(capped[-1][1])
+    return capped
+
+
+def _blend(
+    found: list[Parts], weights: list[float] | None, seed: int, max_samples: int | None
+) -> Dataset:
+    """Return all rows of the data sets, or rows drawn from them until one is used up; raise
     DataError if their columns differ in type.
     """
-    if len(parts) == 1:
-        return parts[0]
+    parts = [part for each in found for part in each]
     try:
-        rows = datasets.concatenate_datasets(parts)
+        if weights is None or len(found) == 1:
+            rows = datasets.concatenate_datasets([rows for _, rows in parts])
+        else:
+            wholes = [datasets.concatenate_datasets([rows for _, rows in each]) for each in found]
+            rows = datasets.interleave_datasets(wholes, probabilities=weights, seed=seed)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(
-            f"data sets {names} do not fit together: {first_line(error)} "
+            f"{', '.join(name for name, _ in parts)} do not fit together: {first_line(error)} "
             "Give their common columns the same types; columns of a csv file are text."
         ) from error
-    files = [file for part in parts for file in _files_within(part)]
-    if weights is not None:
-        rows = datasets.interleave_datasets(parts, probabilities=weights, seed=seed)
-    return remember_files(rows, files)
+    rows = rows.select(range(min(len(rows), max_samples or len(rows))))
+    return remember_files(rows, [(name, len(part)) for name, part in parts])
 
 
-def _files_within(rows: Dataset) -> list[tuple[str, int]]:
-    """Return the files of rows that may have been capped, with the rows that are left of each."""
-    left, files = len(rows), []
-    for name, count in files_of(rows):
-        files.append((name, min(count, left)))
-        left -= files[-1][1]
-    return files
-
-
-def _capped(rows: Dataset, max_samples: int | None) -> Dataset:
-    if max_samples is None or len(rows) <= max_samples:
-        return rows
-    return remember_files(rows.select(range(int(max_samples))), files_of(rows))
-
-
-def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Dataset:
+def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -> Parts:
+    """Return the parts of a data set; raise ConfigError or DataError for one that is not what it
+    is expected to be.
+    """
     path = _local_path(name)
-    is_local = _is_local(name, path)
     if sha256:
         _check_hash(name, path, sha256.lower())
-    rows = _with_plain_text(_load_local(path, name, split) if is_local else _from_hub(name, split))
-    if len(rows) == 0:
+    found = _load_local(path, name, split) if path.exists() else [(name, _from_hub(name, split))]
+    parts = [(place, _with_plain_text(rows)) for place, rows in found]
+    if not (count := sum(len(rows) for _, rows in parts)):
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
-    if not files_of(rows):
-        check_text(rows, name)
-        remember_files(rows, [(name, len(rows))])
-    if num_rows and num_rows != str(len(rows)):
+    if num_rows and num_rows != str(count):
         raise DataError(
-            f"data set {name} has {len(rows)} rows, not {num_rows}. Fetch it again, or "
-            "correct --expect_rows."
+            f"data set {name} has {count} rows, not {num_rows}. Fetch it again, or correct "
+            "--expect_rows."
         )
-    return rows
+    return [(place, rows) for place, rows in parts if len(rows)]
 
 
-def _refuse_repeated_ids(rows: Dataset) -> None:
+def _refuse_repeated_ids(parts: Parts) -> None:
     """Raise DataError that lists rows whose `id` another row of the same data set has."""
-    if "id" not in rows.column_names or "finish_reason" in rows.column_names:
-        return  # responses of `batch_inference` have the id of their prompt
-    first_rows: dict[object, int] = {}
-    problems = Problems()
-    for index, value in enumerate(rows["id"]):
-        if not isinstance(value, (str, int)):
-            continue
-        if (first := first_rows.setdefault(value, index)) != index:
-            told = f"id {value!r} is that of {row_place(rows, first)}, too"
-            problems.add(row_place(rows, index), told)
-    problems.raise_if_any(
-        "repeated ids", "Give each row its own, or type --duplicate_ids keep if that is meant."
+    places: dict[object, str] = {}
+    problems = []
+    for name, rows in parts:
+        if "id" not in rows.column_names or "finish_reason" in rows.column_names:
+            continue  # responses of `batch_inference` have the id of their prompt
+        for number, value in enumerate(rows["id"], start=1):
+            place = f"{name}: row {number}"
+            if isinstance(value, (str, int)) and places.setdefault(value, place) != place:
+                problems.append(f"{place}: id {value!r} is that of {places[value]}, too")
+    raise_bad_rows(
+        "repeated ids",
+        problems,
+        "Give each row its own, or type --duplicate_ids keep if that is meant.",
     )
 
 
@@ -180,10 +185,8 @@ def _with_plain_text(rows: Dataset) -> Dataset:
     """Return rows with text and lists as they are elsewhere: pandas and polars write them as types
     of their own, which do not go together with the usual ones.
     """
-    features = datasets.Features({name: _plain(kind) for name, kind in rows.features.items()})
-    if features == rows.features:
-        return rows
-    return remember_files(rows.cast(features), files_of(rows))
+    features = Features({name: _plain(kind) for name, kind in rows.features.items()})
+    return rows if features == rows.features else rows.cast(features)
 
 
 def _plain(kind: Any) -> Any:
@@ -191,8 +194,8 @@ def _plain(kind: Any) -> Any:
         return {name: _plain(part) for name, part in kind.items()}
     if isinstance(kind, (datasets.List, datasets.LargeList)):
         return datasets.List(_plain(kind.feature), length=getattr(kind, "length", -1))
-    is_text = isinstance(kind, datasets.Value) and kind.dtype in ("large_string", "string_view")
-    return datasets.Value("string") if is_text else kind
+    is_text = isinstance(kind, Value) and kind.dtype in ("large_string", "string_view")
+    return Value("string") if is_text else kind
 
 
 def _check_hash(name: str, path: Path, expected: str) -> None:
@@ -212,46 +215,24 @@ def _check_hash(name: str, path: Path, expected: str) -> None:
         )
 
 
-def _is_local(name: str, path: Path) -> bool:
-    """Return True for a path; raise ConfigError for one that does not exist, a script or a URL."""
-    if name.endswith(".py"):
-        raise ConfigError(
-            f"data set {name} is a Python script, which is never run. "
-            "Give its data as jsonl, csv or parquet."
-        )
-    if "://" in name:
-        raise ConfigError(
-            f"data set {name} is a URL, which is not fetched. Download it, then give the path."
-        )
-    if not _exists(path) and looks_local(name):
-        raise ConfigError(
-            f"data set {name} does not exist. Give a file ({', '.join(DATA_SUFFIXES)}), a folder "
-            "of them, or a hub name."
-        )
-    return _exists(path)
-
-
-def _exists(path: Path) -> bool:
-    """Return True for a file or folder; raise DataError where that may not be seen."""
-    try:
-        return path.exists()
-    except PermissionError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    except OSError:  # longer than any name, as a list of many names is
-        return False
-
-
 def _local_path(name: str) -> Path:
-    """Return the path of `path` or `folder@subfolder`."""
-    path = Path(name).expanduser()
-    if not _exists(path) and "@" in name:
-        folder, _, subset = name.rpartition("@")
-        if Path(folder).expanduser().is_dir():
-            return Path(folder).expanduser() / subset
-    return path
+    """Return the path of `path` or `folder@subfolder`; raise ConfigError for one that does not
+    exist, a script or a URL.
+    """
+    path = os.path.expanduser(name)
+    folder, _, subset = path.rpartition("@")
+    if not os.path.exists(path) and folder and os.path.isdir(folder):
+        path = os.path.join(folder, subset)
+    is_needed = looks_local(name) or "://" in name
+    if name.endswith(".py") or (is_needed and not os.path.exists(path)):
+        raise ConfigError(
+            f"data set {name} does not exist; scripts are never run, and URLs not fetched. "
+            f"Give a file ({', '.join(DATA_SUFFIXES)}), a folder of them, or a hub name."
+        )
+    return Path(path)
 
 
-def _load_local(path: Path, name: str, split: str) -> Dataset:
+def _load_local(path: Path, name: str, split: str) -> Parts:
     if path.is_file():
         return _read_files([path])  # a file has no splits: it is what was asked for
     if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -259,18 +240,18 @@ def _load_local(path: Path, name: str, split: str) -> Dataset:
     try:
         saved = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{path} is a damaged saved data set: {first_line(error)} Save it again."
-        ) from error
+        raise DataError(f"{path} is damaged: {first_line(error)} Save it again.") from error
     if isinstance(saved, Dataset):
-        return saved if saved.split is None else _pick({str(saved.split): saved}, name, split)
-    return _pick(saved, name, split)
+        saved = {str(saved.split or split): saved}
+    rows = _pick(saved, name, split)
+    _check_text(rows, name)
+    return [(name, rows)]
 
 
 def _pick(by_split: Mapping[str, T], name: str, split: str) -> T:
     """Return what is of a split, or of one that a usual other name such as `dev` stands for."""
     kinds = {word: str(kind) for kind, words in SPLIT_KEYWORDS.items() for word in words}
-    for found in (split, kinds.get(split)):
+    for found in (split, kinds.get(split, split)):
         if found in by_split:
             return by_split[found]
     raise ConfigError(
@@ -298,29 +279,179 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
     return {split: paths for split, paths in files.items() if paths}
 
 
-def _read_files(paths: list[Path]) -> Dataset:
-    """Return the rows of files, one after the other; raise DataError with all their problems."""
-    gathered, parts = Gathered(), []
-    for path in paths:
-        rows = gathered.attempt(partial(read_file, path))
-        if rows is not None:
-            parts.append(remember_files(_with_plain_text(rows), [(str(path), len(rows))]))
+def _read_files(paths: list[Path]) -> Parts:
+    """Return the rows of each file; raise DataError with all their problems."""
+    gathered = Gathered()
+    found = [(str(path), gathered.attempt(partial(read_file, path))) for path in paths]
     gathered.raise_if_any()
-    return _blend(parts, ", ".join(map(str, paths)), None, 0)
+    return [(name, rows) for name, rows in found if rows is not None]
 
 
 def _from_hub(name: str, split: str) -> Dataset:
     """Return a hub data set `name` or `name@subset`: a configuration, or a folder of data files."""
     repository, _, subset = name.partition("@")
+    is_folder = False
     try:
         with looking_up("data set", name):
-            if subset and subset not in datasets.get_dataset_config_names(repository):
-                return datasets.load_dataset(repository, data_dir=subset, split=split)
-            return datasets.load_dataset(repository, subset or None, split=split)
+            if subset:
+                is_folder = subset not in datasets.get_dataset_config_names(repository)
+            if is_folder:
+                rows = datasets.load_dataset(repository, data_dir=subset, split=split)
+            else:
+                rows = datasets.load_dataset(repository, subset or None, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         raise ConfigError(
             f"data set {name} cannot be loaded from the hub (split '{split}'): "
-            f"{first_line(reason or error)} "
+            f"{first_line(error.__cause__ or error)} "
             "Check the name and the split, or give a local path."
         ) from error
+    _check_text(rows, name)
+    return rows
+
+
+def read_file(path: Path) -> Dataset:
+    """Return the rows of a data file; raise DataError that lists its bad lines."""
+    try:
+        before = path.stat()
+        rows = _load_file(path) if before.st_size else Dataset.from_dict({})
+        after = path.stat()
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}. Write it again.") from error
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path} changed while it was read. Start again once it is written.")
+    return rows
+
+
+def _load_file(path: Path) -> Dataset:
+    kind, problems, options = _BUILDERS.get(path.suffix, "json"), list[str](), dict[str, Any]()
+    if kind == "csv":
+        options = _csv_options(path, problems)
+    elif kind == "json":
+        num_rows = sum(1 for _ in _json_rows(path, problems))
+        options = {"parse_agent_traces": False} if num_rows else {}
+    raise_bad_rows(str(path), problems, "Repair or remove them.")
+    if kind in ("csv", "json") and not options:
+        return Dataset.from_dict({})
+    try:
+        rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        _check_text(rows, str(path))
+        if kind != "json" or "timestamp" not in str(rows.features):
+            return rows
+    except _DAMAGED as error:
+        if "corresponds to no data" in str(error):
+            return Dataset.from_dict({})
+        if kind != "json":
+            reason = first_line(error.__cause__ or error)
+            raise DataError(f"{path} is damaged: {reason}. Write it again.") from error
+    # The library makes times of dates, and cannot read a column that only a late row has.
+    try:
+        return Dataset.from_list(list(_json_rows(path, [])))
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise DataError(
+            f"{path} cannot be read as a table: {first_line(error)}. Use one type per column."
+        ) from error
+
+
+def _check_text(rows: Dataset, name: str) -> None:
+    """Raise DataError for text that is not UTF-8, which would be noticed when its row is read."""
+    table = rows.data.table
+    for column, values in zip(table.column_names, table.columns, strict=True):
+        try:
+            values.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{name} is damaged: column '{column}': {first_line(error)}. Write it again."
+            ) from error
+
+
+def _json_rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON lines or of one JSON array; note bad ones, and a column whose
+    values are of several types.
+    """
+    kinds: dict[str, str] = {}
+    for place, row in _json_values(path, problems):
+        if not isinstance(row, dict):
+            problems.append(f"{place}: {type(row).__name__} instead of an object")
+            continue
+        for name, value in row.items():
+            kind = "number" if type(value) in (int, float) else type(value).__name__
+            if value is not None and kinds.setdefault(name, kind) != kind:
+                told = f"column '{name}' mixes types: {kind} after {kinds[name]}. Use one type"
+                problems.append(f"{place}: {told}")
+                break
+        else:
+            yield row
+
+
+def _json_values(path: Path, problems: list[str]) -> Iterator[tuple[str, object]]:
+    """Yield (place, value) of every line that is not blank, or of every item of an array."""
+    with _open(path) as file:
+        is_array = ".jsonl" not in path.name and file.read(4096).lstrip(_BLANK).startswith(b"[")
+    with _open(path) as file:
+        lines = [(f"{path}:1", 0, file.read())] if is_array else _lines(path, file, problems)
+        for place, offset, line in lines:
+            if not line.strip(_BLANK):
+                continue
+            try:
+                value = json.loads(
+                    _text(line), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+                )
+            except (ValueError, RecursionError) as error:
+                problems.append(f"{place}: not JSON: {first_line(error)} (record at byte {offset})")
+                continue
+            if is_array:
+                yield from ((f"{path}: row {i}", item) for i, item in enumerate(value, start=1))
+            else:
+                yield place, value
+
+
+def _lines(path: Path, file: BinaryIO, problems: list[str]) -> Iterator[tuple[str, int, bytes]]:
+    """Yield (place, offset in bytes, line); note a line that is too long and end there."""
+    offset, number, limit = 0, 1, MAX_LINE_MIB * 2**20
+    while line := file.readline(limit + 1):
+        if len(line) > limit:
+            problems.append(f"{path}:{number}: a line of over {MAX_LINE_MIB} MiB")
+            return
+        yield f"{path}:{number}", offset, line
+        offset, number = offset + len(line), number + 1
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+
+
+def _text(line: bytes) -> str:
+    """Return a line as text; raise ValueError for bytes that no text holds."""
+    if b"\0" in line:
+        raise ValueError("zero bytes, as after a power loss or a full disk")
+    return line.decode("utf-8-sig")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)}")
+    return row
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a number that can be trained on")
+
+
+def _csv_options(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return how a CSV file is read: every cell as the text it is, an empty one as no value."""
+    with path.open("rb") as file:
+        for place, _, line in _lines(path, file, problems):
+            try:
+                _text(line)
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+    if problems:
+        return {}
+    with path.open(encoding="utf-8-sig", newline="") as text:
+        names = next(filter(None, csv.reader(text)), [])
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} has two columns of one name: {', '.join(names)}. Rename one.")
+    features = Features({name: Value("string") for name in names})
+    return {"features": features, "keep_default_na": False, "na_values": [""]} if names else {}

@@ -15,30 +15,16 @@ from openrlhf.errors import ConfigError, DataError
 
 MAX_SHOWN = 20
 T = TypeVar("T")
-Files = list[tuple[str, int]]  # (file, number of its rows), one behind the other
 
 
-class Problems:
-    """Counts every problem and keeps the first twenty in full."""
-
-    def __init__(self) -> None:
-        self.num_found = 0
-        self.shown: list[str] = []
-
-    def add(self, place: str, what: str) -> None:
-        """Note a problem at a place such as `train.jsonl:17` or `row 17`."""
-        self.num_found += 1
-        if len(self.shown) < MAX_SHOWN:
-            self.shown.append(f"{place}: {what}")
-
-    def raise_if_any(self, subject: str, remedy: str) -> None:
-        """Raise one DataError that lists the first problems and says how many there are in all."""
-        if not self.num_found:
-            return
-        head = f"{subject}: {self.num_found} bad rows. {remedy}"
-        hidden = self.num_found - len(self.shown)
-        tail = [f"... and {hidden} more"] if hidden else []
-        raise DataError([head, *self.shown, *tail])
+def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
+    """Raise one DataError that lists the first problems and says how many there are, if any."""
+    if not problems:
+        return
+    head = f"{subject}: {len(problems)} bad rows. {remedy}"
+    hidden = len(problems) - MAX_SHOWN
+    tail = [f"... and {hidden} more"] if hidden > 0 else []
+    raise DataError([head, *problems[:MAX_SHOWN], *tail])
 
 
 def missing_column(needed: str, found: Sequence[str], *, flag: str) -> DataError:
@@ -76,28 +62,21 @@ class Gathered:
 
 def remember_files(rows: Dataset, files: Sequence[tuple[str, int]]) -> Dataset:
     """Note the files that rows were read from, one (file, number of rows) after the other."""
-    rows.info.description = json.dumps({"files": list(files)})
+    rows.info.description = json.dumps({"files": files})
     return rows
 
 
 @lru_cache(maxsize=8)
-def _files(description: str | None) -> Files:
-    try:
-        return [(str(name), int(count)) for name, count in json.loads(description or "")["files"]]
-    except (ValueError, TypeError, KeyError):  # none, or one that a person wrote
-        return []
-
-
-def files_of(rows: Dataset) -> Files:
-    """Return what `remember_files` noted; empty for rows that come from elsewhere."""
-    return _files(rows.info.description)
+def _files(description: str | None) -> list[tuple[str, int]]:
+    is_ours = (description or "").startswith('{"files": ')
+    return json.loads(description or "")["files"] if is_ours else []
 
 
 def row_place(rows: Dataset, index: int) -> str:
     """Return `train.jsonl: row 17`, counted from 1 in its file; `row 17` for an unknown file."""
     drawn = rows._indices  # rows of a blend are picked from the data sets one after the other
     place = index if drawn is None else drawn.column(0)[index].as_py()
-    for name, count in files_of(rows):
+    for name, count in _files(rows.info.description):
         if place < count:
             return f"{name}: row {place + 1}"
         place -= count

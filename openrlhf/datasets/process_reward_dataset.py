@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError, Segment, plain_text
-from openrlhf.datasets.conventions import pick_column, recognised_line
-from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.conventions import pick_columns, recognised_line
 from openrlhf.datasets.tokenized import (
     Draft,
     Json,
@@ -52,16 +50,11 @@ class ProcessFormat(RowFormat):
 
     def find_columns(self, rows: Dataset) -> tuple[str, str]:
         """Return the columns of the text and of its labels; raise DataError that names both."""
-        gathered = Gathered()
-        found = [
-            gathered.attempt(partial(pick_column, asked, rows.column_names, usual, flag=flag))
-            for asked, usual, flag in (
-                (self.input_key, ("input", "text"), "--input_key"),
-                (self.label_key, ("label", "labels"), "--label_key"),
-            )
-        ]
-        gathered.raise_if_any()
-        text, labels = map(str, found)
+        text, labels = pick_columns(
+            rows.column_names,
+            (self.input_key, ("input", "text"), "--input_key"),
+            (self.label_key, ("label", "labels"), "--label_key"),
+        )
         return text, labels
 
 

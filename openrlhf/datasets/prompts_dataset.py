@@ -7,9 +7,8 @@ PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -28,11 +27,10 @@ from openrlhf.datasets.chat import (
 )
 from openrlhf.datasets.conventions import (
     PROMPT_COLUMNS,
-    pick_column,
+    pick_columns,
     recognised_line,
     uses_chat_template,
 )
-from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.datasets.tokenized import Draft, Row, RowFormat, TokenizedDataset, Tokens
 from openrlhf.errors import DataError
@@ -52,16 +50,12 @@ class PromptFormat(RowFormat):
 
     def find_input(self, rows: Dataset) -> str:
         """Return the column of the prompt; raise DataError that names it and that of the label."""
-        gathered, found = Gathered(), rows.column_names
-        wanted = [(self.input_key, PROMPT_COLUMNS, "--input_key")]
+        wanted: list[tuple[str | None, Sequence[str], str]] = [
+            (self.input_key, PROMPT_COLUMNS, "--input_key")
+        ]
         if self.label_key:
             wanted.append((self.label_key, (), "--label_key"))
-        names = [
-            gathered.attempt(partial(pick_column, name, found, usual, flag=flag))
-            for name, usual, flag in wanted
-        ]
-        gathered.raise_if_any()
-        return str(names[0])
+        return pick_columns(rows.column_names, *wanted)[0]
 
 
 class PromptDataset(TokenizedDataset[PromptFormat]):

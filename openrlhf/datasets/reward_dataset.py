@@ -34,10 +34,10 @@ from openrlhf.datasets.chat import (
 from openrlhf.datasets.conventions import (
     common_settings,
     if_given,
+    number_of,
     recognised_line,
     uses_chat_template,
 )
-from openrlhf.datasets.data_files import number_of
 from openrlhf.datasets.problems import missing_column
 from openrlhf.datasets.tokenized import (
     Draft,
@@ -185,11 +185,9 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
         if not self._format.with_margin:
             return 0.0
         value = row[self._format.margin_key]
-        number = None if isinstance(value, bool) else number_of(value)
-        if number is None:
+        number = number_of(value)
+        if number is None or not math.isfinite(number):
             raise RowError(f"'{self._format.margin_key}' is {value!r}, not a number")
-        if not math.isfinite(number):
-            raise RowError(f"'{self._format.margin_key}' is {value}")
         return number
 
     def _chat_segments(self, row: Row, sides: Sequence[tuple[str, bool]]) -> list[list[Segment]]:

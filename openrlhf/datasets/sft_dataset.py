@@ -7,9 +7,8 @@ token but the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from datasets import Dataset
@@ -43,10 +42,11 @@ from openrlhf.datasets.conventions import (
     holds_dialogues,
     if_given,
     pick_column,
+    pick_columns,
     recognised_line,
     uses_chat_template,
 )
-from openrlhf.datasets.problems import Gathered, missing_column
+from openrlhf.datasets.problems import missing_column
 from openrlhf.datasets.tokenized import Draft, Row, RowFormat, TokenizedDataset, Tokens
 from openrlhf.errors import ConfigError, DataError
 
@@ -94,13 +94,12 @@ class SFTFormat(RowFormat):
         is_named = self.input_key is not None or self.output_key is not None
         if not is_named and holds_answers(found):
             return "input", "output"
-        gathered = Gathered()
-        pick = partial(pick_column, self.input_key, found, PROMPT_COLUMNS, flag="--input_key")
-        first = gathered.attempt(pick)
+        wanted: list[tuple[str | None, Sequence[str], str]] = [
+            (self.input_key, PROMPT_COLUMNS, "--input_key")
+        ]
         if self.output_key is not None:
-            gathered.attempt(partial(pick_column, self.output_key, found, (), flag="--output_key"))
-        gathered.raise_if_any()
-        assert first is not None, "or else problems were raised"
+            wanted.append((self.output_key, (), "--output_key"))
+        first = pick_columns(found, *wanted)[0]
         candidates = [first] if is_named else [name for name in PROMPT_COLUMNS if name in found]
         for prompt in candidates:
             if (columns := self._with_answer(prompt, rows)) is not None:

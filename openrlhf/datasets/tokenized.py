@@ -34,7 +34,7 @@ from openrlhf.datasets.chat import (
     text_to_learn,
 )
 from openrlhf.datasets.conventions import image_notices
-from openrlhf.datasets.problems import Problems, row_place
+from openrlhf.datasets.problems import raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
@@ -167,11 +167,12 @@ class TokenizedDataset(ABC, Generic[FormatT]):
         self.notices += image_notices(rows.column_names)
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
-        problems = Problems()
-        for row_id, what in enumerate(self._facts["problem"]):
-            if what:
-                problems.add(row_place(rows, row_id), what)
-        problems.raise_if_any(self.subject, "Repair the rows, or choose other columns.")
+        problems = [
+            f"{row_place(rows, row_id)}: {what}"
+            for row_id, what in enumerate(self._facts["problem"])
+            if what
+        ]
+        raise_bad_rows(self.subject, problems, "Repair the rows, or choose other columns.")
         reasons = self._facts["left_out"]
         self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
         self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example

@@ -15,8 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
-from openrlhf.datasets.conventions import pick_column
-from openrlhf.datasets.data_files import number_of
+from openrlhf.datasets.conventions import number_of, pick_column
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import AnsweredPrompts, SFTFormat
 from openrlhf.datasets.tokenized import Draft, Row

@@ -68,7 +68,7 @@ def test_a_nan_in_a_csv_or_parquet_file_is_found_by_its_reader(tmp_path):
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("chosen,rejected,margin\na,b,0.5\na,b,nan\n")
     for name in ("rows.parquet", "rows.csv"):
-        with pytest.raises(DataError, match=f"{name}: row 2: 'margin' is (nan|None)"):
+        with pytest.raises(DataError, match=f"{name}: row 2: 'margin' is .*nan"):
             PreferenceDataset(
                 load_rows(str(tmp_path / name)), tokenizer, PreferenceFormat(with_margin=True)
             )
@@ -105,7 +105,7 @@ def test_the_problems_of_all_files_and_data_sets_are_one_message(tmp_path):
     with pytest.raises(DataError) as caught:
         load_rows(f"{folder},{tmp_path}/none.jsonl")
     problems = "\n".join(caught.value.problems)
-    for place in ("a.jsonl:1: cut record", "b.jsonl:1: cut record", "none.jsonl does not exist"):
+    for place in ("a.jsonl:1: not JSON", "b.jsonl:1: not JSON", "none.jsonl does not exist"):
         assert place in problems
 
 

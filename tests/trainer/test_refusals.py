@@ -163,8 +163,8 @@ def cut_parquet(path: Path) -> None:
 
 # Name of the file, its bytes or what writes it, and how the line goes on behind its path.
 FILES = {
-    "cut inside a record": ("a.jsonl", GOOD + GOOD[:9], ":2: cut record"),
-    "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-12], ": the compressed file is"),
+    "cut inside a record": ("a.jsonl", GOOD + GOOD[:9], ":2: not JSON: "),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-12], " cannot be read: Compressed file"),
     "cut parquet": ("a.parquet", cut_parquet, " is damaged: "),
     "100 MB in a line": ("a.jsonl", GOOD + b'{"input": "' + b"x" * 10**8, ":2: a line of over"),
     "a dangling link": (
