@@ -1,5 +1,5 @@
-"""From a row's value (text, message list or `conversations`) to rendered text and the spans the
-assistant wrote.
+"""From a row's value (text, message list or `conversations`) to the text that a model reads and the
+spans of it that are learnt.
 
 Rendered text holds stand-ins for special tokens spelled in messages (see `TextEncoder`), so nothing
 they say can open or close a turn. Knows templates; knows nothing of token ids.
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
+
+from typing_extensions import Self
 
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import TemplateError, TextEncoder, chat_template_of, render_chat
@@ -42,35 +44,36 @@ class RowError(ValueError):
     """One row cannot be used as it is; the message says why, the caller knows which row."""
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A dialogue as its template writes it, and the character spans (start, end) of assistant
-    turns.
-    """
-
-    text: str
-    assistant_spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of rendered text that is tokenised by itself."""
-
-    text: str
-    is_target: bool
-    is_cut: bool = False  # no EOS stands behind it: it did not come to its end, or holds its own
-
-
 class LeftOutError(ValueError):
     """The row is well formed but cannot be learned from; the message is what it is counted as."""
 
 
-class Frame(NamedTuple):
-    """What a chat template writes around a user's words and behind the assistant's."""
+@dataclass(frozen=True)
+class Rendered:
+    """A text as the model reads it, and the character spans (start, end) of it that are learnt."""
 
-    start: str
-    middle: str  # between the two: the generation prompt and what stands before it
-    end: str
+    text: str
+    spans: tuple[Span, ...] = ()
+    is_cut: bool = False  # no EOS stands behind it: it did not come to its end, or holds its own
+
+    @classmethod
+    def of(cls, prompt: str, response: str, *, is_cut: bool = False) -> Self:
+        """Return a prompt with its response, which is learnt."""
+        text = prompt + response
+        return cls(text, ((len(prompt), len(text)),), is_cut)
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """Return the text cut at its spans, each piece with True if it is learnt; white space
+        behind the last span is left out.
+        """
+        pieces, position = [], 0
+        for start, end in self.spans:
+            pieces += [(self.text[position:start], False), (self.text[start:end], True)]
+            position = end
+        tail = self.text[position:]
+        pieces.append((tail if tail.strip() or not self.spans else "", False))
+        return [piece for piece in pieces if piece[0]]
 
 
 def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
@@ -88,69 +91,23 @@ def to_messages(value: object, *, text_role: str = "user") -> list[Message]:
     return [_to_message(item) for item in value]
 
 
-def render_prompt(
-    row: Mapping[str, object],
-    *,
-    input_key: str,
-    input_template: str | None,
-    apply_chat_template: bool,
-    encoder: TextEncoder,
-) -> str:
-    """Return the rendered prompt of a row, ready for the assistant to write; raise RowError for one
-    that cannot be rendered.
-
-    A trailing assistant turn is an answer, not part of the prompt, and is left out. A prompt that
-    is rendered already stays as it is.
-    """
-    value = row[input_key]
-    if is_rendered(row, value, encoder, apply_chat_template=apply_chat_template):
-        return plain_text(value, input_key)
-    if not apply_chat_template:
-        return fill_template(input_template, encoder.plain(plain_text(value, input_key)))
-    messages = without_answer(to_messages(value))
-    if not messages or is_blank(messages[-1]):
-        raise RowError(f"'{input_key}' is empty")
-    check_order(messages)
-    return render(encoder, messages, add_generation_prompt=True, tools=row.get("tools"))
-
-
-def asked_part(value: Any) -> Any:
-    """Return a prompt column's value as `render_prompt` reads it: messages without a closing
-    answer.
-    """
-    return value if isinstance(value, str) else without_answer(to_messages(value))
-
-
-def is_rendered(
-    row: Mapping[str, object], value: object, encoder: TextEncoder, *, apply_chat_template: bool
-) -> bool:
-    """Return True for a text that is a rendered prompt: the row says so, or it begins and ends as
-    the chat template that is to be applied begins and ends one.
-    """
-    if not isinstance(value, str) or row.get(RENDERED):
-        return isinstance(value, str)
-    if not apply_chat_template:
-        return False
-    frame = frame_of(encoder)
-    has_marks = bool(frame.middle.strip())
-    return has_marks and value.startswith(frame.start) and value.endswith(frame.middle)
-
-
 @lru_cache(maxsize=4)
-def frame_of(encoder: TextEncoder) -> Frame:
-    """Return what the tokenizer's chat template writes; nothing where it refuses to."""
+def frame_of(encoder: TextEncoder) -> tuple[str, str, str]:
+    """Return what the tokenizer's chat template writes before a user's words, between them and the
+    assistant's, and behind these; nothing where it refuses to.
+    """
     if not encoder.tokenizer.chat_template:
-        return Frame("", "", "")
+        return "", "", ""
     question: Message = {"role": "user", "content": "QUESTION"}
     answer: Message = {"role": "assistant", "content": "ANSWER"}
     try:
         asked = render(encoder, [question], add_generation_prompt=True)
-        rendered = render_answer(encoder, [question, answer])
+        rendered = render_dialogue(encoder, [question, answer])
     except RowError:  # rows say what is refused
-        return Frame("", "", "")
+        return "", "", ""
     start, _, middle = asked.partition("QUESTION")
-    [(_, stop)] = rendered.assistant_spans
-    return Frame(start, middle, rendered.text[:stop].rpartition("ANSWER")[2])
+    stop = max((end for _, end in rendered.spans), default=None)
+    return start, middle, rendered.text[:stop].rpartition("ANSWER")[2]
 
 
 def wrap_input(value: Any, template: str) -> Any:
@@ -205,13 +162,18 @@ def plain_text(value: object, column: str) -> str:
     """Return the text of a column; raise RowError for anything else and for blank text."""
     if isinstance(value, (list, tuple, Mapping)):
         raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
-    if value is None:
-        raise RowError(f"'{column}' is missing, not text")
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
-    if not value.strip():
-        raise RowError(f"'{column}' is empty")
+    if not value or not value.strip():
+        raise RowError(f"'{column}' is {'missing' if value is None else 'empty'}")
     return value
+
+
+def text_to_learn(value: object, column: str) -> str:
+    """Return text to learn from; a row without any is left out, another type is an error."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise LeftOutError("empty response")
+    return plain_text(value, column)
 
 
 def is_blank(message: Message) -> bool:
@@ -263,73 +225,61 @@ def render(
 
 
 def render_dialogue(
-    encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
+    encoder: TextEncoder,
+    messages: Sequence[Message],
+    *,
+    tools: object = None,
+    first: int = 0,
+    is_cut: bool = False,
 ) -> Rendered:
-    """Return the dialogue with the span of every assistant turn, its end marker included.
+    """Return the dialogue with the spans of the assistant's turns among its messages from `first`
+    on, their end markers included; `is_cut`: the last of them met its length limit.
 
-    Spans come from the template's generation markers, else from rendering prefixes of the dialogue.
-    Raises ConfigError naming the template when its prefixes are no prefixes, RowError for a refused
-    dialogue.
+    Spans come from the template's generation markers, else from rendering prefixes of the dialogue,
+    and end where inference stops: no model samples what a template writes behind that. Raises
+    ConfigError for a template without markers whose prefixes are no prefixes, RowError for a
+    refused dialogue, LeftOutError for a cut answer that the template does not keep.
     """
     check_order(messages)
-    if has_generation_markers(encoder):
-        text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
-        return _ended(encoder, text, spans)
-    text = render(encoder, messages, tools=tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return _ended(encoder, text, [_prefix_span(encoder, messages, i, text, tools) for i in turns])
-
-
-def render_answer(
-    encoder: TextEncoder, messages: Sequence[Message], *, tools: object = None
-) -> Rendered:
-    """Return the dialogue with the span of its last message only, which must be the assistant's."""
-    if messages[-1]["role"] != "assistant":
+    learnt = [i for i in turns if i >= first]
+    if not learnt:
         raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
-    if len(messages) < 2:
-        raise RowError("the assistant's message answers nothing")
-    check_order(messages)
-    prompt = render(encoder, messages[:-1], add_generation_prompt=True, tools=tools)
-    text = render(encoder, messages, tools=tools)
-    if text.startswith(prompt):
-        return _ended(encoder, text, [(len(prompt), len(text))])
-    spans = render_dialogue(encoder, messages, tools=tools).assistant_spans
-    return Rendered(text, spans[-1:])
+    if _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)):
+        text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
+        spans = spans[len(turns) - len(learnt) :]
+    else:
+        text = render(encoder, messages, tools=tools)
+        spans = [_prefix_span(encoder, messages, i, text, tools) for i in learnt]
+    spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
+    if spans and encoder.says_nothing(text[spans[-1][1] :]):
+        text = text[: spans[-1][1]]
+    if is_cut and spans:  # the template would end an answer that did not end
+        *others, (start, end) = spans
+        stop = _end_of_words(encoder, messages[-1], text, start, end)
+        return Rendered(text[:stop], (*others, (start, stop)), is_cut=True)
+    return Rendered(text, tuple(spans))
 
 
-def without_end(encoder: TextEncoder, rendered: Rendered, answer: Message) -> Rendered | None:
-    """Return the dialogue up to the last word of its last message, an answer that met its limit:
-    the template would end an answer that did not end.
-
-    None where the template does not keep the answer as it is.
-    """
-    words, (start, end) = encoder.hide(_words(answer)), rendered.assistant_spans[-1]
-    for said in (words, words.strip()):
-        place = rendered.text.rfind(said, start, end)
-        if said and place >= 0:
-            stop = place + len(said)
-            return Rendered(rendered.text[:stop], (*rendered.assistant_spans[:-1], (start, stop)))
-    return None
-
-
-def _words(message: Message) -> str:
-    """Return the text a message ends with; nothing where it ends with a tool call or an image."""
-    content = message.get("content")
+def _end_of_words(encoder: TextEncoder, answer: Message, text: str, start: int, end: int) -> int:
+    """Return where the last word of an answer ends in its turn (start, end) of a rendered text."""
+    content = answer.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], Mapping):
         content = content[-1].get("text")
-    return content if isinstance(content, str) and not message.get("tool_calls") else ""
-
-
-def has_generation_markers(encoder: TextEncoder) -> bool:
-    """Return True if the chat template marks what the assistant writes with {% generation %}."""
-    return _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)) is not None
+    words = encoder.hide(content) if isinstance(content, str) else ""
+    for said in (words, words.strip()) if not answer.get("tool_calls") else ():
+        place = text.rfind(said, start, end)
+        if said and place >= 0:
+            return place + len(said)
+    raise LeftOutError("cut answer that the chat template rewrites")
 
 
 def _prefix_span(
     encoder: TextEncoder, messages: Sequence[Message], index: int, text: str, tools: object
 ) -> Span:
     before = render(encoder, messages[:index], add_generation_prompt=True, tools=tools)
-    after = render(encoder, messages[: index + 1], tools=tools)
+    is_last = index + 1 == len(messages)
+    after = text if is_last else render(encoder, messages[: index + 1], tools=tools)
     if not (text.startswith(after) and after.startswith(before)):
         raise ConfigError(
             f"the chat template of {encoder.tokenizer.name_or_path} rewrites earlier turns, so the "
@@ -337,16 +287,6 @@ def _prefix_span(
             "--tokenizer_chat_template, or leave --multiturn out."
         )
     return len(before), len(after)
-
-
-def _ended(encoder: TextEncoder, text: str, spans: Sequence[Span]) -> Rendered:
-    """Return the dialogue with spans that end where inference stops: no model samples what a
-    template writes behind that. Text behind the last span is left out if it says nothing.
-    """
-    spans = [(start, encoder.end_of_turn(text, start, end)) for start, end in spans]
-    if spans and encoder.says_nothing(text[spans[-1][1] :]):
-        text = text[: spans[-1][1]]
-    return Rendered(text, tuple(spans))
 
 
 def _run_template(
@@ -366,19 +306,7 @@ def _run_template(
             wants_spans=wants_spans,
         )
     except TemplateError as error:
-        _refuse_unreadable(error)
         raise RowError(f"the chat template refuses it: {error}") from error
-
-
-def _refuse_unreadable(error: TemplateError) -> None:
-    """Raise ConfigError where no dialogue at all can be rendered: the template does not parse."""
-    import jinja2  # noqa: PLC0415 - needed for templates only
-
-    if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
-        raise ConfigError(
-            f"the chat template does not parse: line {error.__cause__.lineno}: {error}. Repair it, "
-            "or give another one with --tokenizer_chat_template."
-        ) from error
 
 
 def _tool_list(tools: object) -> list | None:
@@ -443,56 +371,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def text_to_learn(value: object, column: str) -> str:
-    """Return text to learn from; a row without any has no target, another type is an error."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise LeftOutError("empty response")
-    if isinstance(value, (list, tuple, Mapping)):
-        raise RowError(f"'{column}' is a message list. Add --apply_chat_template")
-    if not isinstance(value, str):
-        raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
-    return value
-
-
-def rendered_segments(
-    encoder: TextEncoder, prompt: str, answer: str, *, is_cut: bool
-) -> list[Segment]:
-    """Return the segments of a prompt that was rendered before; behind a generation prompt of the
-    chat template the answer ends as the template ends one.
-    """
-    frame = frame_of(encoder)
-    is_chat = bool(frame.middle.strip()) and frame.middle in prompt
-    end = frame.end if is_chat and not is_cut else ""
-    has_end = is_cut or (bool(end.strip()) and encoder.says_nothing(end))
-    said = encoder.hide(answer) if is_chat else encoder.plain(answer)
-    target = Segment(said + end, is_target=True, is_cut=has_end)
-    return [Segment(prompt, is_target=False), target]
-
-
-def cut_segments(encoder: TextEncoder, rendered: Rendered, answer: Message) -> list[Segment]:
-    """Return the segments of a dialogue whose last answer met its limit: nothing says that it
-    ended.
-    """
-    begun = without_end(encoder, rendered, answer)
-    if begun is None:
-        raise LeftOutError("cut answer that the chat template rewrites")
-    *others, last = cut_at_spans(begun.text, begun.assistant_spans)
-    return [*others, replace(last, is_cut=True)]
-
-
-def cut_at_spans(text: str, spans: Sequence[Span]) -> list[Segment]:
-    """Return the rendered text in order, cut at the spans that are learned; white space behind the
-    last one is left out.
-    """
-    segments: list[Segment] = []
-    position = 0
-    for start, end in spans:
-        segments.append(Segment(text[position:start], is_target=False))
-        segments.append(Segment(text[start:end], is_target=True))
-        position = end
-    tail = text[position:]
-    if tail.strip():
-        segments.append(Segment(tail, is_target=False))
-    return [segment for segment in segments if segment.text]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from openrlhf.config.base import is_given
+from openrlhf.config.base import Base, is_given
 from openrlhf.config.common import CommandConfig, TextDataConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
@@ -27,7 +27,7 @@ from openrlhf.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
-from openrlhf.datasets.conventions import TEXT_COLUMNS, common_settings, if_given, pick_column
+from openrlhf.datasets.conventions import TEXT_COLUMNS, pick_columns
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessFormat
@@ -106,30 +106,63 @@ def shared_options(data: TextDataConfig, seed: int) -> dict[str, Any]:
 
 def row_format(config: SupervisedConfig) -> RowFormat:
     """Return how the rows of a supervised command are read."""
+    data = config.data
     match config:
         case SFTConfig():
-            is_text = if_given(config.model, "pretrain_mode_enable")
-            return SFTFormat.of(config.data, multiturn=config.data.multiturn, pretrain_mode=is_text)
+            is_text = _if_given(config.model, "pretrain_mode_enable")
+            return SFTFormat(**_answered(data), multiturn=data.multiturn, pretrain_mode=is_text)
         case KDConfig():
-            return SFTFormat.of(config.data, pretrain_mode=config.model.pretrain_mode_enable)
-        case RMConfig():
-            with_margin = config.model.margin_loss_enable
-            return PreferenceFormat.of(config.data, with_margin=with_margin)
-        case DPOConfig():
-            return PreferenceFormat.of(config.data)
+            return SFTFormat(**_answered(data), pretrain_mode=config.model.pretrain_mode_enable)
         case KTOConfig():
-            return UnpairedFormat.of(config.data, label_key=config.data.label_key)
+            return UnpairedFormat(**_answered(data), label_key=data.label_key)
+        case RMConfig() | DPOConfig():
+            return PreferenceFormat(
+                prompt_key=_if_given(data, "prompt_key"),
+                chosen_key=data.chosen_key,
+                rejected_key=data.rejected_key,
+                with_margin=isinstance(config, RMConfig) and config.model.margin_loss_enable,
+                **_common(data, data.max_len, data.overlong_rows),
+            )
         case PRMConfig():
             return ProcessFormat(
-                input_key=if_given(config.data, "input_key"),
-                label_key=if_given(config.data, "label_key"),
+                input_key=_if_given(data, "input_key"),
+                label_key=_if_given(data, "label_key"),
                 placeholder_token=config.model.placeholder_token or "",
                 reward_tokens=config.model.reward_tokens or (),
-                max_len=config.data.max_len,
-                overlong=config.data.overlong_rows,
-                allow_special_tokens=config.data.allow_special_tokens,
+                **_common(data, data.max_len, data.overlong_rows) | {"input_template": None},
             )
     raise AssertionError(type(config).__name__)
+
+
+def scored_format(data: InferenceDataConfig) -> SFTFormat:
+    """Return how rows with a response are read that a reward model scores."""
+    return SFTFormat(**_answered(data))
+
+
+def _answered(data: DatasetConfig) -> dict[str, Any]:
+    """Return the fields of an `SFTFormat` that `data.*` says."""
+    return {
+        "input_key": _if_given(data, "input_key"),
+        "output_key": _if_given(data, "output_key"),
+        "usual_output": None if is_given(data, "output_key") else data.output_key,
+        **_common(data, data.max_len, data.overlong_rows),
+    }
+
+
+def _common(data: TextDataConfig, max_len: int, overlong: str) -> dict[str, Any]:
+    """Return the fields of a `RowFormat` of any kind."""
+    return {
+        "input_template": data.input_template,
+        "apply_chat_template": _if_given(data, "apply_chat_template"),
+        "max_len": max_len,
+        "overlong": overlong,
+        "allow_special_tokens": data.allow_special_tokens,
+    }
+
+
+def _if_given(settings: Base, name: str) -> Any:
+    """Return a setting that somebody typed, or None."""
+    return getattr(settings, name) if is_given(settings, name) else None
 
 
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
@@ -159,23 +192,18 @@ def prompt_format(
     data: PPODataConfig | InferenceDataConfig, label_key: str | None = None
 ) -> PromptFormat:
     """Return how rows become prompts."""
-    return PromptFormat(
-        input_key=if_given(data, "input_key"),
-        label_key=label_key,
-        input_template=data.input_template,
-        max_len=data.prompt_max_len,
-        **common_settings(data, overlong=data.overlong_prompts),
-    )
+    common = _common(data, data.prompt_max_len, data.overlong_prompts)
+    return PromptFormat(input_key=_if_given(data, "input_key"), label_key=label_key, **common)
 
 
 def pretrain_column(config: PPOConfig, rows: Dataset) -> str:
     """Return the column of the text in --pretrain_data; raise DataError when it is not there."""
-    wanted = config.data.pretrain_key if is_given(config.data, "pretrain_key") else None
-    return pick_column(wanted, rows.column_names, TEXT_COLUMNS, flag="--pretrain_key")
+    wanted = _if_given(config.data, "pretrain_key")
+    return pick_columns(rows.column_names, (wanted, TEXT_COLUMNS, "--pretrain_key"))[0]
 
 
 def inference_data(config: BatchInferenceConfig) -> DataSet:
     """Return the data set that is answered or scored."""
     data, is_scored = config.data, config.eval_task == "rm"
-    form = SFTFormat.of(data) if is_scored else prompt_format(data)
+    form = scored_format(data) if is_scored else prompt_format(data)
     return named_rows(data, config.seed, form.check_columns)

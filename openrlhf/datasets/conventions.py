@@ -7,17 +7,13 @@ said the same, so that the config a run leaves behind is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
 
-from openrlhf.config.base import Base, Caution, is_given
-from openrlhf.config.common import TextDataConfig
+from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import RENDERED
-from openrlhf.datasets.problems import Gathered, missing_column
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
@@ -25,43 +21,22 @@ IMAGE_COLUMNS = ("image", "images")
 TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
 
 
-def if_given(settings: Base, name: str) -> Any:
-    """Return a setting that somebody typed, or None."""
-    return getattr(settings, name) if is_given(settings, name) else None
-
-
-def common_settings(data: TextDataConfig, *, overlong: str) -> dict[str, Any]:
-    """Return the fields that a `RowFormat` of any kind takes from a command's `data.*`."""
-    return {
-        "apply_chat_template": if_given(data, "apply_chat_template"),
-        "overlong": overlong,
-        "allow_special_tokens": data.allow_special_tokens,
-    }
-
-
-def pick_column(
-    wanted: str | None, found: Sequence[str], candidates: Sequence[str], *, flag: str
-) -> str:
-    """Return the column that a flag names, or else the first candidate that is there; raise
-    DataError when there is none.
-    """
-    for name in candidates if wanted is None else (wanted,):
-        if name in found:
-            return name
-    raise missing_column(wanted or candidates[0], found, flag=flag)
-
-
 def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str], str]) -> list[str]:
-    """Return the columns of several (flag's value, candidates, flag); raise DataError that names
-    all that are not there.
+    """Return for each (flag's value, candidates, flag) the column that the flag names, or else the
+    first candidate that is there; raise DataError that names all that are not there.
     """
-    gathered = Gathered()
-    names = [
-        gathered.attempt(partial(pick_column, name, found, usual, flag=flag))
-        for name, usual, flag in wanted
-    ]
-    gathered.raise_if_any()
-    return list(map(str, names))
+    names, problems = [], []
+    for asked, usual, flag in wanted:
+        there = [name for name in (usual if asked is None else (asked,)) if name in found]
+        names += there[:1]
+        if not there:
+            problems.append(
+                f"column '{asked or usual[0]}' is not in the data set; columns found: "
+                f"{', '.join(found) or 'none'}. Give the right one with {flag}."
+            )
+    if problems:
+        raise DataError(problems)
+    return names
 
 
 def holds_answers(found: Sequence[str]) -> bool:
@@ -97,26 +72,11 @@ def uses_chat_template(
     return bool(dialogues)
 
 
-def image_notices(columns: Iterable[str]) -> list[str]:
-    """Return a caution where rows have images: only their text is used."""
-    return [
-        Caution(f"column '{name}' is not read: models that see images cannot be trained yet")
-        for name in IMAGE_COLUMNS
-        if name in columns
-    ]
-
-
 def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:
     """Return the notices of a second data set that the first does not have; cautions, which count
     rows, are always new.
     """
     return [line for line in lines if isinstance(line, Caution) or line not in said]
-
-
-def recognised_line(columns: Iterable[str | None], what: str) -> str:
-    """Return the notice of which columns are read, and as what."""
-    names = " and ".join(f"'{column}'" for column in columns if column is not None)
-    return f"{names} read as {what}"
 
 
 def number_of(value: object) -> float | None:

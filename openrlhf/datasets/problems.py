@@ -27,17 +27,6 @@ def raise_bad_rows(subject: str, problems: Sequence[str], remedy: str) -> None:
     raise DataError([head, *problems[:MAX_SHOWN], *tail])
 
 
-def missing_column(needed: str, found: Sequence[str], *, flag: str) -> DataError:
-    """Return the error for a column that is not there: which is needed, which were found, what to
-    type.
-    """
-    columns = ", ".join(found) or "none"
-    return DataError(
-        f"column '{needed}' is not in the data set; columns found: {columns}. "
-        f"Give the right one with {flag}."
-    )
-
-
 class Gathered:
     """Several things that are read one by one, all of whose problems are said together."""
 

@@ -7,33 +7,24 @@ PromptRecord(row_id=0, prompt_text="2+2=", prompt_token_ids=(20, 13, 20, 31), la
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import (
+    Rendered,
     RowError,
-    Segment,
-    asked_part,
     fill_template,
     plain_text,
-    render_prompt,
     to_messages,
     without_answer,
     wrap_input,
 )
-from openrlhf.datasets.conventions import (
-    PROMPT_COLUMNS,
-    pick_columns,
-    recognised_line,
-    uses_chat_template,
-)
+from openrlhf.datasets.conventions import PROMPT_COLUMNS, pick_columns, uses_chat_template
 from openrlhf.datasets.prompt_record import PromptRecord
-from openrlhf.datasets.tokenized import Draft, Row, RowFormat, TokenizedDataset, Tokens
-from openrlhf.errors import DataError
+from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
 
 
 @dataclass(frozen=True)
@@ -50,20 +41,18 @@ class PromptFormat(RowFormat):
 
     def find_input(self, rows: Dataset) -> str:
         """Return the column of the prompt; raise DataError that names it and that of the label."""
-        wanted: list[tuple[str | None, Sequence[str], str]] = [
-            (self.input_key, PROMPT_COLUMNS, "--input_key")
-        ]
-        if self.label_key:
-            wanted.append((self.label_key, (), "--label_key"))
-        return pick_columns(rows.column_names, *wanted)[0]
+        label = [(self.label_key, (), "--label_key")] if self.label_key else []
+        wanted = (self.input_key, PROMPT_COLUMNS, "--input_key")
+        return pick_columns(rows.column_names, wanted, *label)[0]
 
 
-class PromptDataset(TokenizedDataset[PromptFormat]):
+class PromptDataset(TokenizedDataset):
     """Prompts that fit the length limit, in file order; raises DataError for rows that cannot be
     used.
     """
 
-    subject = "prompt data set"
+    subject: ClassVar[str] = "prompt data set"
+    flags: ClassVar[str] = "--prompt_max_len"
 
     def __getitem__(self, index: int) -> PromptRecord:
         [tokens], extra = self._example(index)
@@ -76,84 +65,67 @@ class PromptDataset(TokenizedDataset[PromptFormat]):
             label=row[label_key] if label_key else "",
             datasource=str(row.get("datasource") or "default"),
             columns={name: value for name, value in row.items() if name != self._input_key},
-            source=asked_part(row[self._input_key]),
+            source=_asked_part(row[self._input_key]),
         )
-
-    @property
-    def recognised(self) -> dict[str, object]:
-        return {"data.input_key": self._input_key, **super().recognised}
 
     def asked(self, index: int) -> Any:
         """Return the prompt of `index` without what stands around it: messages, or text as the
         model reads it.
         """
         row = self._rows[self.row_ids[index]]
-        if self._format.apply_chat_template and not isinstance(row[self._input_key], str):
-            return asked_part(row[self._input_key])
+        if self._holds_messages(row):
+            return _asked_part(row[self._input_key])
         if self._format.around is None:
             return self._example(index)[1]["text"]
-        return self._encoder.reveal(self._rendered(row))
+        return self._encoder.reveal(self._prompt_text(row, self._input_key))
 
-    def _check_columns(self) -> None:
+    def _find_columns(self) -> None:
         form = self._format
-        name = form.find_input(self._rows)
+        name = self._input_key = form.find_input(self._rows)
         tokenizer = self._encoder.tokenizer
         is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
-        is_found = is_chat and not form.apply_chat_template
-        if is_found or name != (form.input_key or "input"):
-            how = "messages, with the chat template" if is_chat else "text"
-            self.notices.append(recognised_line([name], how))
-        if form.input_template and is_found:
-            self.notices.append(
-                Caution(f"--input_template {form.input_template!r} is not used for messages")
-            )
-        self._input_key = name
+        is_asked = form.apply_chat_template or not is_chat
         self._format = replace(form, input_key=name, apply_chat_template=is_chat)
+        self._say_read(
+            [name],
+            "messages, with the chat template" if is_chat else "text",
+            is_asked=is_asked and name == (form.input_key or "input"),
+            fills_template=not is_chat,
+        )
+        self.recognised = {"data.input_key": name, "data.apply_chat_template": is_chat}
 
-    def _draft(self, row: Row) -> Draft:
+    def _tokens_of(self, row: Row) -> Tokenised:
         key, column, around = self._format.label_key, self._input_key, self._format.around
         label = row[key] if key else None
-        if key and label is None:
-            raise RowError(f"'{key}' is missing")
-        if isinstance(label, float) and not math.isfinite(label):
-            raise RowError(f"'{key}' is {label}")
-        if around is None:
-            text = self._rendered(row)
-        elif self._format.apply_chat_template and not isinstance(row[column], str):
-            text = self._rendered({**row, column: wrap_input(asked_part(row[column]), around)})
-        else:
-            text = wrap_input(self._rendered(row), around)
+        if key and (label is None or (isinstance(label, float) and not math.isfinite(label))):
+            raise RowError(f"'{key}' is {'missing' if label is None else label}")
+        if around is not None and self._holds_messages(row):
+            row = {**row, column: wrap_input(_asked_part(row[column]), around)}
+            around = None
+        text = self._prompt_text(row, column)
+        text = text if around is None else wrap_input(text, around)
         # The fingerprint depends on the label.
         extra = {"text": self._encoder.reveal(text), "label": label}
-        return Draft([[Segment(text, is_target=False)]], extra)
+        return [self._encode(Rendered(text))], extra
 
-    def _rendered(self, row: Row) -> str:
-        return render_prompt(
-            row,
-            input_key=self._input_key,
-            input_template=self._format.input_template,
-            apply_chat_template=bool(self._format.apply_chat_template),
-            encoder=self._encoder,
-        )
+    def _holds_messages(self, row: Row) -> bool:
+        return self._format.apply_chat_template and not isinstance(row[self._input_key], str)
 
-    def _cut(self, draft: Draft, tokens: list[Tokens], limit: int) -> list[Tokens]:
+    def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
         """Return the last tokens of a prompt, behind the BOS it began with."""
         [(ids, _)], num_leading = tokens, len(self._encoder.leading_ids)
         room = max(limit - num_leading, 1)
         ids = [*ids[:num_leading], *ids[num_leading:][-room:]]
-        draft.extra["text"] = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
-        return [Tokens(ids, [False] * len(ids))]
+        text = self._encoder.tokenizer.decode(ids, skip_special_tokens=False)
+        return [Tokens(ids, [False] * len(ids))], {**extra, "text": text}
 
-    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
-        return ""
+    def _check_useful(self, tokens: list[Tokens]) -> None:
+        """Accept every prompt: none has a target."""
 
-    def _report(self) -> None:
-        if not len(self):
-            raise DataError(
-                f"all {len(self._rows)} prompts are longer than --prompt_max_len "
-                f"{self._format.max_len}. Raise it, or use shorter ones."
-            )
-        super()._report()
+
+def _asked_part(value: Any) -> Any:
+    """Return a prompt as its row has it: text, or messages without a closing answer."""
+    return value if isinstance(value, str) else without_answer(to_messages(value))
 
 
 def preprocess_data(

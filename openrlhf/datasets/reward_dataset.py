@@ -10,45 +10,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.config.base import Caution
-from openrlhf.config.supervised import DatasetConfig
 from openrlhf.datasets.chat import (
     LeftOutError,
     Message,
+    Rendered,
     RowError,
-    Segment,
-    cut_at_spans,
-    cut_segments,
     fill_template,
     is_blank,
     plain_text,
-    render_answer,
     render_dialogue,
-    rendered_segments,
+    text_to_learn,
     to_messages,
 )
-from openrlhf.datasets.conventions import (
-    common_settings,
-    if_given,
-    number_of,
-    recognised_line,
-    uses_chat_template,
-)
-from openrlhf.datasets.problems import missing_column
-from openrlhf.datasets.tokenized import (
-    Draft,
-    Row,
-    RowFormat,
-    TokenizedDataset,
-    Tokens,
-)
+from openrlhf.datasets.conventions import number_of, pick_columns, uses_chat_template
+from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
 from openrlhf.errors import DataError
-
-SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -63,36 +45,16 @@ class PreferenceFormat(RowFormat):
     max_len: int | None = 512
     drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
 
-    @classmethod
-    def of(cls, data: DatasetConfig, *, with_margin: bool = False) -> PreferenceFormat:
-        """As a command's `data.*` says."""
-        return cls(
-            prompt_key=if_given(data, "prompt_key"),
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            with_margin=with_margin,
-            input_template=data.input_template,
-            max_len=data.max_len,
-            **common_settings(data, overlong=data.overlong_rows),
-        )
-
     def check_columns(self, rows: Dataset) -> None:
         columns = rows.column_names
-        wanted = {"--chosen_key": self.chosen_key, "--rejected_key": self.rejected_key}
-        if self.prompt_key is not None:
-            wanted["--prompt_key"] = self.prompt_key
-        problems = [
-            str(missing_column(name, columns, flag=flag))
-            for flag, name in wanted.items()
-            if name not in columns
-        ]
+        wanted = [("--chosen_key", self.chosen_key), ("--rejected_key", self.rejected_key)]
+        wanted += [("--prompt_key", self.prompt_key)] if self.prompt_key is not None else []
+        pick_columns(columns, *((name, (), flag) for flag, name in wanted))
         if self.with_margin and self.margin_key not in columns:
-            problems.append(
+            raise DataError(
                 f"column '{self.margin_key}' is not in the data set; columns found: "
                 f"{', '.join(columns)}. Add it, or leave --margin_loss out."
             )
-        if problems:
-            raise DataError(problems)
 
 
 @dataclass(frozen=True)
@@ -107,16 +69,16 @@ class PreferencePair:
     ref_sums: Sequence[float] | None = None  # log-probs of both under a reference, once asked
 
 
-class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
+class PreferenceDataset(TokenizedDataset):
     """Pairs that differ and fit the length limit, in file order; raises DataError."""
 
-    flags = "--prompt_key, --chosen_key, --rejected_key and --max_len"
+    flags: ClassVar[str] = "--prompt_key, --chosen_key, --rejected_key and --max_len"
 
     def __getitem__(self, index: int) -> PreferencePair:
         [chosen, rejected], margin = self._example(index)
         return PreferencePair(*chosen.tensors, *rejected.tensors, margin)
 
-    def _check_columns(self) -> None:
+    def _find_columns(self) -> None:
         asked, columns = self._format, self._rows.column_names
         asked.check_columns(self._rows)
         prompt = asked.prompt_key or ("prompt" if "prompt" in columns else None)
@@ -133,14 +95,14 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             )
             prompt = None
         self._format = replace(asked, prompt_key=prompt, apply_chat_template=is_chat)
-        is_found = is_chat and not asked.apply_chat_template
-        if is_found or prompt != asked.prompt_key:
-            how = "messages, with the chat template" if is_chat else "text"
-            self.notices.append(recognised_line(names, how))
-        if asked.input_template and is_found:
-            self.notices.append(Caution("--input_template is not used for messages"))
-        elif asked.input_template and prompt is None and not is_chat:
-            self.notices.append(Caution("--input_template is not used: there is no prompt column"))
+        how = "text" if prompt else "text without a prompt column"
+        self._say_read(
+            names,
+            "messages, with the chat template" if is_chat else how,
+            is_asked=(asked.apply_chat_template or not is_chat) and prompt == asked.prompt_key,
+            fills_template=prompt is not None and not is_chat,
+        )
+        self.recognised = {"data.apply_chat_template": is_chat, "data.prompt_key": prompt}
 
     def _is_in_answers(self, names: Sequence[str]) -> bool:
         """Return True if both answers of every row are texts that begin with its prompt."""
@@ -151,90 +113,59 @@ class PreferenceDataset(TokenizedDataset[PreferenceFormat]):
             for prompt, *answers in zip(*(self._rows[name] for name in names), strict=True)
         )
 
-    @property
-    def recognised(self) -> dict[str, object]:
-        return {**super().recognised, "data.prompt_key": self._format.prompt_key}
+    def _tokens_of(self, row: Row) -> Tokenised:
+        form, margin = self._format, 0.0
+        if form.with_margin:
+            value = row[form.margin_key]
+            number = number_of(value)
+            if number is None or not math.isfinite(number):
+                raise RowError(f"'{form.margin_key}' is {value!r}, not a number")
+            margin = number
+        chosen, rejected = map(self._encode, self._sides(row))
+        if form.prompt_key is None and not form.apply_chat_template:  # they part where tokens do
+            num_shared = _num_shared(chosen.ids, rejected.ids)
+            chosen, rejected = (
+                Tokens(ids, [flag and i >= num_shared for i, flag in enumerate(mask)])
+                for ids, mask in (chosen, rejected)
+            )
+        return [chosen, rejected], margin
 
-    def _draft(self, row: Row) -> Draft:
-        form, encoder, margin = self._format, self._encoder, self._margin(row)
-        sides = [
-            (name, row.get(f"{side}_finish_reason") == "length")  # says `batch_inference`
-            for name, side in zip((form.chosen_key, form.rejected_key), SIDES, strict=True)
-        ]
-        if form.prompt_key is not None and self._is_rendered(row, form.prompt_key):
-            prompt = plain_text(row[form.prompt_key], "prompt")
-            texts = [self._response_text(row, name) for name, _ in sides]
-            segments = [
-                rendered_segments(encoder, prompt, text, is_cut=is_cut)
-                for text, (_, is_cut) in zip(texts, sides, strict=True)
-            ]
-            return Draft(segments, margin)
-        if form.apply_chat_template:
-            return Draft(self._chat_segments(row, sides), margin)
-        answers = [
-            Segment(encoder.plain(self._response_text(row, name)), is_target=True, is_cut=is_cut)
-            for name, is_cut in sides
-        ]
-        if form.prompt_key is None:
-            return Draft([[answer] for answer in answers], margin)
-        prompt = encoder.plain(plain_text(row[form.prompt_key], form.prompt_key))
-        start = Segment(fill_template(form.input_template, prompt), is_target=False)
-        return Draft([[start, answer] for answer in answers], margin)
-
-    def _margin(self, row: Row) -> float:
-        if not self._format.with_margin:
-            return 0.0
-        value = row[self._format.margin_key]
-        number = number_of(value)
-        if number is None or not math.isfinite(number):
-            raise RowError(f"'{self._format.margin_key}' is {value!r}, not a number")
-        return number
-
-    def _chat_segments(self, row: Row, sides: Sequence[tuple[str, bool]]) -> list[list[Segment]]:
-        """Return both sides, whose targets are the assistant's turns behind the messages that they
-        share.
+    def _sides(self, row: Row) -> list[Rendered]:
+        """Return both sides; of dialogues the assistant's turns behind the messages that they share
+        are learnt.
         """
-        dialogues, tools = [self._dialogue(row, name) for name, _ in sides], row.get("tools")
-        num_shared, segments = _num_shared(*(dialogue[:-1] for dialogue in dialogues)), []
-        for messages, (_, is_cut) in zip(dialogues, sides, strict=True):
-            if len(messages) == num_shared + 1:
-                rendered = render_answer(self._encoder, messages, tools=tools)
-            else:
-                rendered = render_dialogue(self._encoder, messages, tools=tools)
-                num_known = sum(message["role"] == "assistant" for message in messages[:num_shared])
-                rendered = replace(rendered, assistant_spans=rendered.assistant_spans[num_known:])
-            if is_cut:
-                segments.append(cut_segments(self._encoder, rendered, messages[-1]))
-            else:
-                segments.append(cut_at_spans(rendered.text, rendered.assistant_spans))
-        return segments
+        form, encoder, prompt = self._format, self._encoder, self._format.prompt_key
+        sides = [  # column, and True for an answer that met its limit, says `batch_inference`
+            (form.chosen_key, row.get("chosen_finish_reason") == "length"),
+            (form.rejected_key, row.get("rejected_finish_reason") == "length"),
+        ]
+        if prompt and (not form.apply_chat_template or self._is_rendered(row, prompt)):
+            return [self._answered(row, prompt, name, is_cut=is_cut) for name, is_cut in sides]
+        if not form.apply_chat_template:
+            texts = [text_to_learn(self._response(row, name), name) for name, _ in sides]
+            pairs = zip(texts, sides, strict=True)
+            return [Rendered.of("", encoder.plain(t), is_cut=is_cut) for t, (_, is_cut) in pairs]
+        dialogues = [self._dialogue(row, name) for name, _ in sides]
+        first, tools = _num_shared(*(dialogue[:-1] for dialogue in dialogues)), row.get("tools")
+        return [
+            render_dialogue(encoder, messages, tools=tools, first=first, is_cut=is_cut)
+            for messages, (_, is_cut) in zip(dialogues, sides, strict=True)
+        ]
 
     def _dialogue(self, row: Row, name: str) -> list[Message]:
         """Return all messages of a side; what begins with no answer holds its prompt itself."""
-        messages, prompt = (
-            to_messages(self._response(row, name), text_role="assistant"),
-            self._format.prompt_key,
-        )
+        messages = to_messages(self._response(row, name), text_role="assistant")
         if is_blank(messages[-1]):
             raise LeftOutError("empty response")
-        is_answer = messages[0]["role"] == "assistant"
+        prompt, is_answer = self._format.prompt_key, messages[0]["role"] == "assistant"
         return to_messages(row[prompt]) + messages if prompt and is_answer else messages
 
-    def _refine(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
-        """Sides without a prompt of their own part where their tokens do."""
-        if any(len(segments) > 1 for segments in draft.sequences):
-            return tokens
-        num_shared = _num_shared(*(part.ids for part in tokens))
-        return [
-            Tokens(ids, [flag and i >= num_shared for i, flag in enumerate(mask)])
-            for ids, mask in tokens
-        ]
-
-    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
+    def _check_useful(self, tokens: list[Tokens]) -> None:
         chosen, rejected = tokens
-        if chosen.ids == rejected.ids:
-            return "chosen and rejected are the same" if self._format.drop_identical else ""
-        return super()._reason_to_leave_out(tokens)
+        if chosen.ids != rejected.ids:
+            super()._check_useful(tokens)
+        elif self._format.drop_identical:
+            raise LeftOutError("chosen and rejected are the same")
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

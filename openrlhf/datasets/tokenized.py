@@ -1,8 +1,8 @@
 """From rows to examples of token ids, the same way for every kind of data.
 
-Rows are rendered into segments, encoded many at a time, held against the length limit and counted,
-by `datasets.Dataset.map`: in several processes where there are many rows, whose result is then kept
-in the cache of the datasets library. What a row must hold is said by the subclasses.
+A subclass says what a row must hold and tokenises one. Rows are tokenised, held against the length
+limit and counted by `datasets.Dataset.map`: in several processes where there are many rows, whose
+result is then kept in the cache of the datasets library.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import datasets
 import torch
@@ -26,28 +26,36 @@ from torch import Tensor
 
 from openrlhf.config.base import Base, Caution, is_given, with_default
 from openrlhf.datasets.chat import (
+    RENDERED,
     LeftOutError,
+    Rendered,
     RowError,
-    Segment,
+    check_order,
+    fill_template,
+    frame_of,
     has_placeholder,
-    is_rendered,
+    is_blank,
+    plain_text,
+    render,
     text_to_learn,
+    to_messages,
+    without_answer,
 )
-from openrlhf.datasets.conventions import image_notices
+from openrlhf.datasets.conventions import IMAGE_COLUMNS
 from openrlhf.datasets.problems import raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
-BATCH_ROWS = 1000
 CACHED_ROWS = 1000  # fewer are tokenised sooner than they are looked up
-PARALLEL_ROWS = 10_000  # of fewer, two processes do no more than one that encodes on two cores
+PARALLEL_ROWS = 10_000  # fewer are tokenised before processes have started
 MAX_PROCESSES = 16
 LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
+DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 Row = Mapping[str, Any]
-Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+ConfigT = TypeVar("ConfigT", bound=Base)
 
-# What is kept of each row of the data set.
+# What is kept of each row of the data set, beside its example.
 _FACTS = {
     "left_out": Value("string"),  # why the row is no example; "" for an example
     "problem": Value("string"),  # what is wrong with the row; "" for nothing
@@ -106,85 +114,36 @@ class Tokens(NamedTuple):
         return torch.tensor(self.ids, dtype=torch.int64), torch.tensor(self.mask, dtype=torch.bool)
 
 
-@dataclass
-class Draft:
-    """A row on its way to an example: its segments, then its tokens, or why it is none."""
-
-    sequences: list[list[Segment]] = field(default_factory=list)
-    extra: Any = None  # JSON; what the example holds besides its sequences
-    tokens: list[Tokens] = field(default_factory=list)
-    left_out: str = ""
-    problem: str = ""
-    is_truncated: bool = False
-    is_spelled: bool = False
-
-    def columns(self) -> dict[str, object]:
-        """Return the values of `_FEATURES`."""
-        tokens = [] if self.left_out or self.problem else self.tokens
-        ids, targets = [part.ids for part in tokens], [part.mask for part in tokens]
-        extra = json.dumps(self.extra, default=str)
-        return {
-            "ids": ids,
-            "targets": targets,
-            "extra": extra,
-            "left_out": self.left_out,
-            "problem": self.problem,
-            "is_truncated": self.is_truncated,
-            "is_spelled": self.is_spelled,
-            "num_tokens": sum(map(len, ids)),
-            "longest": max(map(len, ids), default=0),
-            "largest_id": max((max(part, default=0) for part in ids), default=0),
-            "digest": hashlib.sha256(json.dumps([ids, targets, extra]).encode()).hexdigest(),
-        }
+# The sequences of a row, and what its example holds besides them: JSON.
+Tokenised: TypeAlias = tuple[list[Tokens], Any]
 
 
-FormatT = TypeVar("FormatT", bound=RowFormat)
-ConfigT = TypeVar("ConfigT", bound=Base)
-
-
-class TokenizedDataset(ABC, Generic[FormatT]):
+class TokenizedDataset(ABC):
     """Examples that have targets and fit the length limit, in file order; raises DataError."""
 
     subject: ClassVar[str] = "data set"
     flags: ClassVar[str] = "--max_len"  # what to check when no row is left
 
-    def __init__(
-        self,
-        rows: Dataset,
-        tokenizer: Tokenizer,
-        row_format: FormatT,
-    ) -> None:
+    def __init__(self, rows: Dataset, tokenizer: Tokenizer, row_format: RowFormat) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
+        self.recognised: dict[str, object] = {}  # dotted settings that say how the rows are read
         self._rows = rows
-        self._format = row_format
+        self._format: Any = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
-        self._check_columns()
-        template = row_format.input_template
-        if template and not self._format.apply_chat_template and not has_placeholder(template):
-            self.notices.append(
-                Caution(f"--input_template {template!r} has no {{}} and is not used")
-            )
-        self.notices += image_notices(rows.column_names)
+        self._find_columns()
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
-        problems = [
-            f"{row_place(rows, row_id)}: {what}"
-            for row_id, what in enumerate(self._facts["problem"])
-            if what
-        ]
+        bad = [(row, what) for row, what in enumerate(self._facts["problem"]) if what]
+        problems = [f"{row_place(rows, row)}: {what}" for row, what in bad]
         raise_bad_rows(self.subject, problems, "Repair the rows, or choose other columns.")
         reasons = self._facts["left_out"]
         self.dropped = Counter(filter(None, reasons))  # rows left out, by reason
         self.row_ids = [row for row, why in enumerate(reasons) if not why]  # of each example
+        self.num_truncated = sum(self._facts["is_truncated"])  # rows cut at the length limit
         self._report()
 
     def __len__(self) -> int:
         return len(self.row_ids)
-
-    @property
-    def num_truncated(self) -> int:
-        """Return the number of rows cut at the length limit."""
-        return sum(self._facts["is_truncated"])
 
     @property
     def lengths(self) -> Tensor:
@@ -223,38 +182,130 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             raise DataError(problems)
 
     @abstractmethod
-    def _check_columns(self) -> None:
+    def _find_columns(self) -> None:
         """Find the columns, and say in the format how they are read; raise DataError when one is
         not there.
         """
 
-    @property
-    def recognised(self) -> dict[str, object]:
-        """Return settings of the config, dotted, that say how the rows are read."""
-        return {"data.apply_chat_template": bool(self._format.apply_chat_template)}
-
     @abstractmethod
-    def _draft(self, row: Row) -> Draft:
-        """Return the row's segments; raise RowError, or LeftOutError for nothing to learn."""
+    def _tokens_of(self, row: Row) -> Tokenised:
+        """Tokenise a row; raise RowError, or LeftOutError for nothing to learn."""
+
+    def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
+        """Return an over-long row cut at the limit."""
+        return [Tokens(ids[:limit], mask[:limit]) for ids, mask in tokens], extra
+
+    def _check_useful(self, tokens: list[Tokens]) -> None:
+        """Raise LeftOutError for an example that is of no use."""
+        if not all(any(part.mask) for part in tokens):
+            raise LeftOutError("nothing to learn")
+
+    def _say_read(
+        self, columns: Sequence[str | None], how: str, *, is_asked: bool, fills_template: bool
+    ) -> None:
+        """Tell which columns are read and as what, unless that is what was asked for; and what has
+        no effect: an input template where prompts are not put into it, images.
+        """
+        if not is_asked:
+            names = " and ".join(f"'{column}'" for column in columns if column is not None)
+            self.notices.append(f"{names} read as {how}")
+        template = self._format.input_template
+        if template not in (None, "", DEFAULT_TEMPLATE) and not fills_template:
+            self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
+        elif template and not has_placeholder(template):
+            self.notices.append(
+                Caution(f"--input_template {template!r} has no {{}}: it is not used")
+            )
+        for name in set(IMAGE_COLUMNS) & set(self._rows.column_names):
+            told = f"column '{name}' is not read: models that see images cannot be trained yet"
+            self.notices.append(Caution(told))
 
     def _is_rendered(self, row: Row, column: str) -> bool:
-        """Return True for a prompt in this column that is not to be rendered again."""
-        is_chat = bool(self._format.apply_chat_template)
-        return is_rendered(row, row[column], self._encoder, apply_chat_template=is_chat)
+        """Return True for a text that is a rendered prompt: the row says so, or it begins and ends
+        as the chat template that is applied begins and ends one.
+        """
+        value = row[column]
+        if not isinstance(value, str) or row.get(RENDERED):
+            return isinstance(value, str)
+        if not self._format.apply_chat_template:
+            return False
+        start, middle, _ = frame_of(self._encoder)
+        return bool(middle.strip()) and value.startswith(start) and value.endswith(middle)
 
-    def _refine(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
-        """Change whole sequences before they are cut; may raise RowError."""
-        return tokens
+    def _prompt_text(self, row: Row, column: str) -> str:
+        """Return the rendered prompt of a row, ready for the assistant to write.
 
-    def _cut(self, draft: Draft, tokens: list[Tokens], limit: int) -> list[Tokens]:
-        """Return the sequences of an over-long row cut at the limit."""
-        return [Tokens(ids[:limit], mask[:limit]) for ids, mask in tokens]
+        A trailing assistant turn is an answer, not part of the prompt, and is left out. A prompt
+        that is rendered already stays as it is.
+        """
+        value, form = row[column], self._format
+        if self._is_rendered(row, column):
+            return plain_text(value, column)
+        if not form.apply_chat_template:
+            text = self._encoder.plain(plain_text(value, column))
+            return fill_template(form.input_template, text)
+        messages = without_answer(to_messages(value))
+        if not messages or is_blank(messages[-1]):
+            raise RowError(f"'{column}' is empty")
+        check_order(messages)
+        tools = row.get("tools")
+        return render(self._encoder, messages, add_generation_prompt=True, tools=tools)
 
-    def _reason_to_leave_out(self, tokens: list[Tokens]) -> str:
-        """Return why a cut example is of no use, or nothing."""
-        return "" if all(any(part.mask) for part in tokens) else "nothing to learn"
+    def _answered(self, row: Row, prompt_column: str, column: str, *, is_cut: bool) -> Rendered:
+        """Return the prompt and the response of two columns of text. Behind a prompt that a chat
+        template rendered, the response ends as the template ends one.
+        """
+        answer = text_to_learn(self._response(row, column), column)
+        prompt, encoder = self._prompt_text(row, prompt_column), self._encoder
+        _, middle, end = frame_of(encoder)
+        is_chat = (
+            bool(middle.strip()) and middle in prompt and self._is_rendered(row, prompt_column)
+        )
+        if not is_chat or is_cut:
+            said = encoder.hide(answer) if is_chat else encoder.plain(answer)
+            return Rendered.of(prompt, said, is_cut=is_cut)
+        has_end = bool(end.strip()) and encoder.says_nothing(end)
+        return Rendered.of(prompt, encoder.hide(answer) + end, is_cut=has_end)
 
-    def _example(self, index: int) -> tuple[list[Tokens], Any]:
+    def _response(self, row: Row, column: str) -> Any:
+        """Return a response without the EOS spelled at its end, which is put there anyway."""
+        value, eos = row[column], self._encoder.tokenizer.eos_token
+        if value is None:
+            raise LeftOutError("empty response")
+        return value.removesuffix(eos) if isinstance(value, str) and eos else value
+
+    def _encode(self, rendered: Rendered) -> Tokens:
+        """Return the tokens of a text between the tokenizer's own beginning and, where it ends with
+        what is learnt, one EOS. Its pieces are encoded apart, as at inference.
+        """
+        pieces, encoder = rendered.pieces, self._encoder
+        token_ids: list[int] = []
+        mask: list[bool] = []
+        [encoded] = encoder.encode_segments([[text for text, _ in pieces]])
+        for (_, is_target), part in zip(pieces, encoded, strict=True):
+            token_ids += part
+            mask += [is_target] * len(part)
+        if pieces and pieces[-1][1] and not rendered.is_cut:
+            eos = self._eos_id()
+            ends = encoder.special_ids if self._format.apply_chat_template else {eos}
+            if not token_ids or token_ids[-1] not in ends:
+                token_ids.append(eos)
+                mask.append(True)
+        with_leading = encoder.with_leading_ids(token_ids)
+        mask = [False] * (len(with_leading) - len(token_ids)) + mask
+        mask[:1] = [False]  # nothing predicts the first token
+        return Tokens(with_leading, mask)
+
+    def _eos_id(self) -> int:
+        tokenizer = self._encoder.tokenizer
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"tokenizer {tokenizer.name_or_path} has no EOS token to end a response with. "
+                "Set eos_token in its tokenizer_config.json."
+            )
+        return tokenizer.eos_token_id
+
+    def _example(self, index: int) -> Tokenised:
         """Return the sequences of an example, and what it holds besides them."""
         row = self._table[self.row_ids[index]]
         sequences = [Tokens(*pair) for pair in zip(row["ids"], row["targets"], strict=True)]
@@ -281,8 +332,6 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             return rows.map(
                 self._tokenise,
                 desc=f"tokenising {self.subject}",
-                batched=True,
-                batch_size=BATCH_ROWS,
                 remove_columns=rows.column_names,
                 features=_FEATURES,
                 new_fingerprint=key,
@@ -308,116 +357,63 @@ class TokenizedDataset(ABC, Generic[FormatT]):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:32]  # with the mark of a process at most 64, says datasets
 
-    def _tokenise(self, batch: Mapping[str, Sequence]) -> dict[str, list]:
-        """Return what becomes of some rows, a list for each column of `_FEATURES`."""
-        rows = zip(*batch.values(), strict=True)
-        drafts = [self._drafted(dict(zip(batch, row, strict=True))) for row in rows]
-        texts = [[part.text for part in seq] for draft in drafts for seq in draft.sequences]
-        encoded = iter(self._encoder.encode_segments(texts))
-        for draft in drafts:
-            if draft.sequences:
-                tokens = [self._assemble(parts, next(encoded)) for parts in draft.sequences]
-                self._finish(draft, tokens)
-        columns = [draft.columns() for draft in drafts]
-        return {name: [row[name] for row in columns] for name in _FEATURES}
-
-    def _drafted(self, row: Row) -> Draft:
-        num_spelled = self._encoder.num_spelled
+    def _tokenise(self, row: Row) -> dict[str, object]:
+        """Return what becomes of a row: the values of `_FEATURES`."""
+        form, num_spelled = self._format, self._encoder.num_spelled
+        tokens: list[Tokens] = []
+        extra, left_out, problem, is_truncated = None, "", "", False
         try:
-            draft = self._draft(row)
-        except LeftOutError as reason:
-            return Draft(left_out=str(reason))
+            tokens, extra = self._tokens_of(row)
+            longest = max(len(part.ids) for part in tokens)
+            if form.max_len is not None and longest > form.max_len:
+                if form.overlong == "error":
+                    raise RowError(f"{longest} tokens, over the limit of {form.max_len}")
+                if form.overlong == "filter":
+                    raise LeftOutError("over-long")
+                is_truncated = True
+                tokens, extra = self._cut(tokens, extra, form.max_len)
+            self._check_useful(tokens)
+        except LeftOutError as error:
+            tokens, left_out = [], str(error)
         except RowError as error:
-            return Draft(problem=str(error))
-        draft.is_spelled = self._encoder.num_spelled > num_spelled
-        return draft
-
-    def _finish(self, draft: Draft, tokens: list[Tokens]) -> None:
-        """Note the sequences cut at the limit, or why there are none."""
-        try:
-            tokens = self._refine(draft, tokens)
-        except RowError as error:
-            draft.problem = str(error)
-            return
-        limit, longest = self._format.max_len, max(len(part.ids) for part in tokens)
-        if limit is not None and longest > limit:
-            if self._format.overlong == "error":
-                draft.problem = f"{longest} tokens, over the limit of {limit}"
-                return
-            if self._format.overlong == "filter":
-                draft.left_out = "over-long"
-                return
-            draft.is_truncated = True
-            tokens = self._cut(draft, tokens, limit)
-        draft.tokens, draft.left_out = tokens, self._reason_to_leave_out(tokens)
-
-    def _assemble(self, segments: list[Segment], ids: list[list[int]]) -> Tokens:
-        """Join segments, between the tokenizer's own beginning and one EOS."""
-        token_ids: list[int] = []
-        mask: list[bool] = []
-        for segment, part in zip(segments, ids, strict=True):
-            token_ids += part
-            mask += [segment.is_target] * len(part)
-        has_end = segments[-1].is_cut or (token_ids and token_ids[-1] in self._end_ids())
-        if segments[-1].is_target and not has_end:
-            token_ids.append(self._eos_id())
-            mask.append(True)
-        with_leading = self._encoder.with_leading_ids(token_ids)
-        mask = [False] * (len(with_leading) - len(token_ids)) + mask
-        mask[:1] = [False]  # nothing predicts the first token
-        return Tokens(with_leading, mask)
-
-    def _end_ids(self) -> frozenset[int]:
-        """Return ids after which no EOS is put: of a chat template any special token."""
-        is_chat = self._format.apply_chat_template
-        return self._encoder.special_ids if is_chat else frozenset((self._eos_id(),))
-
-    def _eos_id(self) -> int:
-        tokenizer = self._encoder.tokenizer
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"tokenizer {tokenizer.name_or_path} has no EOS token to end a response with. "
-                "Set eos_token in its tokenizer_config.json."
-            )
-        return tokenizer.eos_token_id
-
-    def _response(self, row: Row, column: str) -> Any:
-        """Return a response without the EOS spelled at its end, which is put there anyway."""
-        value, eos = row[column], self._encoder.tokenizer.eos_token
-        if value is None:
-            raise LeftOutError("empty response")
-        return value.removesuffix(eos) if isinstance(value, str) and eos else value
-
-    def _response_text(self, row: Row, column: str) -> str:
-        return text_to_learn(self._response(row, column), column)
+            tokens, problem = [], str(error)
+        ids, targets = [part.ids for part in tokens], [part.mask for part in tokens]
+        told = json.dumps(extra, default=str)
+        return {
+            "ids": ids,
+            "targets": targets,
+            "extra": told,
+            "left_out": left_out,
+            "problem": problem,
+            "is_truncated": is_truncated,
+            "is_spelled": self._encoder.num_spelled > num_spelled,
+            "num_tokens": sum(map(len, ids)),
+            "longest": max(map(len, ids), default=0),
+            "largest_id": max((max(part, default=0) for part in ids), default=0),
+            "digest": hashlib.sha256(json.dumps([ids, targets, told]).encode()).hexdigest(),
+        }
 
     def _report(self) -> None:
-        num_rows = len(self._rows)
-        self._report_spelled()
+        """Note how many rows were left out or cut, or spell control tokens; raise DataError if none
+        is left.
+        """
+        num_rows, form = len(self._rows), self._format
+        if num_spelled := sum(self._facts["is_spelled"]):
+            how = "text"
+            if form.allow_special_tokens and not form.apply_chat_template:
+                how = "control tokens. --allow_special_tokens false reads them as text"
+            told = f"{num_spelled} of {num_rows} rows spell control tokens, which are read as"
+            self.notices.append(f"{told} {how}")
         for reason, count in sorted(self.dropped.items()):
             self.notices.append(Caution(f"{count} of {num_rows} rows were left out: {reason}"))
         if self.num_truncated:
-            self.notices.append(
-                Caution(
-                    f"{self.num_truncated} of {num_rows} rows were cut at {self._format.max_len} "
-                    "tokens"
-                )
-            )
+            told = f"{self.num_truncated} of {num_rows} rows were cut at {form.max_len} tokens"
+            self.notices.append(Caution(told))
         if not len(self):
             reasons = ", ".join(f"{reason}: {count}" for reason, count in self.dropped.items())
             raise DataError(
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
-
-    def _report_spelled(self) -> None:
-        """Say what control tokens that rows spell are read as."""
-        if not (num_spelled := sum(self._facts["is_spelled"])):
-            return
-        form, how = self._format, "text"
-        if form.allow_special_tokens and not form.apply_chat_template:
-            how = "control tokens. --allow_special_tokens false reads them as text"
-        told = f"{num_spelled} of {len(self._rows)} rows spell control tokens, which are read as"
-        self.notices.append(f"{told} {how}")
 
 
 def num_cores() -> int:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
-from openrlhf.datasets.conventions import number_of, pick_column
+from openrlhf.datasets.conventions import number_of, pick_columns
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import AnsweredPrompts, SFTFormat
-from openrlhf.datasets.tokenized import Draft, Row
+from openrlhf.datasets.tokenized import Row, Tokenised
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,10 @@ class UnpairedFormat(SFTFormat):
 
     label_key: str = "label"  # 1, 0, true or false
 
-    further_remedy: ClassVar[str] = ""
-
     def check_columns(self, rows: Dataset) -> None:
-        gathered, columns = Gathered(), rows.column_names
-        gathered.attempt(partial(self.find_columns, rows))
-        gathered.attempt(partial(pick_column, self.label_key, columns, (), flag="--label_key"))
+        gathered, label = Gathered(), (self.label_key, (), "--label_key")
+        gathered.attempt(lambda: self.find_columns(rows))
+        gathered.attempt(lambda: pick_columns(rows.column_names, label))
         gathered.raise_if_any()
 
 
@@ -43,9 +40,7 @@ class UnpairedExample:
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool, True on the response and its end
     is_desirable: bool
-    ref_sums: Sequence[float] | None = (
-        None  # log-prob of the response under a reference, once asked
-    )
+    ref_sums: Sequence[float] | None = None  # of the response under a reference, once asked
 
     @property
     def prompt_length(self) -> int:
@@ -63,22 +58,22 @@ class UnpairedExample:
         return self.token_ids[self.prompt_length :]
 
 
-class UnpairedPreferenceDataset(AnsweredPrompts[UnpairedFormat]):
+class UnpairedPreferenceDataset(AnsweredPrompts):
     """Labelled answers, in file order; raises DataError."""
 
-    flags = "--input_key, --output_key, --label_key and --max_len"
+    flags: ClassVar[str] = "--input_key, --output_key, --label_key and --max_len"
 
     def __getitem__(self, index: int) -> UnpairedExample:
         [tokens], is_desirable = self._example(index)
         return UnpairedExample(*tokens.tensors, is_desirable)
 
-    def _check_columns(self) -> None:
+    def _find_columns(self) -> None:
         self._format.check_columns(self._rows)
-        super()._check_columns()
+        super()._find_columns()
 
-    def _draft(self, row: Row) -> Draft:
+    def _tokens_of(self, row: Row) -> Tokenised:
         label = row[self._format.label_key]
-        number = number_of(label)
-        if number not in (0, 1):
+        if (number := number_of(label)) not in (0, 1):
             raise RowError(f"'{self._format.label_key}' is {label!r}; labels are 1 and 0")
-        return Draft(super()._draft(row).sequences, bool(number))
+        tokens, _ = super()._tokens_of(row)
+        return tokens, bool(number)

@@ -24,10 +24,10 @@ from transformers import PretrainedConfig
 
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.chat import RENDERED, to_messages
-from openrlhf.datasets.command_data import inference_data, prompt_format
+from openrlhf.datasets.command_data import inference_data, prompt_format, scored_format
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
@@ -236,7 +236,7 @@ class ScoreTask(BatchTask):
     samples: SFTDataset
 
     def _tokenise(self) -> None:
-        self.samples = SFTDataset(self.rows, self.tokenizer, SFTFormat.of(self.config.data))
+        self.samples = SFTDataset(self.rows, self.tokenizer, scored_format(self.config.data))
 
     def work(self, mine: Sequence[int], record: Record, strategy: DeepSpeedStrategy) -> None:
         """Score rows, those of like length together.

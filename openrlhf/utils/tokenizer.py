@@ -162,6 +162,11 @@ def render_chat(
             f"the chat template takes longer than {RENDER_S:g} s to write one dialogue. "
             "Give another one with --tokenizer_chat_template."
         ) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template does not parse: line {error.lineno}: {error}. Repair it, or give "
+            "another one with --tokenizer_chat_template."
+        ) from error
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise TemplateError(str(error) or type(error).__name__) from error
     return texts[0], [(start, end) for start, end in spans[0]] if wants_spans else []

@@ -189,7 +189,7 @@ def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
     ("row", "message"),
     [
         ({"chosen": [user("q")], "rejected": [user("r")]}, "the last message is the user's"),
-        ({"chosen": "a", "rejected": "b"}, "answers nothing"),
+        ({"chosen": "a", "rejected": "b"}, "message 1 is the assistant's, the first"),
         ({"chosen": [{"role": "boss", "content": "x"}], "rejected": [user("r")]}, "'boss'"),
     ],
 )
