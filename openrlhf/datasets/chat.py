@@ -26,13 +26,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_NAMES = {
     **{role: role for role in ROLES},
     "human": "user",
-    "prompter": "user",
     "gpt": "assistant",
-    "chatgpt": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "function": "tool",
-    "function_response": "tool",
     "observation": "tool",
     "ipython": "tool",
 }
@@ -165,7 +162,7 @@ def plain_text(value: object, column: str) -> str:
     if value is not None and not isinstance(value, str):
         raise RowError(f"'{column}' is {value!r}, not text. Write it as \"{value}\"")
     if not value or not value.strip():
-        raise RowError(f"'{column}' is {'missing' if value is None else 'empty'}")
+        raise RowError(f"'{column}' is {'missing, not text' if value is None else 'empty'}")
     return value
 
 

@@ -37,6 +37,8 @@ from openrlhf.datasets.sft_dataset import SFTFormat
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedFormat
 
+Check = Callable[[Dataset], object]  # raises DataError that names columns that are not there
+
 # What stands before the problems of a data set.
 TRAINING, EVALUATION, PRETRAIN = "", "evaluation: ", "--pretrain_data: "
 
@@ -46,7 +48,7 @@ class DataSet(NamedTuple):
 
     spec: str
     options: Mapping[str, Any]  # of load_rows
-    check: Callable[[Dataset], object]  # raises DataError that names columns that are not there
+    check: Check
     about: str = TRAINING
 
     def read(self, gathered: Gathered) -> Dataset | None:
@@ -80,26 +82,24 @@ def data_sets(config: CommandConfig) -> Iterator[DataSet]:
 
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
     """Yield the training data and, where it is named, the evaluation data."""
-    data, held_out, check = config.data, config.eval, row_format(config).check_columns
-    yield named_rows(data, config.train.seed, check)
+    held_out, check = config.eval, row_format(config).find_columns
+    shared = _shared_options(config.data, config.train.seed)
+    yield _named_rows(config.data, check, shared)
     if held_out.dataset:
-        options = {"split": held_out.split, **shared_options(data, config.train.seed)}
-        yield DataSet(held_out.dataset, options, check, EVALUATION)
+        yield DataSet(held_out.dataset, {"split": held_out.split, **shared}, check, EVALUATION)
 
 
-def named_rows(data: DatasetConfig, seed: int, check: Callable[[Dataset], object]) -> DataSet:
+def _named_rows(data: DatasetConfig, check: Check, shared: dict[str, Any]) -> DataSet:
     """Return the data set that `data.dataset` names."""
-    options = {
-        "split": data.dataset_split,
-        "probs": data.dataset_probs,
-        "expect_rows": data.expect_rows,
-        "expect_sha256": data.expect_sha256,
-        **shared_options(data, seed),
-    }
-    return DataSet(data.dataset or "", options, check)
+    options = {"split": data.dataset_split, "probs": data.dataset_probs, **_expected(data)}
+    return DataSet(data.dataset or "", options | shared, check)
 
 
-def shared_options(data: TextDataConfig, seed: int) -> dict[str, Any]:
+def _expected(data: TextDataConfig) -> dict[str, Any]:
+    return {"expect_rows": data.expect_rows, "expect_sha256": data.expect_sha256}
+
+
+def _shared_options(data: DatasetConfig | PPODataConfig, seed: int) -> dict[str, Any]:
     """Return options of `load_rows` that are those of every data set of a command."""
     return {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
 
@@ -168,15 +168,9 @@ def _if_given(settings: Base, name: str) -> Any:
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Yield prompts and, where they are named, those of the evaluation and pre-training text."""
     data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
-    check = prompt_format(data, data.label_key).check_columns
-    shared = shared_options(data, config.train.seed)
-    options = {
-        "split": data.prompt_split,
-        "probs": data.prompt_probs,
-        "expect_rows": data.expect_rows,
-        "expect_sha256": data.expect_sha256,
-        **shared,
-    }
+    check = prompt_format(data, data.label_key).find_columns
+    shared = _shared_options(data, config.train.seed)
+    options = {"split": data.prompt_split, "probs": data.prompt_probs, **_expected(data), **shared}
     yield DataSet(prompts, options, check)
     if held_out.dataset:
         is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
@@ -206,4 +200,4 @@ def inference_data(config: BatchInferenceConfig) -> DataSet:
     """Return the data set that is answered or scored."""
     data, is_scored = config.data, config.eval_task == "rm"
     form = scored_format(data) if is_scored else prompt_format(data)
-    return named_rows(data, config.seed, form.check_columns)
+    return _named_rows(data, form.find_columns, _shared_options(data, config.seed))

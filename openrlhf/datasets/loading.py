@@ -28,7 +28,7 @@ from datasets.data_files import (
     EmptyDatasetError,
     get_data_patterns,
 )
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from openrlhf.config.base import DATA_SUFFIXES
 from openrlhf.config.local_paths import looks_local
@@ -130,7 +130,7 @@ def _blend(
     """
     parts = [part for each in found for part in each]
     try:
-        if weights is None or len(found) == 1:
+        if weights is None:
             rows = datasets.concatenate_datasets([rows for _, rows in parts])
         else:
             wholes = [datasets.concatenate_datasets([rows for _, rows in each]) for each in found]
@@ -151,7 +151,9 @@ def _load_one(name: str, split: str, num_rows: str | None, sha256: str | None) -
     path = _local_path(name)
     if sha256:
         _check_hash(name, path, sha256.lower())
-    found = _load_local(path, name, split) if path.exists() else [(name, _from_hub(name, split))]
+    found = (
+        _load_local(path, name, split) if os.path.exists(path) else [(name, _from_hub(name, split))]
+    )
     parts = [(place, _with_plain_text(rows)) for place, rows in found]
     if not (count := sum(len(rows) for _, rows in parts)):
         raise DataError(f"data set {name} has 0 rows in split '{split}'. Give one that has rows.")
@@ -243,9 +245,7 @@ def _load_local(path: Path, name: str, split: str) -> Parts:
         raise DataError(f"{path} is damaged: {first_line(error)} Save it again.") from error
     if isinstance(saved, Dataset):
         saved = {str(saved.split or split): saved}
-    rows = _pick(saved, name, split)
-    _check_text(rows, name)
-    return [(name, rows)]
+    return [(name, _pick(saved, name, split))]
 
 
 def _pick(by_split: Mapping[str, T], name: str, split: str) -> T:
@@ -290,30 +290,25 @@ def _read_files(paths: list[Path]) -> Parts:
 def _from_hub(name: str, split: str) -> Dataset:
     """Return a hub data set `name` or `name@subset`: a configuration, or a folder of data files."""
     repository, _, subset = name.partition("@")
-    is_folder = False
     try:
         with looking_up("data set", name):
-            if subset:
-                is_folder = subset not in datasets.get_dataset_config_names(repository)
-            if is_folder:
-                rows = datasets.load_dataset(repository, data_dir=subset, split=split)
-            else:
-                rows = datasets.load_dataset(repository, subset or None, split=split)
+            if subset and subset not in datasets.get_dataset_config_names(repository):
+                return datasets.load_dataset(repository, data_dir=subset, split=split)
+            return datasets.load_dataset(repository, subset or None, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         raise ConfigError(
             f"data set {name} cannot be loaded from the hub (split '{split}'): "
-            f"{first_line(error.__cause__ or error)} "
+            f"{first_line(reason or error)} "
             "Check the name and the split, or give a local path."
         ) from error
-    _check_text(rows, name)
-    return rows
 
 
 def read_file(path: Path) -> Dataset:
     """Return the rows of a data file; raise DataError that lists its bad lines."""
     try:
         before = path.stat()
-        rows = _load_file(path) if before.st_size else Dataset.from_dict({})
+        rows = _load_file(path)
         after = path.stat()
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}. Write it again.") from error
@@ -334,7 +329,6 @@ def _load_file(path: Path) -> Dataset:
         return Dataset.from_dict({})
     try:
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-        _check_text(rows, str(path))
         if kind != "json" or "timestamp" not in str(rows.features):
             return rows
     except _DAMAGED as error:
@@ -350,18 +344,6 @@ def _load_file(path: Path) -> Dataset:
         raise DataError(
             f"{path} cannot be read as a table: {first_line(error)}. Use one type per column."
         ) from error
-
-
-def _check_text(rows: Dataset, name: str) -> None:
-    """Raise DataError for text that is not UTF-8, which would be noticed when its row is read."""
-    table = rows.data.table
-    for column, values in zip(table.column_names, table.columns, strict=True):
-        try:
-            values.validate(full=True)
-        except pa.ArrowInvalid as error:
-            raise DataError(
-                f"{name} is damaged: column '{column}': {first_line(error)}. Write it again."
-            ) from error
 
 
 def _json_rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

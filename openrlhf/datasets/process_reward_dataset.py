@@ -32,12 +32,9 @@ class ProcessFormat(RowFormat):
     placeholder_token: str = ""  # the marker
     reward_tokens: tuple[str, ...] = ()  # what a label may be, the positive one first; () for any
 
-    def check_columns(self, rows: Dataset) -> None:
-        self.find_columns(rows)
-
     def find_columns(self, rows: Dataset) -> list[str]:
         """Return the columns of the text and of its labels, or STEPWISE_COLUMNS where they are
-        those; raise DataError that names both.
+        those.
         """
         found = rows.column_names
         is_usual = self.input_key in (None, "input") and "input" not in found

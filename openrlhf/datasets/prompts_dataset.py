@@ -36,14 +36,11 @@ class PromptFormat(RowFormat):
     max_len: int | None = None  # tokens of a prompt; None for no limit
     around: str | None = None  # text around what is asked, with {input}, as `wrap_input` puts it
 
-    def check_columns(self, rows: Dataset) -> None:
-        self.find_input(rows)
-
-    def find_input(self, rows: Dataset) -> str:
-        """Return the column of the prompt; raise DataError that names it and that of the label."""
+    def find_columns(self, rows: Dataset) -> list[str]:
+        """Return the columns of the prompt and, where it has one, of the label."""
         label = [(self.label_key, (), "--label_key")] if self.label_key else []
         wanted = (self.input_key, PROMPT_COLUMNS, "--input_key")
-        return pick_columns(rows.column_names, wanted, *label)[0]
+        return pick_columns(rows.column_names, wanted, *label)
 
 
 class PromptDataset(TokenizedDataset):
@@ -81,7 +78,7 @@ class PromptDataset(TokenizedDataset):
 
     def _find_columns(self) -> None:
         form = self._format
-        name = self._input_key = form.find_input(self._rows)
+        name = self._input_key = form.find_columns(self._rows)[0]
         tokenizer = self._encoder.tokenizer
         is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
         is_asked = form.apply_chat_template or not is_chat

@@ -45,16 +45,19 @@ class PreferenceFormat(RowFormat):
     max_len: int | None = 512
     drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
 
-    def check_columns(self, rows: Dataset) -> None:
-        columns = rows.column_names
-        wanted = [("--chosen_key", self.chosen_key), ("--rejected_key", self.rejected_key)]
-        wanted += [("--prompt_key", self.prompt_key)] if self.prompt_key is not None else []
-        pick_columns(columns, *((name, (), flag) for flag, name in wanted))
+    def find_columns(self, rows: Dataset) -> list[str]:
+        """Return the columns of both sides, behind that of a prompt."""
+        columns, prompt = rows.column_names, []
+        if self.prompt_key is not None or "prompt" in columns:
+            prompt = [(self.prompt_key, ("prompt",), "--prompt_key")]
+        sides = [(self.chosen_key, (), "--chosen_key"), (self.rejected_key, (), "--rejected_key")]
+        found = pick_columns(columns, *prompt, *sides)
         if self.with_margin and self.margin_key not in columns:
             raise DataError(
                 f"column '{self.margin_key}' is not in the data set; columns found: "
                 f"{', '.join(columns)}. Add it, or leave --margin_loss out."
             )
+        return found
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,9 @@ class PreferenceDataset(TokenizedDataset):
         return PreferencePair(*chosen.tensors, *rejected.tensors, margin)
 
     def _find_columns(self) -> None:
-        asked, columns = self._format, self._rows.column_names
-        asked.check_columns(self._rows)
-        prompt = asked.prompt_key or ("prompt" if "prompt" in columns else None)
-        names = [name for name in (prompt, asked.chosen_key, asked.rejected_key) if name]
+        asked = self._format
+        names = asked.find_columns(self._rows)
+        prompt = names[0] if len(names) > 2 else None
         is_chat = uses_chat_template(
             asked.apply_chat_template, self._rows, names, self._encoder.tokenizer
         )

@@ -58,12 +58,9 @@ class SFTFormat(RowFormat):
     multiturn: bool = False  # learn every assistant turn, not only the last
     pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
 
-    def check_columns(self, rows: Dataset) -> None:
-        self.find_columns(rows)
-
     def find_columns(self, rows: Dataset) -> Columns:
         """Return the columns that flags name, or else the first of the usual ones with an
-        answer; raise DataError when they are not there.
+        answer.
         """
         found = rows.column_names
         if self.pretrain_mode:

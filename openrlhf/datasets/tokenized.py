@@ -13,7 +13,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -47,7 +46,6 @@ from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
-CACHED_ROWS = 1000  # fewer are tokenised sooner than they are looked up
 PARALLEL_ROWS = 10_000  # fewer are tokenised before processes have started
 MAX_PROCESSES = 16
 LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
@@ -87,8 +85,8 @@ class RowFormat(ABC):
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
 
     @abstractmethod
-    def check_columns(self, rows: Dataset) -> None:
-        """Raise DataError that names each column that is not there; needs no tokenizer."""
+    def find_columns(self, rows: Dataset) -> Sequence[str | None]:
+        """Return the columns that are read; raise DataError that names each that is not there."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,12 @@ class TokenizedDataset(ABC):
             token_ids += part
             mask += [is_target] * len(part)
         if pieces and pieces[-1][1] and not rendered.is_cut:
-            eos = self._eos_id()
+            eos = encoder.tokenizer.eos_token_id
+            if eos is None:
+                raise ConfigError(
+                    f"tokenizer {encoder.tokenizer.name_or_path} has no EOS token to end a "
+                    "response with. Set eos_token in its tokenizer_config.json."
+                )
             ends = encoder.special_ids if self._format.apply_chat_template else {eos}
             if not token_ids or token_ids[-1] not in ends:
                 token_ids.append(eos)
@@ -295,15 +298,6 @@ class TokenizedDataset(ABC):
         mask = [False] * (len(with_leading) - len(token_ids)) + mask
         mask[:1] = [False]  # nothing predicts the first token
         return Tokens(with_leading, mask)
-
-    def _eos_id(self) -> int:
-        tokenizer = self._encoder.tokenizer
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"tokenizer {tokenizer.name_or_path} has no EOS token to end a response with. "
-                "Set eos_token in its tokenizer_config.json."
-            )
-        return tokenizer.eos_token_id
 
     def _example(self, index: int) -> Tokenised:
         """Return the sequences of an example, and what it holds besides them."""
@@ -322,13 +316,11 @@ class TokenizedDataset(ABC):
         """Return what becomes of every row; of the processes of a machine one makes it where it is
         kept.
         """
-        rows, num_rows = self._rows, len(self._rows)
-        is_parallel, is_kept = num_rows >= PARALLEL_ROWS, num_rows >= CACHED_ROWS
+        rows, key = self._rows, self._cache_key()
+        is_parallel = len(rows) >= PARALLEL_ROWS
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "openrlhf"
-        key = self._cache_key() if is_kept else "not kept"
-        if is_kept:
-            folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{key}.lock", timeout=LOCK_S) if is_kept else nullcontext():
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{key}.lock", timeout=LOCK_S):
             return rows.map(
                 self._tokenise,
                 desc=f"tokenising {self.subject}",
@@ -336,8 +328,7 @@ class TokenizedDataset(ABC):
                 features=_FEATURES,
                 new_fingerprint=key,
                 num_proc=min(num_cores(), MAX_PROCESSES) if is_parallel else None,
-                keep_in_memory=not is_kept,
-                cache_file_name=str(folder / f"{key}.arrow") if is_kept else None,
+                cache_file_name=str(folder / f"{key}.arrow"),
             )
 
     def _cache_key(self) -> str:
@@ -351,11 +342,10 @@ class TokenizedDataset(ABC):
             tokenizer.chat_template,
             sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str(),
         ]
-        digest = hashlib.sha256(repr(facts).encode())
         sources = [*Path(__file__).parent.glob("*.py"), Path(str(tokenizer_module.__file__))]
-        for path in sorted(sources):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()[:32]  # with the mark of a process at most 64, says datasets
+        facts += [path.read_bytes() for path in sorted(sources)]
+        # With the mark of a process at most 64 characters, says datasets.
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
     def _tokenise(self, row: Row) -> dict[str, object]:
         """Return what becomes of a row: the values of `_FEATURES`."""

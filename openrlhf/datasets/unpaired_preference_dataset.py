@@ -15,8 +15,7 @@ from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
 from openrlhf.datasets.conventions import number_of, pick_columns
-from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.sft_dataset import AnsweredPrompts, SFTFormat
+from openrlhf.datasets.sft_dataset import AnsweredPrompts, Columns, SFTFormat
 from openrlhf.datasets.tokenized import Row, Tokenised
 
 
@@ -26,11 +25,9 @@ class UnpairedFormat(SFTFormat):
 
     label_key: str = "label"  # 1, 0, true or false
 
-    def check_columns(self, rows: Dataset) -> None:
-        gathered, label = Gathered(), (self.label_key, (), "--label_key")
-        gathered.attempt(lambda: self.find_columns(rows))
-        gathered.attempt(lambda: pick_columns(rows.column_names, label))
-        gathered.raise_if_any()
+    def find_columns(self, rows: Dataset) -> Columns:
+        pick_columns(rows.column_names, (self.label_key, (), "--label_key"))
+        return super().find_columns(rows)
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,6 @@ class UnpairedPreferenceDataset(AnsweredPrompts):
     def __getitem__(self, index: int) -> UnpairedExample:
         [tokens], is_desirable = self._example(index)
         return UnpairedExample(*tokens.tensors, is_desirable)
-
-    def _find_columns(self) -> None:
-        self._format.check_columns(self._rows)
-        super()._find_columns()
 
     def _tokens_of(self, row: Row) -> Tokenised:
         label = row[self._format.label_key]

@@ -1,4 +1,6 @@
-"""Every kind of data set is the same from one process, from several, and from the cache."""
+"""Every kind of data set is the same from one process, from several, and from the cache; it names
+every bad row with its file, and what does not fit a model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewar
 from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.datasets.tokenized import TokenizedDataset
+from openrlhf.datasets.tokenized import ModelLimits, TokenizedDataset
 from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedFormat,
     UnpairedPreferenceDataset,
@@ -35,7 +37,7 @@ def pair_row(i: int) -> dict:
 
 
 def labelled_row(i: int) -> dict:
-    return {"input": f"q{i}", "output": "x" * (1 + i % 40), "label": i % 3 == 0}
+    return {"input": f"q{i}", "output": "x" * (1 + i % 40), "label": int(i % 3 == 0)}
 
 
 def process_row(i: int) -> dict:
@@ -48,23 +50,32 @@ def prompt_row(i: int) -> dict:
     return {"input": [{"role": "user", "content": text}, *ending], "label": i}
 
 
+# Class, format, row number i, and what makes a row bad.
 KINDS = {
-    "sft": (SFTDataset, SFTFormat(output_key="output", max_len=45), sft_row),
-    "pairs": (PreferenceDataset, PreferenceFormat(with_margin=True, max_len=30), pair_row),
+    "sft": (SFTDataset, SFTFormat(output_key="output", max_len=45), sft_row, {"input": " "}),
+    "pairs": (
+        PreferenceDataset,
+        PreferenceFormat(with_margin=True, max_len=30),
+        pair_row,
+        {"margin": None},
+    ),
     "labelled": (
         UnpairedPreferenceDataset,
         UnpairedFormat(output_key="output", max_len=45, overlong="truncate"),
         labelled_row,
+        {"label": 7},
     ),
     "steps": (
         ProcessRewardDataset,
         ProcessFormat(placeholder_token="#", reward_tokens=("+", "-"), max_len=30),
         process_row,
+        {"input": "a###"},
     ),
     "prompts": (
         PromptDataset,
         PromptFormat(label_key="label", apply_chat_template=True, max_len=40),
         prompt_row,
+        {"input": [{"role": "user", "content": " "}]},
     ),
 }
 
@@ -93,7 +104,7 @@ def content(data: TokenizedDataset) -> list[object]:
 def test_several_processes_and_the_cache_make_what_one_process_makes(
     kind: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, row_format, row = KINDS[kind]
+    make, row_format, row, _ = KINDS[kind]
     rows = [row(i) for i in range(NUM_ROWS)]
     use_processes(1, monkeypatch)
     one = make(load_rows(str(write_jsonl(tmp_path / "one.jsonl", rows))), tokenizer, row_format)
@@ -135,3 +146,49 @@ def test_bad_rows_of_all_processes_are_listed_in_order(
     head, *places = caught.value.problems
     assert head.startswith("data set: 3 bad rows.")
     assert [line.partition(":")[0] for line in places] == ["row 8", "row 1508", "row 3008"]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_bad_row_is_listed_with_its_file_and_row(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    make, row_format, row, wrong = KINDS[kind]
+    good, bad = row(1), row(1) | wrong
+    one = write_jsonl(tmp_path / "one.jsonl", [good, good, good, bad])
+    two = write_jsonl(tmp_path / "two.jsonl", [bad] * 30)
+    with pytest.raises(DataError) as caught:
+        make(load_rows(f"{one},{two}"), tokenizer, row_format)
+    problems = caught.value.problems
+    assert "31 bad rows" in problems[0] and problems[-1] == "... and 11 more"
+    assert problems[1].startswith(f"{one}: row 4: ")
+    assert problems[2].startswith(f"{two}: row 1: ")
+    assert len(problems) == 22
+
+
+def pairs(tokenizer: Tokenizer, *sides: tuple[str, str]) -> PreferenceDataset:
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer, PreferenceFormat())
+
+
+@pytest.mark.parametrize("long", [("a" * 9, "b"), ("a", "b" * 9)])
+def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple[str, str]) -> None:
+    data = pairs(tokenizer, ("a", "b"), long, ("aa", "bb" * 3))
+    data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=10))  # 9 letters and the end
+    with pytest.raises(DataError) as caught:
+        data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=6))
+    assert caught.value.problems == [
+        "2 of 3 rows are longer than the 6 positions of the model m: row 2 has 10 tokens. "
+        "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
+    ]
+
+
+SOFT_HYPHEN = "\u00ad"  # its second byte is id 261, the tokenizer's last
+
+
+@pytest.mark.parametrize("wide", [(SOFT_HYPHEN, "b"), ("a", SOFT_HYPHEN)])
+def test_either_side_of_a_pair_may_have_an_id_too_large(
+    tokenizer: Tokenizer, wide: tuple[str, str]
+) -> None:
+    data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
+    with pytest.raises(DataError, match=r"^row 2 has token id 261, and the model m has 261 embe"):
+        data.check_fits(ModelLimits("m", num_embeddings=261, num_positions=None))

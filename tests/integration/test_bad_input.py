@@ -65,7 +65,7 @@ def test_vllm_that_is_not_installed_is_one_line_and_exit_code_2(
         ({"input_key": "question"}, "question"),
         ({"label_key": "solution"}, "solution"),
         ({"generate_max_len": "4096"}, "2048 positions"),
-        ({"prompt_max_len": "2"}, "longer than --prompt_max_len 2"),
+        ({"prompt_max_len": "2"}, "Check --prompt_max_len"),
         ({"n_samples_per_prompt": "1"}, "--n_samples_per_prompt is 1"),
         ({"train_batch_size": "64"}, "--train_batch_size 64 is more than the 16 samples"),
         ({"remote_rm_url": "/nowhere/reward.py"}, "/nowhere/reward.py"),
