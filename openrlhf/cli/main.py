@@ -26,39 +26,31 @@ COMMANDS = {
 }
 
 
+USAGE = "\n".join(
+    [
+        "usage: openrlhf COMMAND [FLAGS]\n",
+        *(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()),
+        "\nopenrlhf COMMAND --help: its flags\nopenrlhf --version: the version",
+    ]
+)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a sub-command; without one, say which there are."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return
-    if words[0] == "--version":
-        print(version_text())
-        return
-    name, *rest = words
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     modules = {module: name for name, (module, _) in COMMANDS.items()}
     known = modules.get(name.replace("-", "_"), name)
-    if known not in COMMANDS:
+    if known in COMMANDS:
+        import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
+    elif name in ("-h", "--help"):
+        print(USAGE)
+    elif name == "--version":
+        print(version_text())
+    else:
         near = get_close_matches(name, COMMANDS, n=1)
-        remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{usage()}"
+        remedy = f"Type openrlhf {near[0]}." if near else f"Type one of these:\n{USAGE}"
         print(f"error: there is no command {name}. {remedy}", file=sys.stderr)
         raise SystemExit(2)
-    import_module(f"openrlhf.cli.{COMMANDS[known][0]}").main(rest)
-
-
-def usage() -> str:
-    """Return the commands, one line each."""
-    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: openrlhf COMMAND [FLAGS]",
-            "",
-            *lines,
-            "",
-            "openrlhf COMMAND --help: its flags",
-            "openrlhf --version: the version",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Generic
 
 from openrlhf.config.cli import ConfigT, parse_config
@@ -59,8 +61,7 @@ class Command(Generic[ConfigT]):
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as error:
             if Topology.from_env().is_main:
-                said = filter(None, ["error: interrupted", str(error)])
-                print(": ".join(said), file=sys.stderr)
+                print(f"error: interrupted: {error}".removesuffix(": "), file=sys.stderr)
             if stopping.is_overdue():  # a thread may still compute: Python's own end would crash
                 sys.stderr.flush()
                 os._exit(130)
@@ -68,6 +69,23 @@ class Command(Generic[ConfigT]):
         except Exception as error:
             traceback.print_exc()
             raise SystemExit(4) from error
+
+
+def imported(*places: str) -> Callable[[CommandConfig], Work]:
+    """Return what imports a function and its arguments before the config, each by
+    `module:name`: not before a command runs, because --help must not import torch.
+    """
+
+    def load(config: CommandConfig) -> Work:
+        function, *first = map(resolve_name, places)
+        return partial(function, *first, config)
+
+    return load
+
+
+def supervised(recipe: str) -> Callable[[CommandConfig], Work]:
+    """Return what imports supervised training and its recipe."""
+    return imported("openrlhf.trainer.supervised_run:run_supervised", recipe)
 
 
 def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
@@ -80,7 +98,7 @@ def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
         command.config_class, argv, more_problems=start_problems, data_problems=data_problems
     )
     os.environ.update(parsed.environment)
-    for secret in parsed.environment.values():
+    for secret in filter(None, parsed.environment.values()):
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
         hide_from_process_list(secret)
     is_main = Topology.from_env().is_main
@@ -130,7 +148,7 @@ def data_problems(config: CommandConfig) -> list[str]:
 def hide_from_process_list(secret: str) -> None:
     """Overwrite a word of this process's arguments, which every user of the machine can read."""
     stat_path, line_path = Path("/proc/self/stat"), Path("/proc/self/cmdline")
-    if not secret or not stat_path.exists():
+    if not stat_path.exists():
         return
     # Bounds of the arguments: fields 48 and 49 of proc(5), counted after the name, which may hold
     # spaces.

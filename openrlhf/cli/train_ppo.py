@@ -1,21 +1,9 @@
 """`openrlhf ppo-local`: reinforcement learning in the launching process(es), without Ray."""
 
-from __future__ import annotations
-
-from functools import partial
-
-from openrlhf.cli.runner import Command, Work
+from openrlhf.cli.runner import Command, imported
 from openrlhf.config.ppo import PPOConfig
 
-
-def load(config: PPOConfig) -> Work:
-    """Import what the command needs, and return what it does."""
-    from openrlhf.trainer.ppo_run import run_ppo_local  # noqa: PLC0415 - --help must not import torch
-
-    return partial(run_ppo_local, config)
-
-
-main = Command("openrlhf ppo-local", PPOConfig, load)
+main = Command("openrlhf ppo-local", PPOConfig, imported("openrlhf.trainer.ppo_run:run_ppo_local"))
 
 if __name__ == "__main__":
     main()
