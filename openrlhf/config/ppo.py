@@ -24,6 +24,7 @@ from openrlhf.config.common import (
     TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
+    clashes,
     logger_of,
 )
 
@@ -56,13 +57,6 @@ def rising(value: tuple[float, float]) -> tuple[float, float]:
     """Raise ValueError unless the first is smaller."""
     if value[0] >= value[1]:
         raise ValueError(f"the first must be smaller. Type {value[1]:g} {value[0]:g}")
-    return value
-
-
-def positive(value: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Raise ValueError unless both are above 0."""
-    if value is not None and min(value) <= 0:
-        raise ValueError("both must be above 0. Leave it out, or type two such numbers")
     return value
 
 
@@ -125,8 +119,6 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
         None, "Clip ranges below and above; unset: --eps_clip twice."
     )
     dual_clip: float | None = option(None, "Bound c > 1 of the loss for negative advantages.", gt=1)
-
-    _positive = field_validator("sapo_tau", "eps_clip_low_high")(positive)
 
     entropy_coef: float | None = option(
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
@@ -389,24 +381,18 @@ class AdvantageConfig(Base):
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each pair of settings of the correction that contradict each other."""
-        level, mode = self.correction_level_and_mode
-        gating, (_, high) = self.is_correction_gating, self.is_correction_threshold
-        if self.is_correction_enable and level == "off":
-            yield "--is_correction_level off and --enable_vllm_is_correction: leave one out."
-        if level == "off" or not self.is_corrected:
-            return
-        if mode != "mask" and (level == "seq" or gating != "ratio"):
-            what = "level seq" if level == "seq" else f"gating {gating}"
-            yield (
-                f"--is_correction_mode {mode} holds ratios of tokens in a band, and "
-                f"--is_correction_{what} is something else. Type --is_correction_mode mask."
-            )
-        if gating != "ratio" and level not in ("token", "seq"):
-            yield (
-                f"--is_correction_gating {gating} weighs tokens, and --is_correction_level {level} "
-                "weighs sequences. Type --is_correction_level seq."
-            )
-        if gating == "tv" and high >= 1:
+        (level, mode), gating = self.correction_level_and_mode, self.is_correction_gating
+        of_level, of_mode = f"--is_correction_level {level}", f"--is_correction_mode {mode}"
+        of_gating, has_gating = f"--is_correction_gating {gating}", gating != "ratio"
+        is_on, high = self.is_corrected and level != "off", self.is_correction_threshold[1]
+        only_masks = is_on and mode != "mask"
+        yield from clashes(
+            (of_level, "--enable_vllm_is_correction", self.is_correction_enable and level == "off"),
+            (of_mode, of_level, only_masks and level == "seq"),
+            (of_mode, of_gating, only_masks and has_gating),
+            (of_gating, of_level, is_on and has_gating and level not in ("token", "seq")),
+        )
+        if is_on and gating == "tv" and high >= 1:
             yield (
                 f"--is_correction_gating tv is at most 1, and --is_correction_threshold {high:g} "
                 "lets everything pass. Type --is_correction_threshold 0.1."
@@ -675,12 +661,11 @@ class PPOConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         """Add what is wrong with rewards, samples, lengths, placement and asynchronous training."""
         yield from super().problems()
-        num_images = self.data.max_images_per_prompt
-        if num_images > 0 or self.actor.freeze_visual_encoder:
-            flag = (
-                f"--max_images_per_prompt {num_images}" if num_images else "--freeze_visual_encoder"
+        if self.data.max_images_per_prompt > 0 or self.actor.freeze_visual_encoder:
+            yield (
+                "not yet implemented: --max_images_per_prompt and --freeze_visual_encoder "
+                "(vision-language models). Leave them out."
             )
-            yield f"not yet implemented: {flag} (vision-language models). Leave it out."
         yield from self._reward_problems()
         yield from self._sample_problems()
         yield from self.algo.advantage.problems()
@@ -718,11 +703,6 @@ class PPOConfig(RunConfig):
                 f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE} "
                 "(or any number above 1)."
             )
-        elif self.algo.dynamic_filtering_enable and group == 1:
-            yield (
-                "--dynamic_filtering keeps prompts whose samples score differently, and "
-                f"--n_samples_per_prompt is 1. Type --n_samples_per_prompt {DEFAULT_GROUP_SIZE}."
-            )
         if estimator not in ("gae", "reinforce") and gamma != 1:
             yield f"--advantage_estimator {estimator} needs --gamma 1: {gamma}. Type --gamma 1."
         if batch_size > num_samples:
@@ -738,12 +718,6 @@ class PPOConfig(RunConfig):
                 f"--max_len {total} is less than --prompt_max_len {self.data.prompt_max_len} + "
                 f"--generate_max_len {self.rollout.max_new_tokens}. Type --max_len {wanted}."
             )
-        buffer, response = self.reward.overlong_buffer_len, self.rollout.max_new_tokens
-        if buffer is not None and buffer > response:
-            yield (
-                f"--overlong_buffer_len {buffer:g} is more than --generate_max_len {response}. "
-                f"Type --overlong_buffer_len {response // 4}."
-            )
 
     def _shape_problems(self) -> Iterator[str]:
         for first, second in self.colocated_pairs():
@@ -757,12 +731,10 @@ class PPOConfig(RunConfig):
 
     def _async_problems(self) -> Iterator[str]:
         train, size = self.train, self.rollout.vllm_generate_batch_size
-        if train.async_enable and self.vllm.num_engines == 0:
-            yield (
-                "--async_train needs engines of its own, and --vllm_num_engines is 0: the "
-                "policy cannot generate while it is trained. Type --vllm_num_engines 1."
-            )
         if train.async_enable:
+            yield from clashes(
+                ("--async_train", "--vllm_num_engines 0", self.vllm.num_engines == 0)
+            )
             return
         if train.partial_rollout_enable:
             yield (

@@ -19,6 +19,7 @@ from openrlhf.config.common import (
     DeepSpeedConfig,
     RewardModelsConfig,
     TextDataConfig,
+    clashes,
 )
 from openrlhf.config.supervised import ROWS, DatasetConfig, ModelConfig
 
@@ -133,18 +134,15 @@ class BatchInferenceConfig(CommandConfig):
     def problems(self) -> Iterator[str]:
         """Add what the task does not have, and answers or templates without a use."""
         yield from super().problems()
-        post_processor, count = self.reward.post_processor, self.rollout.best_of_n
-        if post_processor is not None and self.eval_task in ("generate_vllm", "generate"):
-            yield (
-                f"--post_processor {post_processor} needs rewards, and --eval_task "
-                f"{self.eval_task} makes none. Leave it out, and type it with --eval_task rm on "
-                "the output."
-            )
-        if self.ds.load_in_4bit and self.eval_task == "generate_vllm":
-            yield "--load_in_4bit does not reach vLLM. Type --eval_task generate, or leave it out."
-        if count > 1 and self.rollout.is_greedy:
-            cause = "--greedy_sampling" if self.rollout.greedy_sampling else "--temperature 0"
-            yield f"--best_of_n {count} with {cause} gives one answer {count} times. Leave one out."
+        task, count = f"--eval_task {self.eval_task}", self.rollout.best_of_n
+        answers = self.eval_task in ("generate_vllm", "generate")
+        in_vllm = self.eval_task == "generate_vllm"
+        post_processor = self.reward.post_processor
+        yield from clashes(
+            (f"--post_processor {post_processor}", task, answers and post_processor is not None),
+            ("--load_in_4bit", task, self.ds.load_in_4bit and in_vllm),
+            (f"--best_of_n {count}", "greedy sampling", count > 1 and self.rollout.is_greedy),
+        )
         for name in ("{input}", "{reward}"):
             if self.reward.template is not None and name not in self.reward.template:
                 yield f"--reward_template has no {name}. Write {name} into it."

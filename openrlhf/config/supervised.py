@@ -22,6 +22,7 @@ from openrlhf.config.common import (
     TextDataConfig,
     TrainConfig,
     TrainedModelConfig,
+    clashes,
     logger_of,
 )
 
@@ -54,12 +55,6 @@ class SFTModelConfig(ModelConfig):
     pretrain_mode_enable: bool = switch(
         "Continued pre-training: every token of --input_key is learnt.", "pretrain_mode"
     )
-
-    def plain_text_problems(self, **others: bool) -> Iterator[str]:
-        """Yield a line for each setting that contradicts learning text as it is."""
-        for name, is_set in others.items():
-            if self.pretrain_mode_enable and is_set:
-                yield f"--pretrain_mode is set together with --{name}. Leave one of them out."
 
 
 class DatasetConfig(TextDataConfig):
@@ -144,8 +139,11 @@ class SFTConfig(SupervisedConfig):
     def problems(self) -> Iterator[str]:
         """Add settings of dialogues that contradict each other."""
         yield from super().problems()
-        yield from self.model.plain_text_problems(
-            multiturn=self.data.multiturn, apply_chat_template=self.data.apply_chat_template
+        is_plain = self.model.pretrain_mode_enable
+        has_template = is_plain and self.data.apply_chat_template
+        yield from clashes(
+            ("--pretrain_mode", "--multiturn", is_plain and self.data.multiturn),
+            ("--pretrain_mode", "--apply_chat_template", has_template),
         )
 
 
@@ -239,18 +237,12 @@ class DPOConfig(SupervisedConfig):
         """Add a loss that is named twice, and label smoothing that does not fit the loss."""
         yield from super().problems()
         value, loss_type = self.model.label_smoothing, self.model.loss_type
-        if self.model.ipo_enable and loss_type != "ipo":
-            yield f"--ipo is set with --loss_type {loss_type}. Leave one of them out."
-        if value and loss_type not in SMOOTHED_LOSSES:
-            yield (
-                f"--label_smoothing {value} is set with --loss_type {loss_type}, which takes "
-                f"none. Leave it out or type one of {', '.join(SMOOTHED_LOSSES)}."
-            )
-        if loss_type == "exo_pair" and value == 0:
-            yield (
-                "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type "
-                f"--label_smoothing {EXO_LABEL_SMOOTHING}."
-            )
+        smoothing, loss = f"--label_smoothing {value}", f"--loss_type {loss_type}"
+        yield from clashes(
+            ("--ipo", loss, self.model.ipo_enable and loss_type != "ipo"),
+            (smoothing, loss, value > 0 and loss_type not in SMOOTHED_LOSSES),
+            (smoothing, loss, value == 0 and loss_type == "exo_pair"),
+        )
 
 
 class KTOModelConfig(ModelConfig):
@@ -402,8 +394,11 @@ class KDConfig(SupervisedConfig):
     def problems(self) -> Iterator[str]:
         """Add text without prompts to answer, and answers that leave no room for a prompt."""
         yield from super().problems()
-        yield from self.model.plain_text_problems(
-            apply_chat_template=self.data.apply_chat_template, kd_on_policy=self.kd.on_policy_enable
+        is_plain = self.model.pretrain_mode_enable
+        has_template = is_plain and self.data.apply_chat_template
+        yield from clashes(
+            ("--pretrain_mode", "--apply_chat_template", has_template),
+            ("--pretrain_mode", "--kd_on_policy", is_plain and self.kd.on_policy_enable),
         )
         answer, total = self.kd.max_new_tokens, self.data.max_len
         if self.kd.on_policy_enable and answer >= total:

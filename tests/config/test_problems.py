@@ -61,28 +61,17 @@ PPO_PROBLEMS = [
     ("--colocate_all_models --actor_num_gpus_per_node 8 --ref_num_gpus_per_node 4",
      "--ref_num_gpus_per_node 4 differs from --actor_num_gpus_per_node 8, and the two models share "
      "their GPUs. Type --ref_num_gpus_per_node 8."),
-    ("--eps_clip_low_high 0 0.2",
-     "--eps_clip_low_high cannot be 0 0.2: both must be above 0. Leave it out, or type two such "
-     "numbers."),
     ("--reward_clip_range 10 -10",
      "--reward_clip_range cannot be 10 -10: the first must be smaller. Type -10 10."),
     ("--max_len 512 --prompt_max_len 300 --generate_max_len 300",
      "--max_len 512 is less than --prompt_max_len 300 + --generate_max_len 300. Type --max_len "
      "600."),
-    ("--overlong_buffer_len 2000",
-     "--overlong_buffer_len 2000 is more than --generate_max_len 1024. Type --overlong_buffer_len "
-     "256."),
     ("--reward_pretrain a",
      "--reward_pretrain a and --remote_rm_url r.py both give rewards. Leave one out "
      "(--critic_pretrain names the model that a critic starts from)."),
     ("--reward_failure ignore",
      "--reward_failure cannot be ignore: it is not known. Type fail, drop_group, retry or "
      "'retry(5)'."),
-    ("--lr_scheduler cosin",
-     "--lr_scheduler cannot be cosin: it is no known schedule. Type cosine."),
-    ("--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant",
-     "--aux_loss_coef with --gradient_checkpointing_use_reentrant: the router loss would have no "
-     "gradient. Type --gradient_checkpointing alone."),
     ("--advantage_estimator grpo",
      f"--advantage_estimator must be one of {', '.join(get_args(Estimator))}: grpo. Type "
      "group_norm."),
@@ -94,14 +83,6 @@ PPO_PROBLEMS = [
     ("--policy_loss_type PPO",
      "--policy_loss_type cannot be PPO: it is not known. Type ppo, or module:name or file.py:name "
      "of a function."),
-    ("--dynamic_filtering",
-     "--dynamic_filtering keeps prompts whose samples score differently, and "
-     "--n_samples_per_prompt is 1. Type --n_samples_per_prompt 8."),
-    ("--enable_vllm_is_correction --is_correction_level off",
-     "--is_correction_level off and --enable_vllm_is_correction: leave one out."),
-    ("--is_correction_level seq --is_correction_mode clip",
-     "--is_correction_mode clip holds ratios of tokens in a band, and --is_correction_level seq is "
-     "something else. Type --is_correction_mode mask."),
     ("--is_correction_level seq --is_correction_gating tv",
      "--is_correction_gating tv is at most 1, and --is_correction_threshold 5 lets everything "
      "pass. Type --is_correction_threshold 0.1."),
@@ -111,9 +92,6 @@ PPO_PROBLEMS = [
     ("--rollout_batch_size 128 --vllm_generate_batch_size 256",
      "--vllm_generate_batch_size 256 is more than --rollout_batch_size 128: only --async_train "
      "generates ahead. Add it, or type --vllm_generate_batch_size 128."),
-    ("--async_train --vllm_num_engines 0",
-     "--async_train needs engines of its own, and --vllm_num_engines is 0: the policy cannot "
-     "generate while it is trained. Type --vllm_num_engines 1."),
     # Two names of one setting must agree.
     ("--bf16 --ds.param_dtype fp16",
      "--ds.param_dtype fp16 contradicts --bf16: both set ds.param_dtype. Leave one of them out."),
@@ -125,28 +103,9 @@ PPO_PROBLEMS = [
      "out."),
 ]  # fmt: skip
 PROBLEMS = [
-    (SFTConfig, "--ds_tensor_parallel_size 2 --zero_stage 3",
-     "--ds_tensor_parallel_size 2 with --zero_stage 3: not supported. Leave one of them out."),
-    (SFTConfig, "--use_ds_universal_ckpt --optim muon",
-     "--use_ds_universal_ckpt with --optim muon: not supported. Leave one of them out."),
-    (SFTConfig, "--grad_accum_dtype bf16 --ds.param_dtype fp32",
-     "--grad_accum_dtype bf16 with fp32: not supported. Leave one of them out."),
-    (SFTConfig, "--load_in_4bit",
-     "--load_in_4bit trains adapters, and --lora_rank is 0. Add --lora_rank 16 or leave "
-     "--load_in_4bit out."),
-    (SFTConfig, "--load_in_4bit --lora_rank 8 --zero_stage 3",
-     "--load_in_4bit with --zero_stage 3: 4-bit weights cannot be split over ranks. Type "
-     "--zero_stage 2."),
     (SFTConfig, "--save_steps 10 --disable_ds_ckpt",
      "--save_steps 10 with --disable_ds_ckpt saves nothing. Add --save_hf_ckpt, or leave one of "
      "them out."),
-    (SFTConfig, "--pretrain_mode --multiturn",
-     "--pretrain_mode is set together with --multiturn. Leave one of them out."),
-    (DPOConfig, "--loss_type exo_pair --label_smoothing 0",
-     "--loss_type exo_pair needs --label_smoothing above 0: 0.0. Type --label_smoothing 0.001."),
-    (DPOConfig, "--ipo --label_smoothing 0.1",
-     "--label_smoothing 0.1 is set with --loss_type ipo, which takes none. Leave it out or type "
-     "one of sigmoid, robust, exo_pair."),
     (KTOConfig, "--train_batch_size 1",
      "--train_batch_size must be at least 2: 1. Type --train_batch_size 2."),
     (PRMConfig, "--apply_chat_template",
@@ -154,16 +113,9 @@ PROBLEMS = [
      "write the template into the data."),
     (PRMConfig, "--reward_tokens +",
      "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
-    (KDConfig, "--pretrain_mode --kd_on_policy",
-     "--pretrain_mode is set together with --kd_on_policy. Leave one of them out."),
     (KDConfig, "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
      "--kd_max_new_tokens 64 leaves no room for a prompt in --max_len 64. Type "
      "--kd_max_new_tokens 32 or --max_len 128."),
-    (BatchInferenceConfig, "generate --post_processor rs",
-     "--post_processor rs needs rewards, and --eval_task generate makes none. Leave it out, and "
-     "type it with --eval_task rm on the output."),
-    (BatchInferenceConfig, "generate --best_of_n 4 --temperature 0",
-     "--best_of_n 4 with --temperature 0 gives one answer 4 times. Leave one out."),
     (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",
      "--reward_template has no {reward}. Write {reward} into it."),
     (LoraCombinerConfig, "m/", "--output_path is --model_path: m. Type another folder."),
@@ -173,6 +125,41 @@ PROBLEMS = [
     (ServeRewardConfig, "--host= ",
      "--host is empty. Type --host 127.0.0.1, or another address of this machine."),
 ]  # fmt: skip
+ASYNC = "--async_train --vllm_num_engines 0 --enable_vllm_is_correction"
+CLASHES = [
+    (PPOConfig, ASYNC, "--async_train with --vllm_num_engines 0"),
+    (PPOConfig, "--is_correction_level off --enable_vllm_is_correction",
+     "--is_correction_level off with --enable_vllm_is_correction"),
+    (PPOConfig, "--is_correction_level seq --is_correction_mode clip",
+     "--is_correction_mode clip with --is_correction_level seq"),
+    (PPOConfig, "--aux_loss_coef 0.1 --gradient_checkpointing "
+     "--gradient_checkpointing_use_reentrant",
+     "--aux_loss_coef with --gradient_checkpointing_use_reentrant"),
+    (SFTConfig, "--ds_tensor_parallel_size 2 --zero_stage 3",
+     "--ds_tensor_parallel_size 2 with --zero_stage 3"),
+    (SFTConfig, "--use_ds_universal_ckpt --optim muon",
+     "--use_ds_universal_ckpt with --optim muon"),
+    (SFTConfig, "--grad_accum_dtype bf16 --ds.param_dtype fp32",
+     "--grad_accum_dtype bf16 with fp32"),
+    (SFTConfig, "--load_in_4bit", "--load_in_4bit with --lora_rank 0"),
+    (SFTConfig, "--load_in_4bit --lora_rank 8 --zero_stage 3",
+     "--load_in_4bit with --zero_stage 3"),
+    (SFTConfig, "--pretrain_mode --multiturn", "--pretrain_mode with --multiturn"),
+    (DPOConfig, "--loss_type exo_pair --label_smoothing 0",
+     "--label_smoothing 0.0 with --loss_type exo_pair"),
+    (DPOConfig, "--ipo --label_smoothing 0.1", "--label_smoothing 0.1 with --loss_type ipo"),
+    (KDConfig, "--pretrain_mode --kd_on_policy", "--pretrain_mode with --kd_on_policy"),
+    (BatchInferenceConfig, "generate --post_processor rs",
+     "--post_processor rs with --eval_task generate"),
+    (BatchInferenceConfig, "generate --best_of_n 4 --temperature 0",
+     "--best_of_n 4 with greedy sampling"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config_class", "line", "both"), CLASHES)
+def test_settings_that_do_not_go_together_are_named(config_class, line, both):
+    expected = f"{both}: not supported. Leave one of them out."
+    assert problems(config_class, NEEDS[config_class] + line) == [expected]
 
 
 @pytest.mark.parametrize(
