@@ -215,10 +215,7 @@ def render(
     """Return the dialogue as the chat template writes it; raise RowError when the template refuses
     it.
     """
-    text, _ = _run_template(
-        encoder, messages, add_generation_prompt=add_generation_prompt, tools=tools
-    )
-    return text
+    return _run_template(encoder, messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
 
 def render_dialogue(
@@ -243,7 +240,7 @@ def render_dialogue(
     if not learnt:
         raise RowError(f"the last message is the {messages[-1]['role']}'s, not the assistant's")
     if _GENERATION_MARKER.search(chat_template_of(encoder.tokenizer)):
-        text, spans = _run_template(encoder, messages, tools=tools, wants_spans=True)
+        text, spans = _run_template(encoder, messages, tools, wants_spans=True)
         spans = spans[len(turns) - len(learnt) :]
     else:
         text = render(encoder, messages, tools=tools)
@@ -287,20 +284,14 @@ def _prefix_span(
 
 
 def _run_template(
-    encoder: TextEncoder,
-    messages: Sequence[Message],
-    *,
-    tools: object,
-    add_generation_prompt: bool = False,
-    wants_spans: bool = False,
+    encoder: TextEncoder, messages: Sequence[Message], tools: object, **options: bool
 ) -> tuple[str, list[Span]]:
     try:
         return render_chat(
             encoder.tokenizer,
-            [_hide(encoder, message) for message in messages],
-            tools=_hide_value(encoder, _tool_list(tools)),
-            add_generation_prompt=add_generation_prompt,
-            wants_spans=wants_spans,
+            [_hide(encoder, _without_nulls(message)) for message in messages],
+            tools=_hide(encoder, _tool_list(tools)),
+            **options,
         )
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
@@ -341,23 +332,16 @@ def _to_message(item: object) -> Message:
     return {"role": role, "content": "" if content is None else content, **others}
 
 
-def _hide(encoder: TextEncoder, message: Message) -> Message:
-    return {
-        key: value if key == "role" else _hide_value(encoder, _without_nulls(value))
-        for key, value in message.items()
-    }
-
-
-def _hide_value(encoder: TextEncoder, value: Any) -> Any:
+def _hide(encoder: TextEncoder, value: Any) -> Any:
     """Return the value with a stand-in for every special token in its texts, those of keys
     included.
     """
     if isinstance(value, str):
         return encoder.hide(value)
     if isinstance(value, Mapping):
-        return {_hide_value(encoder, k): _hide_value(encoder, v) for k, v in value.items()}
+        return {_hide(encoder, k): _hide(encoder, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_hide_value(encoder, item) for item in value]
+        return [_hide(encoder, item) for item in value]
     return value
 
 

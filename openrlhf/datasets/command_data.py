@@ -129,7 +129,7 @@ def row_format(config: SupervisedConfig) -> RowFormat:
                 label_key=_if_given(data, "label_key"),
                 placeholder_token=config.model.placeholder_token or "",
                 reward_tokens=config.model.reward_tokens or (),
-                **_common(data, data.max_len, data.overlong_rows) | {"input_template": None},
+                **_common(data, data.max_len, data.overlong_rows),
             )
     raise AssertionError(type(config).__name__)
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import pyarrow as pa
 from datasets import Dataset
 
 from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import RENDERED
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import Tokenizer, chat_template_of
 
 PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
@@ -46,9 +45,6 @@ def holds_answers(found: Sequence[str]) -> bool:
 
 def holds_dialogues(rows: Dataset, column: str) -> bool:
     """Return True if the first value of a column that is not empty is a message list."""
-    kind = rows.features.arrow_schema.field(column).type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
-        return False
     return isinstance(next(filter(None, rows[column]), None), (list, tuple, Mapping))
 
 
@@ -58,18 +54,10 @@ def uses_chat_template(
     """Return True if the chat template renders the rows: as the flag says, or else where a column
     holds dialogues. Raise ConfigError when there is no template.
     """
-    if asked is not None:
-        if asked:
-            chat_template_of(tokenizer)
-        return asked
-    dialogues = [column for column in columns if holds_dialogues(rows, column)]
-    if dialogues and not tokenizer.chat_template:
-        raise ConfigError(
-            f"column '{dialogues[0]}' holds message lists, but the tokenizer "
-            f"{tokenizer.name_or_path} has no chat template. Give one with "
-            "--tokenizer_chat_template, or a model that has one."
-        )
-    return bool(dialogues)
+    is_chat = any(holds_dialogues(rows, name) for name in columns) if asked is None else asked
+    if is_chat:
+        chat_template_of(tokenizer)
+    return is_chat
 
 
 def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:

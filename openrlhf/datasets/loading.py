@@ -50,7 +50,7 @@ def load_rows(
     spec: str,
     *,
     split: str = "train",
-    probs: str | Sequence[float] | None = None,
+    probs: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
     expect_rows: str | None = None,
@@ -70,7 +70,7 @@ def load_rows(
         raise ConfigError(
             "no data set is named. Give files, folders or hub names, separated by commas."
         )
-    weights = parse_probs(probs, names)
+    weights = _parse_probs(probs, names)
     counts = _one_for_each(expect_rows, names, "--expect_rows")
     hashes = _one_for_each(expect_sha256, names, "--expect_sha256")
     if not are_drawn():
@@ -85,12 +85,12 @@ def load_rows(
     return _blend(found, weights, seed, max_samples)
 
 
-def parse_probs(probs: str | Sequence[float] | None, names: list[str]) -> list[float] | None:
+def _parse_probs(probs: str | None, names: Sequence[str]) -> list[float] | None:
     """Return blending probabilities that sum to 1, or None for one data set after the other."""
-    if probs is None or probs == "":
+    if not probs:
         return None
     try:
-        weights = [float(item) for item in (probs.split(",") if isinstance(probs, str) else probs)]
+        weights = [float(item) for item in probs.split(",")]
     except ValueError:
         weights = []
     if len(weights) != len(names) or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-3:

@@ -21,7 +21,6 @@ from openrlhf.datasets.chat import (
     Message,
     Rendered,
     RowError,
-    fill_template,
     is_blank,
     plain_text,
     render_dialogue,
@@ -29,6 +28,7 @@ from openrlhf.datasets.chat import (
     to_messages,
 )
 from openrlhf.datasets.conventions import number_of, pick_columns, uses_chat_template
+from openrlhf.datasets.sft_dataset import preprocess_data as answered_texts
 from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
 from openrlhf.errors import DataError
 
@@ -190,16 +190,12 @@ def preprocess_data(
 
     For scripts that prepare data as they did for OpenRLHF.
     """
-    prompt = ""
-    if prompt_key and apply_chat_template is None:
-        prompt = fill_template(input_template, plain_text(data[prompt_key], prompt_key))
-    sides = []
-    for side in (chosen_key, rejected_key):
-        if apply_chat_template is None:
-            sides.append(plain_text(data[side], side))
-            continue
-        messages = to_messages(data[prompt_key]) if prompt_key else []
-        messages += to_messages(data[side], text_role="assistant")
-        prompt = apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        sides.append(apply_chat_template(messages, tokenize=False).removeprefix(prompt))
-    return prompt, sides[0], sides[1], float(number_of(data.get("margin")) or 0)
+    sides, apply = (chosen_key, rejected_key), apply_chat_template
+    if prompt_key:
+        pairs = [answered_texts(data, input_template, prompt_key, name, apply) for name in sides]
+    elif apply is not None:
+        pairs = [answered_texts(data, None, name, None, apply) for name in sides]
+    else:
+        pairs = [("", plain_text(data[name], name)) for name in sides]
+    (prompt, chosen), (_, rejected) = pairs
+    return prompt, chosen, rejected, float(number_of(data.get("margin")) or 0)

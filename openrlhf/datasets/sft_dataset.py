@@ -79,7 +79,7 @@ class SFTFormat(RowFormat):
         likely = next((name for name in LIKELY_ANSWERS if name in found), "NAME")
         raise DataError(
             f"no response column is given; columns found: {', '.join(found)}. Type --input_key "
-            f"{prompt} --output_key {likely}, or --pretrain_mode to learn every token."
+            f"{prompt} --output_key {likely}."
         )
 
     def is_whole_text(self, columns: Columns, rows: Dataset) -> bool:

@@ -327,7 +327,7 @@ class TokenizedDataset(ABC):
                 remove_columns=rows.column_names,
                 features=_FEATURES,
                 new_fingerprint=key,
-                num_proc=min(num_cores(), MAX_PROCESSES) if is_parallel else None,
+                num_proc=min(os.cpu_count() or 1, MAX_PROCESSES) if is_parallel else None,
                 cache_file_name=str(folder / f"{key}.arrow"),
             )
 
@@ -404,13 +404,6 @@ class TokenizedDataset(ABC):
             raise DataError(
                 f"none of {num_rows} rows can be learned from ({reasons}). Check {self.flags}."
             )
-
-
-def num_cores() -> int:
-    """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def as_recognised(

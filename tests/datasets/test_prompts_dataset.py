@@ -116,10 +116,9 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
 def test_dialogues_without_a_template_to_render_them_are_one_line(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(
-        ConfigError, match=r"'messages' holds message lists, but the tokenizer .*"
-    ) as e:
+        ConfigError, match=r"has no chat template\. Give one with --tokenizer_chat_te"
+    ):
         prompts(tokenizer, [{"messages": [{"role": "user", "content": "hi"}]}])
-    assert "has no chat template. Give one with --tokenizer_chat_template" in str(e.value)
 
 
 def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):

@@ -208,7 +208,7 @@ def test_a_missing_response_column_lists_the_columns(tokenizer):
 @pytest.mark.parametrize("input_key", [None, "input"])
 def test_rows_of_input_and_output_say_what_to_type(tokenizer, input_key, is_chat):
     rows = [{"input": "a", "output": "b"}]
-    said = "columns found: input, output. Type --input_key input --output_key output, or"
+    said = "columns found: input, output. Type --input_key input --output_key output"
     with pytest.raises(DataError, match=said):
         examples(tokenizer, rows, input_key=input_key, apply_chat_template=is_chat)
     keys = {"input_key": "input", "output_key": "output"}

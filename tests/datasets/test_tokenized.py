@@ -87,7 +87,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def use_processes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenized, "PARALLEL_ROWS", 1 if number > 1 else 10**9)
-    monkeypatch.setattr(tokenized, "num_cores", lambda: number)
+    monkeypatch.setattr(tokenized.os, "cpu_count", lambda: number)
 
 
 def content(data: TokenizedDataset) -> list[object]:

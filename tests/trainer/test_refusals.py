@@ -83,8 +83,8 @@ CASES = {
         "dpo",
         "--pretrain {folder}/untemplated",
         [make_row(input=[QUESTION], chosen=[REPLY], rejected=[REPLY | {"content": "b"}])],
-        "'input' holds message lists, but the tokenizer {folder}/untemplated has no chat "
-        "template. Give one with --tokenizer_chat_template",
+        "tokenizer {folder}/untemplated has no chat template. Give one with "
+        "--tokenizer_chat_template",
     ),
 }
 
@@ -261,7 +261,7 @@ def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, re
     ("command", "flags", "names"),
     [
         ("sft", "--input_key q --output_key a", ["q", "a"]),
-        ("dpo", "--prompt_key q --chosen_key good --rejected_key bad", ["good", "bad", "q"]),
+        ("dpo", "--prompt_key q --chosen_key good --rejected_key bad", ["q", "good", "bad"]),
         ("prm", "--input_key q --label_key gold", ["q", "gold"]),
     ],
 )
