@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from openrlhf.distributed.backend import shut_down
 from openrlhf.distributed.checkpoints import RunCheckpoints
+from openrlhf.distributed.collectives import shut_down
 
 CLOCKED = ("time", "timing", "token")
 

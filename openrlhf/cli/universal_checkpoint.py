@@ -1,5 +1,7 @@
-"""Convert the latest checkpoint of a run, so that another number of ranks or another ZeRO stage
-goes on from it without waiting: `python -m openrlhf.cli.universal_checkpoint --ckpt_path ...`.
+"""Check that the latest checkpoint of a run is whole, so that another number of ranks or another
+ZeRO stage can go on from it: `python -m openrlhf.cli.universal_checkpoint --ckpt_path ...`.
+
+Checkpoints need no conversion; scripts that convert one first keep working.
 """
 
 from __future__ import annotations
@@ -10,20 +12,17 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert what every model of the checkpoint keeps."""
+    """Verify the latest checkpoint and print how to go on from it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ckpt_path", type=Path, default=Path("./ckpt/checkpoints"))
-    parser.add_argument("--num_workers", type=int, default=4, help="processes that convert")
+    parser.add_argument("--num_workers", type=int, default=4, help="has no effect")
     args = parser.parse_args(argv)
-    from openrlhf.distributed import engine_state  # noqa: PLC0415 - --help must not import torch
-    from openrlhf.distributed.checkpoints import CheckpointStore  # noqa: PLC0415 - as above
+    from openrlhf.distributed.checkpoints import CheckpointStore  # noqa: PLC0415 - imports torch
 
     saved = CheckpointStore(args.ckpt_path).latest()
     if saved is None:
         parser.error(f"there is no checkpoint in {args.ckpt_path}. Type the --ckpt_path of a run.")
-    for facts in sorted(saved.path.glob(f"*/{engine_state.ENGINE}")):
-        engine_state.convert(facts.parent, num_workers=args.num_workers)
-        print(f"{facts.parent} can be taken up by any number of ranks")
+    print(f"{saved.path}: --load_checkpoint --use_ds_universal_ckpt goes on from it")
 
 
 if __name__ == "__main__":

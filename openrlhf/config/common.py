@@ -30,7 +30,8 @@ from openrlhf.config.base import (
 )
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
-# The names of transformers.SchedulerType; written out because importing transformers takes seconds.
+# Names of transformers.SchedulerType, but those that watch the loss; written out because importing
+# transformers takes seconds.
 Schedule = Literal[
     "linear",
     "cosine",
@@ -39,11 +40,9 @@ Schedule = Literal[
     "constant",
     "constant_with_warmup",
     "inverse_sqrt",
-    "reduce_lr_on_plateau",
     "cosine_with_min_lr",
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
-    "greedy",
 ]
 
 

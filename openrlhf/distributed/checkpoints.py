@@ -18,10 +18,10 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ class Saved:
     state: dict[str, Any]  # what the run noted of itself, as JSON
 
 
+class Folders(NamedTuple):
+    """What may be kept of a step."""
+
+    states: Path
+    export: Path
+    best: Path
+
+
 class CheckpointStore:
     """The folders under one root; every method is for one process alone."""
 
@@ -72,6 +80,15 @@ class CheckpointStore:
         self.root = root
         self.max_num = max_num
         self.max_gib = max_gib
+
+    def folders(self, step: int, *, prefix: str = "") -> Folders:
+        """Return the folders of a step, whether they exist or not; those of the prefix
+        `manifest.TEMPORARY` count for nothing before they are sealed.
+        """
+        name = f"global_step{step}"
+        return Folders(
+            *(self.root / f"{prefix}{n}" for n in (name, f"{name}_hf", f"best_{name}_hf"))
+        )
 
     def remove_torn(self) -> None:
         """Remove what a run that died left half written."""
@@ -81,11 +98,14 @@ class CheckpointStore:
     def latest(self) -> Saved | None:
         """Return the checkpoint of the highest step that verifies; damaged ones are named."""
         for step in reversed(self.steps()):
-            path = self.root / f"global_step{step}"
+            path = self.folders(step).states
+            if not path.is_dir():
+                continue
             try:
-                if path.is_dir():
-                    return self._read(path, step)
-            except CheckpointError as error:
+                if (found := manifest.verify(path).get("step")) != step:
+                    raise CheckpointError(f"{path} holds step {found}.")
+                return Saved(path, step, json.loads((path / STATE).read_text()))
+            except (CheckpointError, OSError, ValueError) as error:
                 warn(f"{error} Checkpoint {path.name} is damaged and passed over.")
         return None
 
@@ -96,19 +116,18 @@ class CheckpointStore:
         by step, so they must not stand among its own.
         """
         later = [step for step in self.steps() if step > after_step]
-        return self._move_aside([path for step in later for path in self._folders(step)])
+        return move_aside(self.root, [path for step in later for path in self._kept(step)])
 
     def set_best_aside(self) -> Path | None:
         """Move the best model away, which is one by another metric or of another run."""
-        return self._move_aside(sorted(self.root.glob(_BEST)))
+        return move_aside(self.root, sorted(self.root.glob(_BEST)))
 
-    def stage(self, step: int) -> tuple[Path, Path]:
-        """Return folders for the states (empty) and the model (missing) of a step; nothing in them
-        counts before the commit. Raise CheckpointError if the disk has no room for them.
+    def stage(self, step: int) -> Folders:
+        """Return folders to write what is kept of a step; that of the states exists. Nothing counts
+        before it is sealed. Raise CheckpointError if the disk has no room for one like the last.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        last = self.steps()[-1:]
-        needed = sum(int(SPACE_FACTOR * self.num_bytes(step)) for step in last)
+        needed = sum(int(SPACE_FACTOR * self.num_bytes(last)) for last in self.steps()[-1:])
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise CheckpointError(
@@ -116,9 +135,9 @@ class CheckpointStore:
                 f"{needed / GIB:.2f} GB. Make room, or lower --max_ckpt_num."
             )
         self.discard(step)
-        states, export, _ = self._staged(step)
-        states.mkdir()
-        return states, export
+        staged = self.folders(step, prefix=manifest.TEMPORARY)
+        staged.states.mkdir()
+        return staged
 
     def commit(self, step: int, state: Mapping[str, object] | None) -> None:
         """Make the staged folders count; `state` is what a resumed run reads, None where it could
@@ -126,30 +145,26 @@ class CheckpointStore:
 
         The model goes first: a run that dies between the two writes it again.
         """
-        states, export, _ = self._staged(step)
-        if export.exists():
-            self._seal(export, step, {})
-        if state is None:
-            shutil.rmtree(states)
-            return
-        manifest.write_json(states / STATE, state)
-        self._seal(states, step, {})
+        staged = self.folders(step, prefix=manifest.TEMPORARY)
+        if staged.export.exists():
+            self._seal(staged.export, step, {})
+        if state is not None:
+            manifest.write_json(staged.states / STATE, state)
+            self._seal(staged.states, step, {})
+        self.discard(step)
 
     def commit_best(self, step: int, facts: Mapping[str, object]) -> None:
         """Make the staged best model count; the one before is removed afterwards."""
         before = list(self.root.glob(_BEST))
-        final = self._seal(self._staged(step)[2], step, facts)
-        self._remove([path for path in before if path != final])
-
-    def stage_best(self, step: int) -> Path:
-        """Return where to write the model of a step that is the best so far."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        final = self._seal(self.folders(step, prefix=manifest.TEMPORARY).best, step, facts)
         self.discard(step)
-        return self._staged(step)[2]
+        for path in before:
+            if path != final:
+                manifest.remove(path)
 
     def discard(self, step: int) -> None:
         """Remove what was staged for a step."""
-        for path in self._staged(step):
+        for path in self.folders(step, prefix=manifest.TEMPORARY):
             shutil.rmtree(path, ignore_errors=True)
 
     def rotate(self) -> None:
@@ -157,7 +172,8 @@ class CheckpointStore:
         sizes = {step: self.num_bytes(step) for step in self.steps()}
         max_bytes = self.max_gib * GIB
         for step in superfluous(sizes, max_num=self.max_num, max_bytes=max_bytes):
-            self._remove(self._folders(step))
+            for path in self._kept(step):
+                manifest.remove(path)
 
     def best(self) -> dict[str, Any] | None:
         """Return the manifest of the best model; None where there is none that is whole."""
@@ -171,9 +187,7 @@ class CheckpointStore:
 
     def find(self, step: int) -> Path | None:
         """Return the folder that keeps a step, a model before resumable states, if there is one."""
-        states, export, best = _names(step)
-        paths = [self.root / name for name in (best, export, states)]
-        return next((path for path in paths if path.is_dir()), None)
+        return next((path for path in reversed(self.folders(step)) if path.is_dir()), None)
 
     def steps(self) -> list[int]:
         """Return the steps of which something is kept, the best model apart."""
@@ -183,38 +197,16 @@ class CheckpointStore:
 
     def num_bytes(self, step: int) -> int:
         """Return the size of what is kept of a step."""
-        return sum(map(manifest.num_bytes, self._folders(step)))
+        return sum(map(manifest.num_bytes, self._kept(step)))
 
-    def _folders(self, step: int) -> list[Path]:
-        states, export, _ = _names(step)
-        return [path for name in (states, export) if (path := self.root / name).is_dir()]
-
-    def _staged(self, step: int) -> list[Path]:
-        return [self.root / f"{manifest.TEMPORARY}{name}" for name in _names(step)]
+    def _kept(self, step: int) -> list[Path]:
+        return [path for path in self.folders(step)[:2] if path.is_dir()]
 
     def _seal(self, staged: Path, step: int, facts: Mapping[str, object]) -> Path:
         final = self.root / staged.name.removeprefix(manifest.TEMPORARY)
-        facts = {**facts, "step": step, "libraries": library_versions()}
-        manifest.seal(staged, final, facts)
+        manifest.seal(staged, final, {**facts, "step": step, "libraries": library_versions()})
         manifest.verify(final, contents=False)
         return final
-
-    def _remove(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            # A folder that loses its files one by one must not look like a checkpoint.
-            shutil.rmtree(path.rename(path.with_name(f"{manifest.TEMPORARY}{path.name}")))
-
-    def _move_aside(self, paths: Sequence[Path]) -> Path | None:
-        return move_aside(self.root, paths) if paths else None
-
-    def _read(self, path: Path, step: int) -> Saved:
-        facts = manifest.verify(path)
-        if facts.get("step") != step:
-            raise CheckpointError(f"{path} holds step {facts.get('step')}.")
-        try:
-            return Saved(path, step, json.loads((path / STATE).read_text()))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path / STATE} cannot be read ({error}).") from None
 
 
 def superfluous(sizes: Mapping[int, int], *, max_num: int, max_bytes: float) -> list[int]:
@@ -230,10 +222,6 @@ def superfluous(sizes: Mapping[int, int], *, max_num: int, max_bytes: float) -> 
             break
         kept.append(step)
     return sorted(sizes.keys() - set(kept))
-
-
-def _names(step: int) -> tuple[str, str, str]:
-    return f"global_step{step}", f"global_step{step}_hf", f"best_global_step{step}_hf"
 
 
 @dataclass(frozen=True)
@@ -333,22 +321,35 @@ class RunCheckpoints:
         `write` fills the resumable part, `export` writes a Hugging Face model, `state` is what the
         run notes of itself, as JSON. Raises CheckpointError when it failed several times in a row.
         """
+        notes = {**state, "data": asdict(self.data), "settings": self.settings}
+        is_resumable = not self.config.disable_ds
         try:
             with progress("saving a checkpoint"):
-                self._save(step, write, export, state)
+                staged = on_main(lambda: self.store.stage(step))
+                if is_resumable:
+                    together(lambda: write(staged.states))
+                if self.config.save_hf:
+                    together(lambda: export(staged.export))
+                on_main(lambda: self.store.commit(step, notes if is_resumable else None))
         except CheckpointError as error:
-            self.num_failed += 1
-            line = f"checkpoint of step {step} was not saved: {error}"
-            if is_main():
-                self.store.discard(step)
-            if self.num_failed >= MAX_FAILED_SAVES:
-                message = f"{line} It is failure {self.num_failed} in a row: stopping."
-                raise CheckpointError(message) from None
-            if is_main():
-                warn(f"{line} The earlier ones are kept, training goes on.")
+            self._note_failure(step, error)
             return False
         self.num_failed = 0
+        try:
+            on_main(self.store.rotate)
+        except CheckpointError as error:
+            warn_on_main(f"old checkpoints could not be removed: {error}")
         return True
+
+    def _note_failure(self, step: int, error: CheckpointError) -> None:
+        """Say that a save failed; raise CheckpointError when several in a row did."""
+        if is_main():
+            self.store.discard(step)
+        self.num_failed += 1
+        line = f"checkpoint of step {step} was not saved: {error}"
+        if self.num_failed >= MAX_FAILED_SAVES:
+            raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
+        warn_on_main(f"{line} The earlier ones are kept, training goes on.")
 
     def save_last(self, save: Callable[[], bool]) -> str:
         """Save a run that was asked to stop, even if it keeps no checkpoints.
@@ -373,48 +374,37 @@ class RunCheckpoints:
         return True if it was saved. A failure costs a line.
         """
         try:
-            path = on_main(lambda: self.store.stage_best(step))
-            together(lambda: export(path))
+            staged = on_main(lambda: self.store.stage(step))
+            together(lambda: export(staged.best))
             on_main(lambda: self.store.commit_best(step, facts))
         except CheckpointError as error:
             if is_main():
                 self.store.discard(step)
-                warn(f"the best model (step {step}) was not saved: {error}")
+            warn_on_main(f"the best model (step {step}) was not saved: {error}")
             return False
         return True
 
-    def _save(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        export: Callable[[Path], None],
-        state: Mapping[str, object],
-    ) -> None:
-        states, model = on_main(lambda: self.store.stage(step))
-        notes = {**state, "data": asdict(self.data), "settings": self.settings}
-        if not self.config.disable_ds:
-            together(lambda: write(states))
-        if self.config.save_hf:
-            together(lambda: export(model))
-        on_main(lambda: self.store.commit(step, None if self.config.disable_ds else notes))
-        try:
-            on_main(self.store.rotate)
-        except CheckpointError as error:
-            if is_main():
-                warn(f"old checkpoints could not be removed: {error}")
+    def set_later_aside(self) -> Path | None:
+        """Move what the run does not go on from away."""
+        return self.store.set_aside(after_step=-1 if self.saved is None else self.saved.step)
 
     def _take_root(self) -> None:
         """Make room in a checkpoint root that the run did not use so far."""
         try:
             with holding(self.store.root, "--ckpt_path"):
                 self.store.remove_torn()
-                after_step = -1 if self.resume_step is None else self.resume_step
-                self.store.set_aside(after_step=after_step)
+                self.set_later_aside()
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
 
     def _finish(self, step: int | None) -> dict[str, Any]:
         return {"step": step, "data": asdict(self.data)}
+
+
+def warn_on_main(line: str) -> None:
+    """Print a warning once, on the main rank."""
+    if is_main():
+        warn(line)
 
 
 def open_checkpoints(
@@ -435,18 +425,17 @@ def open_checkpoints(
         settings |= {KIND: type(command).__name__, **settings_of(command)}
     checkpoints = RunCheckpoints(config, data, settings=settings)
     saved = checkpoints.saved = on_main(lambda: _find(checkpoints))
-    together(lambda: _check_is_seen(saved))
     if saved is not None:
-        _check_is_of(saved, settings)
+        together(lambda: _check_is_seen(saved))
         data.check(saved.state["data"], saved.path)
         if is_main():
             notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
-        _say_changes(command, evaluation, saved)
+        if command is not None:
+            _say_changes(command, settings, saved)
     if config.save_steps > 0:
-        after_step = -1 if saved is None else saved.step
-        aside = on_main(lambda: checkpoints.store.set_aside(after_step=after_step))
-        if aside is not None and is_main():
-            warn(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
+        aside = on_main(checkpoints.set_later_aside)
+        if aside is not None:
+            warn_on_main(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
     return checkpoints
 
 
@@ -461,37 +450,29 @@ def _find(checkpoints: RunCheckpoints) -> Saved | None:
     return saved
 
 
-def _check_is_seen(saved: Saved | None) -> None:
-    if saved is not None and not (saved.path / STATE).is_file():
+def _check_is_seen(saved: Saved) -> None:
+    if not (saved.path / STATE).is_file():
         raise CheckpointError(
             f"{saved.path} is not seen by every rank: --ckpt_path must be shared."
         )
 
 
-def _check_is_of(saved: Saved, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a checkpoint was written by another command."""
-    own, found = settings.get(KIND), saved.state.get("settings", {}).get(KIND)
-    if None not in (own, found) and own != found:
+def _say_changes(command: RunConfig, settings: Mapping[str, Any], saved: Saved) -> None:
+    """Say what changed since the checkpoint was written; raise ConfigError for what may not."""
+    before = saved.state.get("settings", {})
+    if before.get(KIND, settings[KIND]) != settings[KIND]:
         raise ConfigError(
             f"--ckpt_path {saved.path.parent} holds the checkpoints of another command. Type "
             "another --ckpt_path, or leave --load_checkpoint out."
         )
-
-
-def _say_changes(command: RunConfig | None, evaluation: str | None, saved: Saved) -> None:
-    """Say what changed since the checkpoint was written; raise ConfigError for what may not."""
-    before = saved.state.get("settings", {})
-    if command is None:
-        return
-    lines = check_settings(command, before, path=saved.path)
-    if None not in (evaluation, before.get(EVALUATION)) and evaluation != before[EVALUATION]:
-        lines.append(
+    for line in check_settings(command, before, path=saved.path):
+        warn_on_main(line)
+    hashes = (before.get(EVALUATION), settings[EVALUATION])
+    if None not in hashes and hashes[0] != hashes[1]:
+        warn_on_main(
             f"the evaluation data changed since {saved.path} was written: its metrics of before "
             "and of now are not of the same samples"
         )
-    for line in lines:
-        if is_main():
-            warn(line)
 
 
 def export_final(export: Callable[[Path], None], path: Path) -> None:

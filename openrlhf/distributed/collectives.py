@@ -1,20 +1,126 @@
-"""Small collectives over named numbers, picklable objects and work on files; in a world of one each
-is the identity.
+"""The ranks of a run: how they meet, what they tell one another, and who notices that one is gone.
 
-Numbers travel as float64, in the order of their sorted names: every rank must bring the same names.
+Everything here works without a launcher (a world of one needs no port, and each collective is the
+identity there) and without CUDA (gloo, DeepSpeed on CPU). Numbers travel as float64, in the order
+of their sorted names: every rank must bring the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from openrlhf.errors import CheckpointError
+from openrlhf.distributed.topology import Topology
+from openrlhf.errors import CheckpointError, EngineError, first_line
+from openrlhf.utils.logging import warn
 
 Thing = TypeVar("Thing")
+
+RANK_TIMEOUT_S = 600.0
+PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
+BEAT, GOODBYE = b"beat", b"goodbye"
+BEAT_EVERY_S = 2.0
+SAY_AFTER_S = 20.0  # then after twice as long, and so on
+
+# DeepSpeed looks for an accelerator when it is first imported, be it by transformers.
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def import_deepspeed() -> ModuleType:
+    """Import DeepSpeed, told which accelerator to use: it decides while it is imported."""
+    import deepspeed  # noqa: PLC0415 - DS_ACCELERATOR must be set before this import
+    from deepspeed.utils import logger as deepspeed_logger  # noqa: PLC0415 - as above
+
+    deepspeed_logger.setLevel(logging.WARNING)
+    # A shared-memory all-reduce for CPU inference, which nothing here calls: it would be compiled
+    # at start-up.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def device_of(topology: Topology) -> torch.device:
+    """Return the device of this rank; Ray may show a process one GPU, whatever its local rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+
+
+def init_process_group(
+    topology: Topology, *, rank_timeout_s: float = RANK_TIMEOUT_S
+) -> torch.device:
+    """Join the world (NCCL on CUDA, gloo on CPU) and return this rank's device; a second call only
+    returns it. A collective fails after three times `rank_timeout_s`.
+    """
+    timeout = timedelta(seconds=PATIENCE * rank_timeout_s)
+    device = device_of(topology)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    deepspeed = import_deepspeed()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # DeepSpeed makes groups of its own without a word about time: they get what torch gives then.
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+    os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
+    if not dist.is_initialized():
+        # A world of one meets in its own memory: no port to race for.
+        store = dist.HashStore() if topology.world_size == 1 else None
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timeout,
+        )
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
+            rank=topology.rank,
+            world_size=topology.world_size,
+        )
+    return device
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Turn the failure of a collective in the block into an error that names the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_lost = "gloo/transport" in str(error) or isinstance(error, dist.DistError)
+        if not is_lost or not dist.is_initialized():
+            raise
+        own = f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}"
+        raise EngineError(
+            f"{own} (pid {os.getpid()}) waited for another rank, which has stopped, ended or taken "
+            f"longer than {PATIENCE:g} times --rank_timeout_s: {first_line(error)}"
+        ) from error
+
+
+def shut_down() -> None:
+    """Leave the world together: a rank that just exits can tear down the sockets of one still
+    working.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        import_deepspeed().comm.destroy_process_group()
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -103,3 +209,83 @@ def _all_reduce(
     packed = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=operation, group=group)
     return dict(zip(names, packed.tolist(), strict=True))
+
+
+@contextmanager
+def watching_ranks(deadline_s: float) -> Iterator[None]:
+    """Have each rank hear from the next one during the block; all of them enter it.
+
+    One that was stopped (SIGSTOP, a paused container) says nothing. It is warned of after a while.
+    At the deadline the rank that hears nothing leaves, for no signal gets it out of a collective,
+    and the launcher ends the others. On Ray the controller asks instead.
+    """
+    if world_size() == 1:
+        yield
+        return
+    rank, size = dist.get_rank(), world_size()
+    with _own_socket() as own:
+        who = f"rank {rank} of {size} on node {socket.gethostname()} (pid {os.getpid()})"
+        ranks = all_gather_object((who, own.getsockname()))
+        watched, listener = ranks[(rank + 1) % size][0], ranks[rank - 1][1]
+        is_over = threading.Event()
+        thread = threading.Thread(
+            target=_watch, args=(own, listener, watched, deadline_s, is_over), daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            with suppress(OSError):
+                own.sendto(GOODBYE, listener)
+
+
+def _own_socket() -> socket.socket:
+    """A socket for datagrams at this node's address, as the first rank reaches it."""
+    master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    family, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        host = probe.getsockname()[0]
+    own = socket.socket(family, socket.SOCK_DGRAM)
+    own.settimeout(0)
+    own.bind((host, 0))
+    return own
+
+
+def _watch(
+    own: socket.socket, listener: Any, who: str, deadline_s: float, is_over: threading.Event
+) -> None:
+    """Tell one rank that this one is alive, and hear it of another, until the block is over."""
+    quiet_s, say_after_s, before = 0.0, SAY_AFTER_S, time.monotonic()
+    is_heard = False  # until its first beat: networks may keep datagrams back
+    while True:
+        with suppress(OSError):
+            own.sendto(BEAT, listener)
+        if is_over.wait(BEAT_EVERY_S):
+            return
+        beats, now = _received(own), time.monotonic()
+        # A rank that was itself stopped for an hour has not seen the other one rest.
+        quiet_s, before = quiet_s + min(now - before, 2 * BEAT_EVERY_S), now
+        if beats:
+            quiet_s, say_after_s, is_heard = 0.0, SAY_AFTER_S, GOODBYE not in beats
+        if not is_heard:
+            continue
+        said = f"{who} has not answered for {quiet_s:.0f} s while the other ranks wait for it"
+        if quiet_s >= deadline_s:
+            message = f"{said} (--rank_timeout_s {deadline_s:g})"
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
+            os._exit(EngineError.exit_code)
+        if quiet_s >= say_after_s:
+            say_after_s *= 2
+            warn(f"{said}; the run ends after {deadline_s:g} s (--rank_timeout_s).")
+
+
+def _received(own: socket.socket) -> list[bytes]:
+    beats = []
+    with suppress(OSError):  # there is nothing more
+        while True:
+            beats.append(own.recv(len(GOODBYE)))
+    return beats

@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
 from openrlhf.distributed.manifest import flush, flush_one
-from openrlhf.distributed.weights import base_model_of, full_parameters, to_cpu, trained_parameters
+from openrlhf.distributed.weights import base_model_of, exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
 from openrlhf.utils.progress import progress, tracked
@@ -61,31 +61,26 @@ def export_hf(
     model card says the model was made with; by default this process's own command line.
     """
     assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
-    is_main = collectives.is_main()
-    is_adapter = hasattr(hf_model, "peft_config")
-    if tensors is None:
-        tensors = trained_parameters(hf_model) if is_adapter else full_parameters(hf_model)
-    state = to_cpu(tracked(tensors, "collecting weights"), is_main=is_main)
+    tensors = exported_parameters(hf_model) if tensors is None else tensors
+    state = {}
+    for name, tensor in tracked(tensors, "collecting weights"):
+        if collectives.is_main():
+            state[name] = tensor.detach().to("cpu", copy=True)
 
     def write() -> None:
         try:
             with progress("writing the model's files"):
                 write_folder(hf_model, state, tokenizer, Path(path), command=command)
         except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
+            shutil.rmtree(Path(path) / STAGED, ignore_errors=True)
             num_bytes = sum(tensor.nbytes for tensor in state.values())
-            raise _unwritable(Path(path), error, num_bytes) from None
+            raise CheckpointError(
+                f"the model cannot be written to {path}: "
+                f"{getattr(error, 'strerror', None) or error}. It takes {num_bytes / GB:.2f} GB, "
+                f"{_free_bytes(Path(path)) / GB:.2f} GB are free there."
+            ) from None
 
     collectives.on_main(write)
-
-
-def _unwritable(path: Path, error: Exception, num_bytes: int) -> CheckpointError:
-    """Return why a model could not be written; what there is of it is removed."""
-    shutil.rmtree(path / STAGED, ignore_errors=True)
-    reason = getattr(error, "strerror", None) or str(error)
-    return CheckpointError(
-        f"the model cannot be written to {path}: {reason}. It takes {num_bytes / GB:.2f} GB, "
-        f"{_free_bytes(path) / GB:.2f} GB are free there."
-    )
 
 
 def check_room(hf_model: nn.Module, path: Path, *, num_copies: int = 1) -> None:
@@ -127,13 +122,13 @@ def write_folder(
     generation_config = getattr(hf_model, "generation_config", None)
     if generation_config is not None:
         mend_generation_config(generation_config)
-    with scorable_padding(hf_model, tokenizer) as own_tokenizer:
-        hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
-        if hasattr(hf_model, "peft_config") and hasattr(hf_model.config, "value_head_prefix"):
-            # Name of the value head and scale of its scores have no place in an adapter's files.
-            base_model_of(hf_model).config.save_pretrained(temporary)
-    if own_tokenizer is not None:
-        own_tokenizer.save_pretrained(temporary)
+    hf_model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+    config = base_model_of(hf_model).config
+    if "value_head_prefix" in config.to_dict():  # an adapter's files have no place for it either
+        config, tokenizer = scorable(config, tokenizer)
+        config.save_pretrained(temporary)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
     card = temporary / "README.md"
     card.write_text(model_card(hf_model, command or own_command()))
     for file in temporary.glob("*.safetensors"):
@@ -184,10 +179,8 @@ def library_versions() -> dict[str, str]:
     """Return the version of every installed library that a result depends on."""
     versions = {}
     for name in LIBRARIES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -208,66 +201,44 @@ def _move_in(temporary: Path, path: Path) -> None:
     flush_one(path)
 
 
-@contextmanager
-def scorable_padding(
-    hf_model: nn.Module, tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[PreTrainedTokenizerBase | None]:
-    """Give a model with a scalar head, within the block, a config and a tokenizer whose pad id ends
-    no text; any other model is left as it is.
+def scorable(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
+    """Return copies of config and tokenizer of a model with a scalar head, whose pad id ends no
+    text.
 
     Transformers reads a score at the last token that is not the config's pad id. Where that id also
     ends texts, or the tokenizer pads with another, other tokens than the trained ones are scored.
     Where no such id is to be had the config has none: transformers then scores single texts only.
     """
-    config = base_model_of(hf_model).config
-    if "value_head_prefix" not in config.to_dict():
-        yield tokenizer
-        return
+    config, tokenizer = copy.deepcopy(config), copy.deepcopy(tokenizer)
+    text = config.get_text_config()
+    named, pad_id = text.eos_token_id, text.pad_token_id
+    ends = set(named) if isinstance(named, (list, tuple)) else {named}
     if tokenizer is not None:
-        tokenizer = _padded_apart(tokenizer, config)
-    parts = {id(part): part for part in (config, config.get_text_config())}.values()
-    before = [part.pad_token_id for part in parts]
-    pad_id = config.get_text_config().pad_token_id if tokenizer is None else tokenizer.pad_token_id
-    for part in parts:
-        part.pad_token_id = None if pad_id in _end_ids(config, tokenizer) else pad_id
-    try:
-        yield tokenizer
-    finally:
-        for part, own in zip(parts, before, strict=True):
-            part.pad_token_id = own
+        ends.add(tokenizer.eos_token_id)
+        token = _pad_token(tokenizer, ends, text.vocab_size)
+        if token is not None:
+            tokenizer.add_special_tokens({"pad_token": token})
+        else:
+            warn(
+                f"the tokenizer has no pad token but {tokenizer.pad_token}, which ends texts: "
+                "Transformers scores single texts with this model, and refuses batches."
+            )
+        pad_id = tokenizer.pad_token_id
+    for part in (config, text):
+        part.pad_token_id = None if pad_id in ends else pad_id
+    return config, tokenizer
 
 
-def _padded_apart(
-    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with a pad token that ends no text: its own if it can be, else one it
-    has and texts do not end with, else a new one where the model has an embedding to spare.
+def _pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int], room: int) -> str | None:
+    """Return a token that ends no text: one that there is, or a new one where the model has an
+    embedding to spare.
     """
-    ends = _end_ids(config, tokenizer)
-    if tokenizer.pad_token_id not in (None, *ends):
-        return tokenizer
-    tokenizer, room = copy.deepcopy(tokenizer), config.get_text_config().vocab_size
-    vocabulary = tokenizer.get_vocab()
-    special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), NEW_PAD]
+    special = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
     named = [token for token in special if PADS_TEXT.match(token)]
-    for token in (tokenizer.unk_token, *named, tokenizer.bos_token):
+    vocabulary = tokenizer.get_vocab()
+    for token in (tokenizer.pad_token, tokenizer.unk_token, *named, tokenizer.bos_token):
         if vocabulary.get(token, room) < room and vocabulary[token] not in ends:
-            tokenizer.pad_token = token
-            return tokenizer
-    if len(tokenizer) < room:
-        tokenizer.add_special_tokens({"pad_token": NEW_PAD})
-        return tokenizer
-    warn(
-        f"the tokenizer has no pad token but {tokenizer.pad_token}, which ends texts: Transformers "
-        "scores single texts with this model, and refuses batches."
-    )
-    return tokenizer
-
-
-def _end_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Return the ids that config and tokenizer name as ends."""
-    named = config.get_text_config().eos_token_id
-    ends = list(named) if isinstance(named, (list, tuple)) else [named]
-    if tokenizer is not None:
-        ends.append(tokenizer.eos_token_id)
-    return {token_id for token_id in ends if token_id is not None}
+            return token
+    return NEW_PAD if len(tokenizer) < room else None

@@ -25,9 +25,8 @@ MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side 
 
 
 def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
-    """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`.
-
-    A folder that has the name already is replaced.
+    """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`, in
+    place of a folder that has the name already.
     """
     names = _files_in(temporary)
     files = {
@@ -36,14 +35,11 @@ def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
     }
     write_json(temporary / MANIFEST, {**facts, "files": files})
     flush(temporary)
+    torn = _torn(final)
     if final.exists():
-        replaced = final.with_name(f"{TEMPORARY}replaced-{final.name}")
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-        os.rename(temporary, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        os.rename(temporary, final)
+        final.rename(torn)
+    temporary.rename(final)
+    shutil.rmtree(torn, ignore_errors=True)
     flush_one(final.parent)
 
 
@@ -76,6 +72,18 @@ def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
     return manifest
 
 
+def remove(path: Path) -> None:
+    """Remove a folder, which first loses the name that makes it count."""
+    shutil.rmtree(path.rename(_torn(path)))
+
+
+def _torn(path: Path) -> Path:
+    """Return a free name beside a folder for what no longer counts."""
+    torn = path.with_name(f"{TEMPORARY}removed-{path.name}")
+    shutil.rmtree(torn, ignore_errors=True)
+    return torn
+
+
 def num_bytes(path: Path) -> int:
     """Return the size of all files in a folder."""
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
@@ -103,21 +111,16 @@ def flush_one(path: Path) -> None:
 
 
 def _files_in(path: Path) -> list[str]:
-    """Relative names of the files below a folder; a link could point anywhere and is refused.
-
-    Folders in it with a manifest of their own, and what becomes such a folder, are left out.
+    """Return relative names of the files below a folder; a link could point anywhere and is
+    refused.
     """
-    apart = [found.parent for found in path.rglob(MANIFEST) if found.parent != path]
-    apart += path.glob(f"{TEMPORARY}*")
-    entries = [
-        entry
-        for entry in sorted(path.rglob("*"))
-        if entry != path / MANIFEST and not any(entry.is_relative_to(folder) for folder in apart)
-    ]
-    for entry in entries:
+    names = []
+    for entry in sorted(path.rglob("*")):
         if entry.is_symlink():
             raise CheckpointError(f"{entry} is a link: checkpoints hold plain files.")
-    return [entry.relative_to(path).as_posix() for entry in entries if entry.is_file()]
+        if entry.is_file() and entry != path / MANIFEST:
+            names.append(entry.relative_to(path).as_posix())
+    return names
 
 
 def _digests(path: Path, names: Iterable[str]) -> list[str]:

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
 from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
-from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import warn
 
 logger = logging.getLogger(__name__)
@@ -29,7 +27,6 @@ logger = logging.getLogger(__name__)
 Group = dict[str, object]
 # Counts from 1, so its last value is that of the last update, not the one behind it.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
-METRIC_SCHEDULERS = frozenset({"reduce_lr_on_plateau", "greedy"})  # they watch the loss
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
@@ -83,8 +80,14 @@ def embeddings_and_heads(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from head.parameters()
 
 
-def make_muon(groups: list[Group], optim: OptimizerConfig, *, is_cuda: bool) -> Optimizer:
-    """Return DeepSpeed's Muon over groups of `muon_groups`, with torch's AdamW for the rest."""
+def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -> Optimizer:
+    """Return torch's fused AdamW, which is as fast as DeepSpeed's own with nothing to compile; or
+    DeepSpeed's Muon, with that for the rest.
+    """
+    groups = parameter_groups(model, optim.adam.weight_decay)
+    if optim.optim == "adam":
+        adam = optim.adam
+        return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
     # Imports and would compile Newton-Schulz kernels: only where Muon is used.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
 
@@ -92,92 +95,72 @@ def make_muon(groups: list[Group], optim: OptimizerConfig, *, is_cuda: bool) -> 
     if not is_cuda:  # compiling for a CPU takes longer than it saves, and needs a C++ compiler
         torch.compiler.set_stance("force_eager")
     optimizer = MuonWithAuxAdam(
-        groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True}
+        muon_groups(model, groups, optim),
+        adam_optimizer=torch.optim.AdamW,
+        adam_optimizer_kwargs={"fused": True},
     )
     optimizer.defaults["lr"] = optim.adam.lr  # what schedules with an end value ask for
     return optimizer
 
 
-def scheduler_kwargs(optim: OptimizerConfig, num_updates: int) -> dict[str, float]:
-    """Return the arguments of the named schedule beside horizon and warm-up."""
-    ratio = optim.min_lr_ratio
-    return {
-        "cosine_with_min_lr": {"min_lr_rate": ratio},
-        "cosine_warmup_with_min_lr": {"min_lr_rate": ratio},
-        "polynomial": {"lr_end": ratio * optim.adam.lr},
-        "reduce_lr_on_plateau": {"min_lr": ratio * optim.adam.lr},
-        "greedy": {"min_lr": ratio * optim.adam.lr, "max_lr": optim.adam.lr},
-        "warmup_stable_decay": {
-            "min_lr_ratio": ratio,
-            "num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates)),
-        },
-    }.get(optim.lr_scheduler, {})
-
-
 class LearningRate:
-    """The schedule of one optimizer over `num_updates` updates."""
+    """The schedule of one optimizer over `num_updates` updates: base rate times a factor of the
+    updates done, for each parameter group.
+    """
 
     def __init__(self, optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: int) -> None:
         # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
-        from transformers import SchedulerType, get_scheduler  # noqa: PLC0415
+        from transformers import get_scheduler  # noqa: PLC0415
 
-        names = [kind.value for kind in SchedulerType]
-        if optim.lr_scheduler not in names:
-            raise ConfigError(
-                f"--lr_scheduler {optim.lr_scheduler} is not a schedule. "
-                f"Choose one of: {', '.join(names)}."
-            )
-        self._last_step = num_updates - (optim.lr_scheduler in EARLY_SCHEDULERS)
-        self.num_done = 0
-        self.needs_loss = optim.lr_scheduler in METRIC_SCHEDULERS
-        self._optimizer = optimizer
+        name, ratio = optim.lr_scheduler, optim.min_lr_ratio
+        decay = {"num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates))}
+        kwargs = {
+            "cosine_with_min_lr": {"min_lr_rate": ratio},
+            "cosine_warmup_with_min_lr": {"min_lr_rate": ratio},
+            "polynomial": {"lr_end": ratio * optim.adam.lr},
+            "warmup_stable_decay": {"min_lr_ratio": ratio, **decay},
+        }
         # Rounded down: a run of a few updates must not spend its first one at a rate of 0.
-        self._scheduler = get_scheduler(
-            optim.lr_scheduler,
+        scheduler = get_scheduler(
+            name,
             optimizer,
             num_warmup_steps=int(optim.lr_warmup_ratio * num_updates),
             num_training_steps=num_updates,
-            scheduler_specific_kwargs=scheduler_kwargs(optim, num_updates),
+            scheduler_specific_kwargs=kwargs.get(name, {}),
         )
+        self.num_done = 0
+        self._last_step = num_updates - (name in EARLY_SCHEDULERS)
+        self._groups = optimizer.param_groups
+        self._base_lrs, self._factors = list(scheduler.base_lrs), scheduler.lr_lambdas
 
     @property
     def value(self) -> float:
         """The rate the next update uses (of the first parameter group)."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self._groups[0]["lr"])
 
-    def step(self, loss: float | None = None) -> None:
+    def step(self) -> None:
         """Note one update; past the end the rate stays."""
-        self.num_done += 1
-        if self.num_done > self._last_step:
-            return
-        if self.needs_loss:
-            self._scheduler.step(loss)
-        else:
-            self._scheduler.step()
+        self._stand_at(self.num_done + 1)
 
     def state_dict(self) -> dict[str, object]:
-        """Position and inner state, plain numbers."""
-        return {"num_done": self.num_done, "scheduler": self._scheduler.state_dict()}
+        """Return the position and the base rates, plain numbers."""
+        return {"num_done": self.num_done, "base_lrs": self._base_lrs}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Take up where `state_dict` was taken, at the peak rate of then; another one is said.
 
         The shape and the length are this schedule's own.
         """
-        own = getattr(self._scheduler, "base_lrs", None)
-        saved = state["scheduler"].get("base_lrs", own)
+        saved, own = state["base_lrs"], self._base_lrs
         if saved != own and collectives.is_main():
             warn(
                 f"the checkpoint's learning rate goes on: its peak is {saved[0]:g}, and "
                 f"{own[0]:g} of this command has no effect. Start anew to change it."
             )
-        self.num_done = state["num_done"]
-        self._scheduler.load_state_dict(state["scheduler"])
-        if isinstance(self._scheduler, LambdaLR):  # its rate was that of a run of another length
-            at = self._scheduler.last_epoch = min(self.num_done, self._last_step)
-            pairs = zip(self._scheduler.base_lrs, self._scheduler.lr_lambdas, strict=True)
-            self._scheduler._last_lr = [base_lr * factor(at) for base_lr, factor in pairs]
-        for group, lr in zip(
-            self._optimizer.param_groups, self._scheduler.get_last_lr(), strict=True
-        ):
-            group["lr"] = lr
+        self._base_lrs = saved
+        self._stand_at(state["num_done"])
+
+    def _stand_at(self, num_done: int) -> None:
+        self.num_done, place = num_done, min(num_done, self._last_step)
+        for group, base_lr, factor in zip(self._groups, self._base_lrs, self._factors, strict=True):
+            group["lr"] = base_lr * factor(place)

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,12 @@ def holding_folders(config: CheckpointConfig) -> Iterator[None]:
     Raises ConfigError where another run holds one of them.
     """
     with holding(Path(config.output_dir), "--save_path"):
-        if config.uses_root and not _is_same(config.output_dir, config.path):
+        is_same = os.path.realpath(config.output_dir) == os.path.realpath(config.path)
+        if config.uses_root and not is_same:
             with holding(Path(config.path), "--ckpt_path"):
                 yield
         else:
             yield
-
-
-def _is_same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 @contextmanager
@@ -84,13 +81,15 @@ def set_earlier_run_aside(folder: Path, *, keeps_model: bool) -> Path | None:
     """
     if not any((folder / name).exists() for name in ("metrics.jsonl", FINISHED)):
         return None
-    patterns: Iterable[str] = RECORDS if keeps_model else (*RECORDS, *MODEL_FILES)
+    patterns = RECORDS if keeps_model else (*RECORDS, *MODEL_FILES)
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     return move_aside(folder, sorted(paths))
 
 
-def move_aside(root: Path, paths: Iterable[Path]) -> Path:
-    """Move files and folders to a new folder `aside-<n>` in `root`."""
+def move_aside(root: Path, paths: Sequence[Path]) -> Path | None:
+    """Move files and folders to a new folder `aside-<n>` in `root`; None if there are none."""
+    if not paths:
+        return None
     number = next(n for n in itertools.count(1) if not (root / f"aside-{n}").exists())
     aside = root / f"aside-{number}"
     aside.mkdir()

@@ -1,7 +1,10 @@
-"""The training back end of a process: one object that starts the process group and
-wraps models.
+"""The training back end of a process: one object that starts the process group and wraps models,
+and DeepSpeed's configuration from our flags.
 
 Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
+Gradient accumulation is ours (boundaries are set by hand), so DeepSpeed sees micro-batch 1 and one
+accumulation step. A user's own JSON is merged in: its "auto" values are filled, extra keys kept,
+contradictions to flags named.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ import logging
 import math
 import os
 import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,26 +23,15 @@ import torch.distributed as dist
 from torch import nn
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.local_paths import read_json_object
 from openrlhf.distributed import collectives
-from openrlhf.distributed.backend import (
+from openrlhf.distributed.collectives import (
     RANK_TIMEOUT_S,
     import_deepspeed,
     init_process_group,
     shut_down,
 )
-from openrlhf.distributed.ds_config import (
-    DTYPES,
-    ModelFacts,
-    effective_stage,
-    inference_config,
-    training_config,
-)
-from openrlhf.distributed.optimizer import (
-    LearningRate,
-    make_muon,
-    muon_groups,
-    parameter_groups,
-)
+from openrlhf.distributed.optimizer import LearningRate, make_optimizer
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
@@ -46,6 +41,41 @@ from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# DeepSpeed's; buckets are allocated, so small models get smaller ones.
+DEFAULT_BUCKET_SIZE = 500_000_000
+
+# Keys of a user's file that a flag decides; another value there is a contradiction.
+FLAG_OF_KEY = {
+    "zero_optimization.stage": "--zero_stage",
+    "zero_optimization.zero_hpz_partition_size": "--zpg",
+    "zero_optimization.overlap_comm": "--overlap_comm",
+    "zero_optimization.offload_optimizer.device": "--adam_offload",
+    "gradient_clipping": "--max_norm",
+    "bf16.enabled": "--ds.param_dtype",
+    "fp16.enabled": "--ds.param_dtype",
+    "data_types.grad_accum_dtype": "--grad_accum_dtype",
+    "optimizer.type": "--optim",
+    "optimizer.params.lr": "--learning_rate",
+    "optimizer.params.betas": "--adam_betas",
+    "optimizer.params.eps": "--adam.eps",
+    "optimizer.params.weight_decay": "--l2",
+    # DeepSpeed is handed micro-batches that are cut already.
+    "train_micro_batch_size_per_gpu": "--micro_train_batch_size",
+    "gradient_accumulation_steps": "--train_batch_size",
+    "train_batch_size": "--train_batch_size",
+}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Size and type of a model, and the ranks that hold it."""
+
+    dtype: torch.dtype
+    num_parameters: int
+    hidden_size: int = 1024
+    num_copies: int = 1  # ranks that hold the same weights before ZeRO splits anything
 
 
 class DeepSpeedStrategy:
@@ -69,18 +99,15 @@ class DeepSpeedStrategy:
         self.topology = Topology.from_env(
             cp_size=ds.ring_attn_size, tp_size=ds.tensor_parallel_size, local_rank=local_rank
         )
-        self._check_zpg()
+        num_ranks = self.topology.world_size
+        if ds.zero_stage == 3 and num_ranks % min(ds.zpg, num_ranks):
+            raise ConfigError(
+                f"--zpg {ds.zpg}: {num_ranks} ranks cannot be divided by it. Type the number of "
+                "ranks of a machine."
+            )
         self.device = torch.device("cpu")
         self.dp_group: dist.ProcessGroup | None = None  # None: the whole world
         self.context: ContextGroup | None = None  # None: no row is shared
-
-    def _check_zpg(self) -> None:
-        size = min(self.ds.zpg, self.topology.world_size)
-        if self.ds.zero_stage == 3 and self.topology.world_size % size:
-            raise ConfigError(
-                f"--zpg {size}: {self.topology.world_size} ranks cannot be divided by it. Type the "
-                "number of ranks of a machine."
-            )
 
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
@@ -106,40 +133,28 @@ class DeepSpeedStrategy:
         self, model: nn.Module, optim: OptimizerConfig, *, num_updates: int
     ) -> TrainEngine:
         """Wrap a model for training; `num_updates` is the exact horizon of the learning rate."""
-        self._check_quantized(model, is_trained=True)
-        model.context = self.context
-        facts = self.facts_of(model)
+        facts = self._made_ready(model, is_trained=True)
         stage = effective_stage(self.ds, facts)
         if stage != self.ds.zero_stage:
             logger.info("ZeRO stage %d runs as stage %d here.", self.ds.zero_stage, stage)
         config = training_config(self.ds, optim, facts)
         self._split_layers(model)
-        groups = parameter_groups(model, optim.adam.weight_decay)
-        optimizer, max_norm = None, optim.max_norm
-        if optim.optim == "muon":
-            groups, max_norm = muon_groups(model, groups, optim), math.inf
-            optimizer = make_muon(groups, optim, is_cuda=self.device.type == "cuda")
+        optimizer = make_optimizer(model, optim, is_cuda=self.device.type == "cuda")
         if stage == 3:
             split(model, config, dtype=facts.dtype, device=self.device)
         with progress("getting the optimizer ready"):
             engine, *_ = import_deepspeed().initialize(
-                model=model,
-                model_parameters=groups,
-                optimizer=optimizer,
-                config=config,
-                dist_init_required=False,
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         if self.topology.tp_size > 1:
             engine.first_dataloader_check.remove()  # it compares tensors only, not packed batches
         if self.ds.deepcompile:
             engine.compile()
-        schedule = LearningRate(engine.basic_optimizer, optim, num_updates=num_updates)
         return TrainEngine(
             engine,
-            schedule,
-            max_norm=max_norm,
+            LearningRate(optimizer, optim, num_updates=num_updates),
+            max_norm=math.inf if optim.optim == "muon" else optim.max_norm,
             device=self.device,
-            dp_group=self.dp_group,
             use_universal_ckpt=self.ds.use_universal_ckpt,
         )
 
@@ -147,10 +162,8 @@ class DeepSpeedStrategy:
         """Wrap a frozen model; it is sharded under ZeRO-3 or when its weights are to live in CPU
         memory. Parts of layers stay on the device.
         """
-        self._check_quantized(model, is_trained=False)
-        model.context = self.context
+        facts = self._made_ready(model, is_trained=False)
         model.requires_grad_(requires_grad=False).eval()
-        facts = self.facts_of(model)
         if is_quantized(model):  # packed weights have no type to change
             return EvalEngine(model.to(self.device), self.device)
         self._split_layers(model)
@@ -168,31 +181,26 @@ class DeepSpeedStrategy:
         if self.topology.tp_size > 1:
             split_layers(model, hf_model_of(model), self.topology.tp_size)
 
-    def facts_of(self, model: nn.Module) -> ModelFacts:
-        """Size and parameter type of a model here; `auto`, and a model in 4 bits, keep the type it
-        was loaded in.
+    def _made_ready(self, model: nn.Module, *, is_trained: bool) -> ModelFacts:
+        """Tell a model who shares its rows; return its size and its type here: `auto`, and a model
+        in 4 bits, keep the type it was loaded in.
         """
+        model.context = self.context
+        hf_model, asked = hf_model_of(model), self.ds.param_dtype
+        if is_quantized(model):  # also without the flag, of a folder that holds 4-bit weights
+            asked = "auto"
+            can_learn = not is_trained or base_model_of(hf_model) is not hf_model
+            if problems := list(self.ds.four_bit_problems(can_learn=can_learn)):
+                raise ConfigError(problems)
         parameters = list(model.parameters())
-        floating = [p.dtype for p in parameters if p.is_floating_point()]
-        asked = "auto" if is_quantized(model) else self.ds.param_dtype
-        dtype = DTYPES.get(asked, floating[0])
-        config = getattr(hf_model_of(model), "config", None)
+        loaded = next(p.dtype for p in parameters if p.is_floating_point())
+        config = getattr(hf_model, "config", None)
         return ModelFacts(
-            dtype=dtype,
+            dtype=DTYPES.get(asked, loaded),
             num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
             hidden_size=getattr(config, "hidden_size", None) or 1024,
             num_copies=self.topology.world_size // self.topology.tp_size,
         )
-
-    def _check_quantized(self, model: nn.Module, *, is_trained: bool) -> None:
-        """The same as before a run, of the model itself: a folder may hold 4-bit weights too."""
-        if not is_quantized(model):
-            return
-        hf_model = hf_model_of(model)
-        can_learn = not is_trained or base_model_of(hf_model) is not hf_model
-        problems = list(self.ds.four_bit_problems(can_learn=can_learn))
-        if problems:
-            raise ConfigError(problems)
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return sums over the data-parallel ranks."""
@@ -253,3 +261,160 @@ def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks)
         own = group if rank in ranks else own
     return own
+
+
+def training_config(
+    ds: DeepSpeedConfig, optim: OptimizerConfig, facts: ModelFacts
+) -> dict[str, object]:
+    """Return the DeepSpeed configuration of a model that is trained."""
+    stage = effective_stage(ds, facts)
+    config = {
+        **_common(ds, facts, stage),
+        "gradient_clipping": optim.max_norm,
+        "optimizer": _optimizer(optim),
+    }
+    if ds.deepcompile:
+        config["compile"] = {"deepcompile": True}
+    if ds.config:
+        config["zero_optimization"]["stage"] = ds.zero_stage
+        config = merge_user_config(config, ds.config)
+        config["zero_optimization"]["stage"] = stage
+    if ds.tensor_parallel_size > 1:  # the layers are split before DeepSpeed sees them
+        config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
+        config.pop("train_batch_size", None)  # it would count the ranks of a part each
+    del config["optimizer"]  # it is made outside
+    if optim.optim == "muon":  # whose steps would be what is clipped
+        config["gradient_clipping"] = 0.0
+        if stage == 3:  # whole gradients, or DeepSpeed refuses
+            config["zero_optimization"]["reduce_scatter"] = False
+    return config
+
+
+def inference_config(
+    ds: DeepSpeedConfig, facts: ModelFacts, *, offload: bool = False
+) -> dict[str, object]:
+    """Return the DeepSpeed configuration of a frozen model under ZeRO-3; `offload` keeps its
+    weights in CPU memory.
+    """
+    config = _common(ds.model_copy(update={"adam_offload": False}), facts, 3)
+    if offload:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return config
+
+
+def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
+    """Return the stage DeepSpeed runs: the same mathematics as `ds.zero_stage`, at the least cost.
+
+    On one rank nothing can be partitioned, and fp32 weights need no master copy: stages 1 and 2 are
+    stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
+    fp32 and check them.
+    """
+    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
+    if facts.dtype != torch.float32:
+        return max(2, ds.zero_stage)
+    is_alone = facts.num_copies == 1 and ds.zero_stage < 3
+    return 0 if is_alone and not needs_zero else ds.zero_stage
+
+
+def merge_user_config(config: Mapping[str, object], path: str) -> dict[str, object]:
+    """Lay a user's JSON over ours: "auto" takes our value, other keys win, contradictions to flags
+    are errors.
+    """
+    try:
+        user = read_json_object(Path(path))
+    except ValueError as error:
+        raise ConfigError(f"--deepspeed_config {path} {error}. Mend the file.") from None
+    problems = list(_contradictions(dict(_leaves(config)), dict(_leaves(user)), path))
+    if problems:
+        raise ConfigError(problems)
+    user.pop("scheduler", None)  # every value in it was "auto": the schedule is ours
+    merged = _fill(config, user)
+    merged.pop("train_batch_size", None)
+    return merged
+
+
+def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
+    # Sums over many micro-batches lose small addends in 16 bits, so fp32 unless the user says
+    # otherwise.
+    grad_accum_dtype = ds.grad_accum_dtype or "fp32"
+    if facts.dtype == torch.float32 and grad_accum_dtype != "fp32":
+        raise ConfigError(
+            f"--grad_accum_dtype {grad_accum_dtype} with fp32 parameters: "
+            "add --bf16 or leave it out."
+        )
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": facts.num_copies,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW may be the one that is offloaded
+        "zero_optimization": _zero(ds, facts, stage),
+        "bf16": {"enabled": facts.dtype == torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {"enabled": facts.dtype == torch.float16, "loss_scale": 0},
+        "data_types": {"grad_accum_dtype": grad_accum_dtype},
+    }
+
+
+def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
+    bucket_size = max(1, min(DEFAULT_BUCKET_SIZE, facts.num_parameters))
+    zero: dict[str, object] = {
+        "stage": stage,
+        "overlap_comm": ds.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket_size,
+    }
+    if ds.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if stage == 3:
+        small = min(bucket_size, max(facts.hidden_size**2, 1_000_000))
+        zero |= {
+            "reduce_bucket_size": small,
+            "stage3_prefetch_bucket_size": small,
+            "stage3_param_persistence_threshold": 10 * facts.hidden_size,
+            "stage3_max_live_parameters": DEFAULT_BUCKET_SIZE * 2,
+            "stage3_max_reuse_distance": DEFAULT_BUCKET_SIZE * 2,
+            "zero_hpz_partition_size": ds.zpg,
+            "sub_group_size": DEFAULT_BUCKET_SIZE * 2,
+        }
+    return zero
+
+
+def _optimizer(optim: OptimizerConfig) -> dict[str, object]:
+    """Return the section that a user's file may repeat."""
+    adam = optim.adam
+    params = {"betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    if optim.optim == "adam":
+        return {"type": "AdamW", "params": {"lr": adam.lr, **params}}
+    return {"type": "Muon", "params": {"lr": optim.muon.lr, "adam_lr": adam.lr, **params}}
+
+
+def _contradictions(
+    ours: Mapping[str, object], user: Mapping[str, object], path: str
+) -> Iterator[str]:
+    """Yield a line for each key of a user's file with another value than its flag gives."""
+    for key, value in user.items():
+        is_schedule = key.startswith("scheduler.params.")
+        flag = "--lr_scheduler" if is_schedule else FLAG_OF_KEY.get(key)
+        own = None if is_schedule else ours.get(key, value)
+        if flag is not None and value not in ("auto", own):
+            yield f'{path}: {key} is {value}, but {flag} decides it: write "auto" there.'
+
+
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _fill(ours: Mapping[str, object], user: Mapping[str, object]) -> dict[str, object]:
+    filled = dict(ours)
+    for key, value in user.items():
+        mine = ours.get(key)
+        if isinstance(value, Mapping):
+            filled[key] = _fill(mine if isinstance(mine, Mapping) else {}, value)
+        elif value != "auto":
+            filled[key] = value
+    return filled

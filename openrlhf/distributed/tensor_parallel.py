@@ -27,13 +27,9 @@ def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
     all ranks call. Whether the family can be split was asked before its weights were read.
     """
     # They decide on an accelerator while they are imported.
-    from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO  # noqa: PLC0415
     from deepspeed.module_inject.auto_tp import AutoTP  # noqa: PLC0415
     from deepspeed.module_inject.autotp_config import AutoTPConfig  # noqa: PLC0415
-    from deepspeed.module_inject.layers import (  # noqa: PLC0415
-        collect_autotp_universal_checkpoint_info,
-        set_autotp_mode,
-    )
+    from deepspeed.module_inject.layers import set_autotp_mode  # noqa: PLC0415
     from deepspeed.module_inject.tp_plan_converter import TPPlanConverter  # noqa: PLC0415
     from deepspeed.utils import groups  # noqa: PLC0415
 
@@ -58,7 +54,6 @@ def split_layers(model: nn.Module, hf_model: nn.Module, tp_size: int) -> None:
         _split_head(model, hf_model, auto_tp)
     if any(p.requires_grad for p in hf_model.parameters()):
         auto_tp.register_replicated_grad_hooks(hf_model)
-    setattr(model, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(model))
     model.ds_autotp_parsed = True  # DeepSpeed splits nothing when it wraps the model
 
 

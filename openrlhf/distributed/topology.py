@@ -48,19 +48,12 @@ class Topology:
         """Read what torchrun, deepspeed or Ray set; a process without a launcher is a world of one.
 
         `local_rank` is the launcher's argument and wins over the environment unless it is -1.
-        Raises ConfigError for a rank outside the world.
         """
         # Not a default argument: `Dataset.map` puts another object in place of os.environ.
         env = os.environ if env is None else env
-        world_size, rank = int(env.get("WORLD_SIZE", "1")), int(env.get("RANK", "0"))
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"RANK is {rank} in the environment, of WORLD_SIZE {world_size}: ranks count from "
-                "0. Unset RANK, or start with torchrun or deepspeed, which set both."
-            )
         return cls(
-            world_size=world_size,
-            rank=rank,
+            world_size=int(env.get("WORLD_SIZE", "1")),
+            rank=int(env.get("RANK", "0")),
             local_rank=local_rank if local_rank != -1 else int(env.get("LOCAL_RANK", "0")),
             cp_size=cp_size,
             tp_size=tp_size,

@@ -2,36 +2,41 @@
 
 The gradient of a step is the SUM, over ranks and micro-batches, of the losses passed to `backward`:
 callers divide by global denominators, DeepSpeed's own averaging is undone here.
+
+States are written in parts, by the names of parameters, so that an engine of another ZeRO stage or
+number of ranks can read them. Files hold tensors and plain containers, and run no code.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from openrlhf.distributed import collectives, engine_state
-from openrlhf.distributed.backend import import_deepspeed
+from openrlhf.distributed import collectives, manifest
+from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.optimizer import LearningRate
 from openrlhf.distributed.tensor_parallel import total_norm
-from openrlhf.errors import NumericsError
+from openrlhf.errors import CheckpointError, NumericsError, first_line
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
-MAX_FP16_SKIPS = (
-    20  # dynamic loss scaling finds its scale by overflowing; this often in a row is no search
-)
+# Dynamic loss scaling finds its scale by overflowing; this often in a row is no search.
+MAX_FP16_SKIPS = 20
+ENGINE = "engine.json"
+WEIGHTS, STEP = "fp32", "step"  # the other keys of a part are those of the optimizer's state
 
 
 class TrainEngine:
@@ -44,17 +49,14 @@ class TrainEngine:
         *,
         max_norm: float,
         device: torch.device,
-        dp_group: dist.ProcessGroup | None = None,
         use_universal_ckpt: bool = False,
     ) -> None:
         self.engine = engine
         self.schedule = schedule
         self.device = device
-        self.dp_group = dp_group  # ranks with other samples; None: all
         self.use_universal_ckpt = use_universal_ckpt
         self.num_skipped_steps = 0  # fp16 overflows in a row
         self._max_norm = max_norm
-        self._loss = 0.0  # this rank's part of the step's loss, for schedules that watch it
         # Plain fp32 data parallelism: DeepSpeed clips unseen and never checks, so both are done
         # here.
         self._is_plain = not hasattr(engine.optimizer, "_global_grad_norm")
@@ -91,8 +93,6 @@ class TrainEngine:
     def backward(self, loss: Tensor, *, is_last_micro_batch: bool) -> None:
         """Accumulate the gradient of one micro-batch; the last one of a step sums the ranks."""
         self.engine.set_gradient_accumulation_boundary(is_last_micro_batch)
-        if self.schedule.needs_loss:
-            self._loss += loss.item()
         self.engine.backward(loss * self.engine.dp_world_size)
 
     def step(self) -> float:
@@ -106,7 +106,7 @@ class TrainEngine:
         grad_norm = self._plain_step() if self._is_plain else self._zero_step()
         if math.isfinite(grad_norm):
             self.num_skipped_steps = 0
-            self.schedule.step(self._take_loss())
+            self.schedule.step()
             return grad_norm
         self.num_skipped_steps += 1
         if not self.engine.fp16_enabled() or self.num_skipped_steps > MAX_FP16_SKIPS:
@@ -125,13 +125,9 @@ class TrainEngine:
         ZeRO stage can; 16-bit weights stay.
         """
         if self._can_move_states():
-            kinds = import_deepspeed().runtime.zero.offload_config.OffloadStateTypeEnum
-            include = [
-                kinds.optim_states,
-                kinds.contiguous_grad_buffer,
-                kinds.hp_params,
-                kinds.lp_grads,
-            ]
+            deepspeed = import_deepspeed()
+            kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+            include = [kind for kind in kinds if kind != kinds.lp_params]
             with _optimizer_accepted(self.engine):
                 self.engine.offload_states(include=include, non_blocking=False)
         torch.cuda.empty_cache()
@@ -149,23 +145,17 @@ class TrainEngine:
             "schedule": self.schedule.state_dict(),
             "num_skipped_steps": self.num_skipped_steps,
         }
-        engine_state.save(self.engine, folder, facts)
+        save_states(self.engine, folder, facts)
 
     def load_states(self, folder: Path) -> None:
         """Take up weights, optimizer and schedule from `folder`; as `save_states`."""
-        facts = engine_state.load(self.engine, folder, is_universal=self.use_universal_ckpt)
+        facts = load_states(self.engine, folder, is_universal=self.use_universal_ckpt)
         self.schedule.load_state_dict(facts["schedule"])
         self.num_skipped_steps = facts["num_skipped_steps"]
 
     def _can_move_states(self) -> bool:
         is_on_cpu = self.engine.zero_use_cpu_optimizer()  # --adam_offload
         return not is_on_cpu and hasattr(self.engine.optimizer, "offload_states")
-
-    def _take_loss(self) -> float | None:
-        if not self.schedule.needs_loss:
-            return None
-        loss, self._loss = self._loss, 0.0
-        return collectives.all_reduce_sum({"loss": loss}, group=self.dp_group)["loss"]
 
     def _zero_step(self) -> float:
         self.engine.step()
@@ -219,3 +209,187 @@ class EvalEngine:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's forward pass, without gradients."""
         return self.model(*args, **kwargs)
+
+
+class Part(NamedTuple):
+    """Numbers of a parameter that this rank optimizes, as part of a flat tensor."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int  # place of the first one in the parameter, laid flat
+    numel: int
+    flat: Tensor  # what the optimizer knows
+    offset: int  # place in `flat`
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the numbers of this part in a tensor that is as long as `flat`."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
+
+
+def save_states(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> None:
+    """Write trained weights and optimizer into `folder`, `facts` (JSON) beside them; all ranks
+    call. If one rank fails, all raise CheckpointError.
+
+    Frozen weights, such as the base of an adapter, are left out: a start loads them.
+    """
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tp_rank, dp_rank = _place(engine)
+        if dp_rank == 0 or engine.zero_optimization_stage() > 0:  # ZeRO 0: every rank holds all
+            torch.save(_content(engine), folder / f"tp{tp_rank}-dp{dp_rank}.pt")
+        if collectives.is_main():
+            manifest.write_json(folder / ENGINE, _facts_of(engine) | facts)
+
+    collectives.together(write)
+
+
+def load_states(
+    engine: DeepSpeedEngine, folder: Path, *, is_universal: bool = False
+) -> dict[str, Any]:
+    """Restore weights and optimizer from `folder`; return the facts saved with them.
+
+    All ranks call; if one finds a reason to refuse, all raise CheckpointError. `is_universal`
+    allows another number of ranks or ZeRO stage to have written it.
+    """
+    facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
+    collectives.together(lambda: _take_up(engine, folder))
+    if stage > 0:
+        vars(zero.loss_scaler).update(facts["loss_scaler"])
+    if stage in (1, 2):
+        zero.update_lp_params()
+    if stage == 3:
+        for part in _parts(engine):
+            part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
+        zero.checkpoint_event_epilogue()
+    return facts
+
+
+def _content(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:
+    """Return what this rank optimizes, by the names of parameters; tensors are views."""
+    content = {}
+    for part in _parts(engine):
+        state = engine.basic_optimizer.state.get(part.flat, {})
+        tensors = {WEIGHTS: part.flat, **state}
+        content[part.name] = {"start": part.start} | {
+            key: tensor if key == STEP else part.of(tensor) for key, tensor in tensors.items()
+        }
+    return content
+
+
+@torch.no_grad()
+def _take_up(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Fill the tensors that the optimizer knows from the parts that any ranks wrote."""
+    tp_rank, _ = _place(engine)
+    files = [_read(path) for path in sorted(folder.glob(f"tp{tp_rank}-dp*.pt"))]
+    states = engine.basic_optimizer.state
+    states.clear()
+    for part in _parts(engine):
+        num_found = 0
+        for stored in (file[part.name] for file in files if part.name in file):
+            first = max(part.start, stored["start"])
+            last = min(part.start + part.numel, stored["start"] + len(stored[WEIGHTS]))
+            if first >= last:
+                continue
+            num_found += last - first
+            for key in stored.keys() - {"start"}:
+                if key == STEP:
+                    states[part.flat][STEP] = stored[STEP].to(part.flat.device, copy=True)
+                    continue
+                target = part.flat
+                if key != WEIGHTS:
+                    target = states[part.flat].setdefault(key, torch.zeros_like(part.flat).detach())
+                source = stored[key][first - stored["start"] : last - stored["start"]]
+                part.of(target)[first - part.start : last - part.start].copy_(source)
+        if num_found != part.numel:
+            raise CheckpointError(f"{folder} lacks weights of {part.name}.")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no file of tensors: {first_line(error)} Do not load checkpoints from a "
+            "source that you do not trust."
+        ) from None
+
+
+def _parts(engine: DeepSpeedEngine) -> Iterator[Part]:
+    """Yield what this rank optimizes."""
+    stage, zero = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:  # a part of each parameter, the last ones padded
+        names = {id(parameter): name for name, parameter in _trained(engine)}
+        for parameters, flat in zip(
+            zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True
+        ):
+            offset = 0
+            for parameter in parameters:
+                size = parameter.partition_numel()
+                start = size * torch.distributed.get_rank(parameter.ds_process_group)
+                numel = max(0, min(size, parameter.ds_numel - start))
+                yield Part(names[id(parameter)], parameter, start, numel, flat, offset)
+                offset += size
+        return
+    for name, parameter in _trained(engine):
+        if stage == 0:
+            yield Part(name, parameter, 0, parameter.numel(), parameter, 0)
+        elif (mapping := parameter._hp_mapping) is not None:  # a part of one tensor of a group
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+            yield Part(name, parameter, here.start, here.numel, flat, there.start)
+
+
+def _trained(engine: DeepSpeedEngine) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+
+
+def _place(engine: DeepSpeedEngine) -> tuple[int, int]:
+    """Return the slice of weights that this rank holds, and its number among those that hold it."""
+    dp_rank, tp_rank = divmod(collectives.rank(), max(1, engine.autotp_size()))
+    return tp_rank, dp_rank
+
+
+def _facts_of(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return what a later `load_states` has to know beside tensors, as JSON."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    numbers = {} if scaler is None else vars(scaler)
+    return {
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "world_size": collectives.world_size(),
+        "tp_size": max(1, engine.autotp_size()),
+        "trained": sorted(name for name, _ in _trained(engine)),
+        "loss_scaler": {k: v for k, v in numbers.items() if isinstance(v, (int, float))},
+    }
+
+
+def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> dict[str, Any]:
+    """Return the facts of a checkpoint; raise CheckpointError if this engine cannot use it."""
+    try:
+        facts = json.loads((folder / ENGINE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / ENGINE} cannot be read ({error!r}).") from None
+    own = _facts_of(engine)
+    if facts["tp_size"] != own["tp_size"]:
+        raise CheckpointError(
+            f"{folder} was written with --ds_tensor_parallel_size {facts['tp_size']}. Type that "
+            f"in place of {own['tp_size']}, or leave --load_checkpoint out and start from an "
+            "export."
+        )
+    cut = "{world_size} ranks with ZeRO-{zero_stage}"
+    if not is_universal and cut.format_map(facts) != cut.format_map(own):
+        raise CheckpointError(
+            f"{folder} was written by {cut.format_map(facts)}, this run has "
+            f"{cut.format_map(own)}. Add --use_ds_universal_ckpt, or start {facts['world_size']} "
+            f"ranks with --zero_stage {facts['zero_stage']}, or leave --load_checkpoint out and "
+            "start from an export."
+        )
+    if differing := set(facts["trained"]) ^ set(own["trained"]):
+        raise CheckpointError(
+            f"{folder} was written with other weights in training: {sorted(differing)[0]} is "
+            "trained in one of the two only. Train the same layers, or leave --load_checkpoint out."
+        )
+    return facts

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from openrlhf.distributed.backend import import_deepspeed
+from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.tensor_parallel import whole_layers
 
 GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
@@ -68,12 +69,12 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of the Hugging Face model inside; valid until the next one."""
-    units = list(_units(base_model_of(hf_model_of(module))))
-    for bucket in _buckets(units):
-        parameters = [p for _, owner, names in bucket for p in _parameters(owner, names)]
-        with gathered(parameters), torch.no_grad():
-            for prefix, owner, names in bucket:
-                yield from _tensors(prefix, owner, names)
+    for bucket in _buckets(_entries(base_model_of(hf_model_of(module)))):
+        parts = [p for entry in bucket for p in entry.parts if isinstance(p, nn.Parameter)]
+        with gathered(parts), torch.no_grad():
+            for entry in bucket:
+                layer = entry.lora_layer
+                yield entry.name, entry.parts[0].data if layer is None else _merged_weight(layer)
 
 
 def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -84,6 +85,12 @@ def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter.requires_grad:
             with gathered([parameter]):
                 yield name, parameter.data
+
+
+def exported_parameters(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what an export of this model holds: an adapter's own weights, or all of them."""
+    is_adapter = hasattr(hf_model, "peft_config")
+    return (trained_parameters if is_adapter else full_parameters)(hf_model)
 
 
 def stored_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -115,87 +122,61 @@ def _layer_of(named: tuple[str, Tensor]) -> str:
     return match.group() if match else ""
 
 
-def to_cpu(tensors: Iterable[tuple[str, Tensor]], *, is_main: bool) -> dict[str, Tensor]:
-    """Return copies in CPU memory on the main rank, nothing elsewhere; all ranks must call."""
-    state = {}
-    for name, tensor in tensors:
-        if is_main:
-            state[name] = tensor.detach().to("cpu", copy=True)
-    return state
+class Entry(NamedTuple):
+    """A tensor of a saved file, and what has to be whole for it."""
+
+    name: str
+    parts: list[Tensor]
+    lora_layer: nn.Module | None = None  # whose weight is made of the parts
 
 
-# A unit is what can be written out together: (name prefix, module, its own tensors' names); a LoRA
-# layer is one unit with no names, for its single weight is made of several parameters.
-Unit = tuple[str, nn.Module, tuple[str, ...]]
-
-
-def _units(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[Unit]:
+def _entries(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[Entry]:
     seen = set() if seen is None else seen
     if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
-        yield prefix, model, ()
+        bias = getattr(model.base_layer, "bias", None)
+        parts = [parameter for parameter in model.parameters() if parameter is not bias]
+        yield Entry(f"{prefix}weight", parts, model)
+        if bias is not None:
+            yield Entry(f"{prefix}bias", [bias])
         return
     if hasattr(model, "modules_to_save") and hasattr(model, "original_module"):
         # PEFT keeps a module that is trained whole beside the one that it stands for.
-        yield from _units(model.modules_to_save[model.active_adapters[0]], prefix, seen)
+        yield from _entries(model.modules_to_save[model.active_adapters[0]], prefix, seen)
         return
-    names = []
-    for name, tensor in (*model.named_parameters(recurse=False), *_stored_buffers(model)):
+    buffers = model.named_buffers(recurse=False)
+    stored = [named for named in buffers if named[0] not in model._non_persistent_buffers_set]
+    for name, tensor in (*model.named_parameters(recurse=False), *stored):
         if id(tensor) not in seen:  # tied weights are written once
             seen.add(id(tensor))
-            names.append(name)
-    if names:
-        yield prefix, model, tuple(names)
+            yield Entry(f"{prefix}{name}", [tensor])
     for name, child in model.named_children():
-        yield from _units(child, f"{prefix}{name}.", seen)
+        yield from _entries(child, f"{prefix}{name}.", seen)
 
 
-def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
-            yield name, buffer
-
-
-def _buckets(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    bucket: list[Unit] = []
+def _buckets(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    bucket: list[Entry] = []
     numel = 0
-    for unit in units:
-        size = sum(getattr(p, "ds_numel", p.numel()) for p in _parameters(unit[1], unit[2]))
+    for entry in entries:
+        size = sum(getattr(part, "ds_numel", part.numel()) for part in entry.parts)
         if bucket and numel + size > GATHER_BUCKET_NUMEL:
             yield bucket
             bucket, numel = [], 0
-        bucket.append(unit)
+        bucket.append(entry)
         numel += size
     if bucket:
         yield bucket
 
 
-def _parameters(owner: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
-    if names:
-        own = dict(owner.named_parameters(recurse=False))
-        return [own[name] for name in names if name in own]
-    return list(owner.parameters())
+def _merged_weight(layer: nn.Module) -> Tensor:
+    """Return the weight of a LoRA layer with its adapters added, as floats."""
+    weight = layer.base_layer.weight.data
+    if hasattr(layer.base_layer.weight, "quant_state"):
+        from peft.utils.integrations import dequantize_module_weight  # noqa: PLC0415 - QLoRA only
 
-
-def _tensors(prefix: str, owner: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        yield prefix + name, getattr(owner, name).data
-    if not names:
-        base = owner.base_layer
-        weight = _plain_weight(base)
-        for adapter in owner.active_adapters:
-            weight = weight + owner.get_delta_weight(adapter).to(weight.dtype)
-        yield prefix + "weight", weight
-        if getattr(base, "bias", None) is not None:
-            yield prefix + "bias", base.bias.data
-
-
-def _plain_weight(layer: nn.Module) -> Tensor:
-    """Return the layer's weight as floats, whatever it is kept in."""
-    if not hasattr(layer.weight, "quant_state"):
-        return layer.weight.data
-    from peft.utils.integrations import dequantize_module_weight  # noqa: PLC0415 - QLoRA only
-
-    return dequantize_module_weight(layer).data
+        weight = dequantize_module_weight(layer.base_layer).data
+    for adapter in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+    return weight
 
 
 class WeightAverage:
@@ -213,7 +194,7 @@ class WeightAverage:
         self.is_main = is_main
         self.dtypes: dict[str, torch.dtype] = {}
         self.held: dict[str, Tensor] = {}  # empty on the other ranks
-        for name, tensor in self._tensors():
+        for name, tensor in exported_parameters(self.hf_model):
             if is_main:
                 self.dtypes[name] = tensor.dtype
                 self.held[name] = tensor.detach().to("cpu", torch.float32, copy=True)
@@ -221,7 +202,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Update the moving average with the current weights."""
-        for name, tensor in self._tensors():
+        for name, tensor in exported_parameters(self.hf_model):
             if self.is_main:
                 self.held[name].lerp_(tensor.to("cpu", torch.float32), 1 - self.beta)
 
@@ -244,7 +225,3 @@ class WeightAverage:
             found = safetensors.torch.load_file(path)
             assert found.keys() == self.held.keys(), "the average is of other weights"
             self.held = found
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        is_adapter = hasattr(self.hf_model, "peft_config")
-        return (trained_parameters if is_adapter else full_parameters)(self.hf_model)

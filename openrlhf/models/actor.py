@@ -19,11 +19,7 @@ from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.errors import ConfigError
 from openrlhf.models.context_attention import ReadStates, SharedRow
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
-from openrlhf.models.router_loss import (
-    experts_per_token,
-    load_balancing_losses,
-    refuse_reentrant,
-)
+from openrlhf.models.support import num_experts_per_token
 from openrlhf.utils.context_parallel import ContextGroup, RowSlice
 from openrlhf.utils.packable import is_padded
 from openrlhf.utils.packing import PackedBatch
@@ -119,15 +115,15 @@ def row_states(
     with_router: bool,
 ) -> States:
     """Run a model over a packed row, or over this rank's slice of one."""
-    is_packed_attention = model.config._attn_implementation == PACKED_ATTENTION
+    attention = model.config._attn_implementation
     output = without_head(model)(
         input_ids=token_ids_T[None],
         position_ids=position_ids_T[None],
         use_cache=False,
         **({"output_router_logits": True} if with_router else {}),
-        **(row.kwargs() if is_packed_attention else row.flash_kwargs()),
+        **row.kwargs(attention),
     )
-    if is_packed_attention and not row.layers_seen:
+    if attention == PACKED_ATTENTION and not row.layers_seen:
         raise ConfigError(
             f"{type(model).__name__} does not hand sequence boundaries to its attention: "
             "it cannot be trained packed."
@@ -169,15 +165,40 @@ def shared_states(
     return own, (hidden_SH, logits)
 
 
-def enable_gradient_checkpointing(model: nn.Module, *, use_reentrant: bool) -> None:
-    """Recompute each layer's activations in the backward pass."""
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-    embeddings = unwrap_peft(model).get_input_embeddings()
-    if use_reentrant and not embeddings.weight.requires_grad:
-        # The reentrant variant drops the graph of a layer whose input needs no gradient (LoRA).
-        unwrap_peft(model).enable_input_require_grads()
+def load_balancing_losses(
+    router_logits: Sequence[Tensor], seq_lengths: Sequence[int], *, top_k: int
+) -> Tensor:
+    """Return E * sum over experts of (choices of it per token) * (its mean router probability),
+    (B,): of each sequence, for a loss over several would be another one for every cut of a step.
+
+    `router_logits` holds (T, E) of each layer; the layers of a sequence count as one long row of
+    its tokens. A loss is `top_k` when all experts are used evenly, and more otherwise (arXiv
+    2101.03961, equations 4 to 6; for each sequence, 2412.19437, equations 17 to 20). Only the
+    probabilities have a gradient.
+    """
+    assert router_logits, "no layer has a router"
+    num_seqs, num_experts = len(seq_lengths), router_logits[0].size(-1)
+    lengths_B = torch.tensor(seq_lengths, device=router_logits[0].device)
+    owner_T = torch.arange(num_seqs, device=lengths_B.device).repeat_interleave(lengths_B)
+    probs_sum_BE = router_logits[0].new_zeros(num_seqs, num_experts, dtype=torch.float32)
+    choices_BE = torch.zeros_like(probs_sum_BE)
+    for logits_TE in router_logits:
+        probs_TE = logits_TE.float().softmax(-1)
+        probs_sum_BE = probs_sum_BE.index_add(0, owner_T, probs_TE)
+        cells = owner_T[:, None] * num_experts + probs_TE.topk(top_k, dim=-1).indices
+        choices_BE += cells.flatten().bincount(minlength=choices_BE.numel()).view_as(choices_BE)
+    num_rows_B1 = (len(router_logits) * lengths_B)[:, None]
+    return num_experts * (choices_BE / num_rows_B1 * (probs_sum_BE / num_rows_B1)).sum(-1)
+
+
+def experts_per_token(model: PreTrainedModel) -> int:
+    """Return the experts a token is sent to; raise ConfigError if their choice is not recorded."""
+    top_k = num_experts_per_token(model.config)
+    if not top_k or "router_logits" not in (model.base_model._can_record_outputs or {}):
+        raise ConfigError(
+            f"--aux_loss_coef is set, and {type(model).__name__} has no experts. Leave it out."
+        )
+    return top_k
 
 
 class PackedModel(nn.Module):
@@ -204,8 +225,9 @@ class PackedModel(nn.Module):
                 model, batch, self.context, with_router=with_router
             )
         else:
-            row, ids_T, places_T = PackedRow.of(batch), batch.token_ids, batch.position_ids
-            hidden_TH, router = row_states(model, row, ids_T, places_T, with_router=with_router)
+            row = PackedRow(batch.seq_lengths, batch.cu_seqlens)
+            tokens = (batch.token_ids, batch.position_ids)
+            hidden_TH, router = row_states(model, row, *tokens, with_router=with_router)
         aux_loss = None
         if self.top_k is not None and router is not None:
             aux_loss = load_balancing_losses(router, batch.seq_lengths, top_k=self.top_k)
@@ -214,10 +236,15 @@ class PackedModel(nn.Module):
         return ReadStates.of_slice(own, hidden_TH, positions_N, aux_loss)
 
     def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
-        """Trade compute for activation memory."""
-        if self.top_k is not None:
-            refuse_reentrant(use_reentrant=use_reentrant)
-        enable_gradient_checkpointing(self.model, use_reentrant=use_reentrant)
+        """Recompute each layer's activations in the backward pass."""
+        assert self.top_k is None or not use_reentrant, "the router loss would have no gradient"
+        self.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
+        model = unwrap_peft(self.model)
+        if use_reentrant and not model.get_input_embeddings().weight.requires_grad:
+            # It drops the graph of a layer whose input needs no gradient (LoRA).
+            model.enable_input_require_grads()
 
 
 class Actor(PackedModel):

@@ -11,19 +11,16 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import sys
 import warnings
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from openrlhf.config.common import LoraConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.utils.adapter_folder import ADAPTER_CONFIG, REWARD_TASK
+from openrlhf.utils.adapter_folder import REWARD_TASK
 
 if TYPE_CHECKING:
     import peft
@@ -75,16 +72,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 def is_adapted(model: nn.Module) -> bool:
     """Return True if a model carries an adapter."""
-    peft = sys.modules.get("peft")  # what put the adapter on has imported it
-    return peft is not None and isinstance(model, peft.PeftModel)
-
-
-@contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """A block in which an adapted model answers as its base does."""
-    assert is_adapted(model), type(model)
-    with cast("peft.PeftModel", model).disable_adapter():
-        yield
+    return hasattr(model, "peft_config")
 
 
 def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.PeftModel:
@@ -96,29 +84,24 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> peft.P
     import peft  # noqa: PLC0415 - see above
 
     folder = Path(path).expanduser()
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{path} holds no {ADAPTER_CONFIG}. Give the folder of an adapter.")
-    config = _read_config(folder)
-    if config.task_type != REWARD_TASK and "value_head_prefix" in model.config.to_dict():
-        config.task_type = None  # a policy's adapter on a model that does not generate
     try:
+        config = peft.PeftConfig.from_pretrained(folder)
+        if config.is_prompt_learning:
+            kind = config.peft_type.value
+            raise ValueError(f"{kind} adds tokens and cannot be merged. Give a LoRA adapter.")
+        if config.task_type != REWARD_TASK and "value_head_prefix" in model.config.to_dict():
+            config.task_type = None  # a policy's adapter on a model that does not generate
         with warnings.catch_warnings():
             # What PEFT warns of, and the heads it says nothing about, are errors below.
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
             adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
         check_adapter_keys(adapted, folder)
-    except KeyError as error:  # a module that is trained whole, such as a head, has no weights
-        raise ConfigError(
-            f"The weights of the adapter at {path} do not fit its base: {error.args[0]} is "
-            "missing. Save it again."
-        ) from error
     except pickle.UnpicklingError as error:
-        raise ConfigError(would_run_code(f"The adapter at {path}", refused_name(error))) from error
-    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(would_run_code(f"The adapter at {path}", error)) from error
+    except (KeyError, TypeError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
             f"The adapter at {path} does not fit {model.config._name_or_path}: "
-            f"{first_line(error)}. "
-            "Give the base it was trained on."
+            f"{first_line(error)} Save it again, or give the base it was trained on."
         ) from error
     return adapted
 
@@ -136,54 +119,26 @@ def merge_adapter_into(model: PreTrainedModel, path: str | os.PathLike[str]) -> 
 
 
 def check_adapter_keys(adapted: peft.PeftModel, folder: Path) -> None:
-    """Raise ConfigError unless the folder holds every weight of the adapter, and no others."""
+    """Raise ValueError unless the folder holds every weight of the adapter, and no others."""
     import peft  # noqa: PLC0415 - see above
 
     expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
     found = set(peft.load_peft_weights(str(folder), device="cpu"))
     own = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    problems = {"missing": expected - found, "unexpected": found - expected - own}
-    texts = [f"{len(keys)} are {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]
-    if texts:
-        raise ConfigError(
-            f"The weights of the adapter at {folder} do not fit its base: {'; '.join(texts)}. "
-            "Save it again, or give the base it was trained on."
-        )
+    for kind, keys in (("missing", expected - found), ("unexpected", found - expected - own)):
+        if keys:
+            some = ", ".join(sorted(keys)[:NUM_KEYS_SHOWN])
+            raise ValueError(f"{len(keys)} are {kind} ({some}).")
 
 
-def _read_config(folder: Path) -> peft.PeftConfig:
-    import peft  # noqa: PLC0415 - see above
-
-    try:
-        config = peft.PeftConfig.from_pretrained(folder)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / ADAPTER_CONFIG} cannot be read: {error!r}. Save the adapter again."
-        ) from error
-    if config.is_prompt_learning:
-        raise ConfigError(
-            f"The adapter at {folder} is of kind {config.peft_type.value}, which adds tokens and "
-            "cannot be merged. Give a LoRA adapter."
-        )
-    return config
-
-
-def _some(keys: Set[str]) -> str:
-    return ", ".join(sorted(keys)[:NUM_KEYS_SHOWN])
-
-
-def would_run_code(file: str, names: str) -> str:
+def would_run_code(file: str, error: pickle.UnpicklingError) -> str:
     """Return the line about pickled weights that name more than tensors."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
     return (
-        f"{file} would run code when it is loaded: it names {names}. "
+        f"{file} would run code when it is loaded: it names "
+        f"{found[1] if found else 'more than tensors'}. "
         "Do not use it; take the model from a source you trust, as safetensors."
     )
-
-
-def refused_name(error: pickle.UnpicklingError) -> str:
-    """Return what torch's restricted reader has stumbled over."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found else "more than tensors"
 
 
 def _linear_names(model: nn.Module) -> str:

@@ -12,9 +12,9 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import transformers
@@ -29,27 +29,17 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
-from openrlhf.models.adapters import (
-    SCALE_FIELDS,
-    merge_adapter_into,
-    refused_name,
-    would_run_code,
-)
-from openrlhf.models.families import causal_class, padding_note, refuse_own_code
-from openrlhf.models.kernels import (
+from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
+from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.support import (
     FLASH_2,
     OWN_ATTENTION,
-    apply_liger,
+    causal_class,
     is_installed,
-    keep_4bit_trainable,
+    padding_note,
+    refuse_own_code,
 )
-from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.utils.adapter_folder import (
-    base_of_adapter,
-    is_reward_adapter,
-    merge_command,
-    read_adapter_config,
-)
+from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
 from openrlhf.utils.logging import notice, say_notices
 from openrlhf.utils.packable import is_padded, why_padded
@@ -59,61 +49,42 @@ from openrlhf.utils.progress import progress, tracked
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
 OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
+LM_HEADS = ("lm_head", "embed_out", "output")  # which a value model drops
 # Ways of asking for attention that packed attention is the answer to.
 GENERIC_ATTENTION = (None, *OWN_ATTENTION, PACKED_ATTENTION)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average
 # (rounding), and from those before another last token (experts compute with others then).
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
-MAX_ERROR = {torch.float32: 0.01}
-MAX_AHEAD = {torch.float32: 1e-4}
-MAX_ERROR_HALF, MAX_AHEAD_HALF = 0.25, 0.1
+MAX_ERROR, MAX_AHEAD = (0.01, 0.25), (1e-4, 0.1)  # in fp32, in half precision
 MAX_WEIGHTS_ON_CPU = 4_000_000_000  # of a model that is compared there: it would wait
 # For weights in a .bin file transformers would ask a service of the hub to convert them.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the model's config; raise ConfigError if the path is no model."""
-    folder = Path(path).expanduser()
-    if looks_local(path) and not folder.is_dir():
-        raise ConfigError(
-            f"Model path {path!r} does not exist. "
-            "Give a folder with a config.json, or a hub id such as org/name."
-        )
+    """Return the model's config; of an adapter's folder that of its base, with what the folder says
+    of a head. Raise ConfigError if the path is no model.
+    """
     if (base := base_of_adapter(path)) is not None:
-        return _config_of_adapter(path, base, trust_remote_code=trust_remote_code)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"Model path {path!r} holds no config.json. Give the folder that save_pretrained wrote."
-        )
+        try:
+            config = load_config(base, trust_remote_code=trust_remote_code)
+        except ConfigError as error:
+            raise ConfigError(f"The adapter at {path!r} lacks its base. {error}") from error
+        if is_reward_adapter(path):
+            config.num_labels = 1
+            config.update({"value_head_prefix": HEAD, **_stored_head(path)})
+        return config
+    remedy = "Give a folder that save_pretrained wrote, or a hub id such as org/name."
+    if looks_local(path) and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"Model path {path!r} holds no config.json. {remedy}")
     try:
         with looking_up("model", path):
             return transformers.AutoConfig.from_pretrained(
                 path, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError) as error:
-        reason = first_line(error)
-        if folder.is_dir():
-            raise ConfigError(
-                f"Model path {path!r} cannot be read: {reason} Copy or save the model again."
-            ) from error
-        raise ConfigError(
-            f"Model {path!r} is no folder here and cannot be loaded from the hub: {reason} "
-            "Give a folder with a config.json, or the id of a model that can be reached."
-        ) from error
-
-
-def _config_of_adapter(path: str, base: str, *, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the base's config, with what the adapter's folder says of its head."""
-    try:
-        config = load_config(base, trust_remote_code=trust_remote_code)
-    except ConfigError as error:
-        raise ConfigError(f"The adapter at {path!r} lacks its base. {error}") from error
-    if is_reward_adapter(path):
-        config.num_labels = 1
-        config.update({"value_head_prefix": HEAD, **_stored_head(path)})
-    return config
+        raise ConfigError(f"Model {path!r} cannot be read: {first_line(error)} {remedy}") from error
 
 
 def _stored_head(path: str) -> dict[str, object]:
@@ -220,32 +191,27 @@ def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> di
     return kwargs
 
 
-@contextmanager
-def reading_weights(path: str) -> Iterator[None]:
-    """A block in which transformers reads weights without a report of keys, which are checked
-    instead; what it refuses and files that are torn are a ConfigError.
+def read_model(
+    auto_class: Any, path: str, config: PretrainedConfig, options: LoadOptions, **more: object
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model, and what transformers says of its keys, which is checked instead of printed.
+    Raise ConfigError for weights that cannot be read.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
 
+    kwargs = from_pretrained_kwargs(config, options)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         with looking_up("model", path), progress(f"loading {Path(path).name}"):
-            yield
+            return auto_class.from_pretrained(path, **kwargs, **more)
     except pickle.UnpicklingError as error:
-        file = f"The file of weights in {path}"
-        raise ConfigError(would_run_code(file, refused_name(error))) from error
-    except (OSError, SafetensorError, EOFError, KeyError, RuntimeError) as error:
-        is_pickled = any(Path(path).expanduser().glob("*_model*.bin"))
-        if isinstance(error, (KeyError, RuntimeError)) and not is_pickled:
-            raise
+        raise ConfigError(would_run_code(f"The file of weights in {path}", error)) from error
+    except (OSError, SafetensorError, ImportError, ValueError) as error:
         raise ConfigError(
             f"The weights of {path} cannot be read: {first_line(error).rstrip('.')}. "
-            "Copy or save them again."
+            "Copy or save them again, or leave out the setting that this names."
         ) from error
-    except (ImportError, ValueError) as error:
-        reason = first_line(error).rstrip(".")
-        raise ConfigError(f"The model cannot be loaded with these settings: {reason}") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -285,20 +251,10 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
             )
         return merge_adapter_into(load_causal_lm(base, **options), path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
-    kwargs = from_pretrained_kwargs(config, options)
-    with reading_weights(path):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    model, info = read_model(transformers.AutoModelForCausalLM, path, config, options)
     check_loading_info(path, info)
-    refuse_own_code(model, path)
-    finish_loading(model, options, has_lm_head=True)
+    finish_loading(model, path, options, has_lm_head=True)
     return model
-
-
-def head_name(config: PretrainedConfig, requested: str | None) -> str:
-    """Return the name of the value head: what the stored model says, else what was asked for, else
-    `score`.
-    """
-    return config.to_dict().get("value_head_prefix") or requested or HEAD
 
 
 def load_sequence_model(
@@ -318,13 +274,9 @@ def load_sequence_model(
     if (base := base_of_adapter(path)) is not None:
         refuse_merging_in_4bit(path, options)
         if is_reward_adapter(path):
-            model = load_reward_base(base, path, **options)
-        else:
-            prefix, fresh = value_head_prefix, allow_fresh_head
-            model = load_sequence_model(
-                base, value_head_prefix=prefix, allow_fresh_head=fresh, **options
-            )
-        return merge_adapter_into(model, path)
+            return load_merged_reward(base, path, **options)
+        named = {"value_head_prefix": value_head_prefix, "allow_fresh_head": allow_fresh_head}
+        return merge_adapter_into(load_sequence_model(base, **named, **options), path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     has_stored_head = is_value_model(config)
     if not has_stored_head and not allow_fresh_head:
@@ -334,37 +286,34 @@ def load_sequence_model(
             f"The model at {path!r} has {config.num_labels} labels; a value head has one."
         )
     config.num_labels = 1
-    config.value_head_prefix = name = head_name(config, value_head_prefix)
-    kwargs = from_pretrained_kwargs(config, options)
-    if name != HEAD:
-        kwargs["key_mapping"] = {rf"^{re.escape(name)}\.": f"{HEAD}."}
-    with reading_weights(path):
-        auto_class = transformers.AutoModelForSequenceClassification
-        model, info = auto_class.from_pretrained(path, **kwargs)
+    stored_name = config.to_dict().get("value_head_prefix")
+    config.value_head_prefix = name = stored_name or value_head_prefix or HEAD
+    mapping = {"key_mapping": {rf"^{re.escape(name)}\.": f"{HEAD}."}} if name != HEAD else {}
+    auto_class = transformers.AutoModelForSequenceClassification
+    model, info = read_model(auto_class, path, config, options, **mapping)
     if has_stored_head:
         check_loading_info(path, info)
     else:
-        lm_head = {key for key in info["unexpected_keys"] if is_lm_head_key(key)}
+        unexpected = info["unexpected_keys"]
+        lm_head = {key for key in unexpected if key.split(".")[0] in LM_HEADS}
         check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
         init_value_head(model.get_submodule(HEAD))
-    refuse_own_code(model, path)
-    rename_head(model, name)
-    finish_loading(model, options)
+    if name != HEAD:  # the name it has in saved files
+        model.add_module(name, model.get_submodule(HEAD))
+        delattr(model, HEAD)
+    finish_loading(model, path, options)
     return model
 
 
-def load_reward_base(
+def load_merged_reward(
     base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """Return the base with a head of the name, and the scale, that stand in a reward adapter's
-    folder.
-    """
+    """Return a reward model: the base with the head, the scale and the weights of an adapter."""
     stored = _stored_head(adapter_path)
-    head = stored.pop("value_head_prefix", None)
-    name = head if isinstance(head, str) else None
+    name = stored.pop("value_head_prefix", None)
     model = load_sequence_model(base_path, value_head_prefix=name, **options)
     model.config.update(stored)
-    return model
+    return merge_adapter_into(model, adapter_path)
 
 
 def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
@@ -377,9 +326,12 @@ def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
 
 
 def finish_loading(
-    model: PreTrainedModel, options: LoadOptions, *, has_lm_head: bool = False
+    model: PreTrainedModel, path: str, options: LoadOptions, *, has_lm_head: bool = False
 ) -> None:
-    """Finish a model whose weights are in place."""
+    """Finish a model whose weights are in place; raise ConfigError for one that is not computed as
+    it says.
+    """
+    refuse_own_code(model, path)
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
@@ -390,24 +342,51 @@ def finish_loading(
         apply_liger(model)
 
 
+def keep_4bit_trainable(model: PreTrainedModel) -> None:
+    """Keep a CPU's 4-bit weights as they are packed for training.
+
+    In evaluation bitsandbytes (0.50) repacks them for a kernel without a backward pass and never
+    turns back: later gradients would miss the path through the base.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Put Liger's norms, rotary embeddings and gated MLPs under a loaded model.
+
+    Its loss kernels are left out: they replace the model's forward pass, and the head here already
+    works in chunks.
+    """
+    from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
+    from liger_kernel.transformers import monkey_patch  # noqa: PLC0415 - as above
+
+    family = model.config.model_type
+    if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(
+            f"--use_liger_kernel: Liger has no kernels for model type {family!r}. Leave it out."
+        )
+    liger._apply_liger_kernel_to_instance(
+        model=model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+
+
 def check_own_logits(model: PreTrainedModel) -> None:
     """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
 
     They are computed from last hidden states and the LM head. A family that does more between the
     two, or lets a token see those to its right, would be trained on other numbers than it is used
-    with. Weights that ZeRO-3 has split, and very large ones on a CPU, are not compared.
+    with. Very large ones on a CPU are not compared.
     """
-    weights = list(model.parameters())
-    is_large = sum(weight.numel() for weight in weights) > MAX_WEIGHTS_ON_CPU
-    is_away = any(hasattr(weight, "ds_id") or weight.is_meta for weight in weights)
-    if is_away or (is_large and model.device.type == "cpu"):
+    if model.device.type == "cpu" and model.num_parameters() > MAX_WEIGHTS_ON_CPU:
         return
     with _plain_attention(model):
         ahead, error = _distances(model)
-    dtype, name = weights[0].dtype, type(model).__name__
-    if not ahead <= MAX_AHEAD.get(dtype, MAX_AHEAD_HALF):
+    name, is_half = type(model).__name__, next(model.parameters()).dtype != torch.float32
+    if not ahead <= MAX_AHEAD[is_half]:
         raise ConfigError(f"{name}: its tokens see those to their right. Use a causal model.")
-    if not error <= MAX_ERROR.get(dtype, MAX_ERROR_HALF):
+    if not error <= MAX_ERROR[is_half]:
         raise ConfigError(
             f"{name} computes its logits in a way of its own: log-probs from its last hidden "
             f"states and its head are {error:.2g} off. Use another family."
@@ -466,13 +445,15 @@ def say_attention(config: RunConfig, requested: str, paths: Iterable[str]) -> No
     say_notices(filter(None, notes))
     if all(notes):
         return
+    is_cuda, why = torch.cuda.is_available(), None
     if requested == "eager":
-        notice("eager attention is not for packed rows: they use torch's own (SDPA)")
-    elif not torch.cuda.is_available():
-        if is_given(config, "ds.attn_implementation") and requested.startswith("flash"):
-            notice(f"{requested} needs a GPU: packed rows use torch's own attention here (SDPA)")
-    elif requested == FLASH_2 and not is_installed("flash_attn"):
-        notice("flash-attn is not installed: packed rows use torch's own attention (SDPA)")
+        why = "eager attention is not for packed rows"
+    elif requested == FLASH_2 and not is_cuda and is_given(config, "ds.attn_implementation"):
+        why = f"{requested} needs a GPU"
+    elif requested == FLASH_2 and is_cuda and not is_installed("flash_attn"):
+        why = "flash-attn is not installed"
+    if why is not None:
+        notice(f"{why}: packed rows use torch's own attention (SDPA)")
 
 
 def merge_adapter(
@@ -483,36 +464,16 @@ def merge_adapter(
     A reward model gets its head and its scale from the adapter's folder. Raises ConfigError as
     `load_adapter` does.
     """
-    if read_adapter_config(adapter_path) is None:
-        raise ConfigError(
-            f"{adapter_path} holds no adapter_config.json. Give the folder of an adapter."
-        )
     has_head = is_reward_adapter(adapter_path)
-    if has_head and not is_rm:  # the head would be lost
-        raise ConfigError(f"{adapter_path} is the adapter of a reward model. Type --is_rm.")
-    if is_rm and not has_head:
-        raise ConfigError(
-            f"--is_rm: the adapter at {adapter_path} has no value head. Leave --is_rm out."
-        )
+    if has_head != is_rm:  # the head would be lost, or is not there
+        kind, remedy = ("a", "Type") if has_head else ("no", "Leave out")
+        raise ConfigError(f"{adapter_path} is {kind} reward model's adapter. {remedy} --is_rm.")
     if is_rm:
-        model = load_reward_base(base_path, adapter_path, **options)
+        merged = load_merged_reward(base_path, adapter_path, **options)
     else:
-        model = load_causal_lm(base_path, **options)
-    merged = merge_adapter_into(model, adapter_path)
+        merged = merge_adapter_into(load_causal_lm(base_path, **options), adapter_path)
     merged.name_or_path = merged.config._name_or_path = base_path
     return merged
-
-
-def rename_head(model: PreTrainedModel, name: str) -> None:
-    """Give the module `score` the name it has in saved files."""
-    if name == HEAD:
-        return
-    if not name.isidentifier() or hasattr(model, name):
-        raise ConfigError(
-            f"--value_head_prefix {name!r} cannot name a module. Use score or value_head."
-        )
-    model.add_module(name, model.get_submodule(HEAD))
-    delattr(model, HEAD)
 
 
 def own_memory(model: PreTrainedModel) -> None:
@@ -524,7 +485,7 @@ def own_memory(model: PreTrainedModel) -> None:
     if default_device_type() != "cpu":
         return
     for parameter in tracked(list(model.parameters()), "copying weights into memory"):
-        if parameter.device.type == "cpu" and not hasattr(parameter, "ds_id"):
+        if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
 
 
@@ -539,24 +500,12 @@ def is_classifier(config: PretrainedConfig) -> bool:
     return any("SequenceClassification" in name for name in config.architectures or ())
 
 
-def is_lm_head_key(key: str) -> bool:
-    """Return True for a key of the language-model head, which a value model drops."""
-    return key.split(".")[0] in ("lm_head", "embed_out", "output")
-
-
 def init_value_head(head: nn.Linear, *, seed: int = 0) -> None:
     """Draw a fresh head with std 1 / (hidden + 1) from its own generator: equal on every rank."""
-    weight = head.weight
-    gathered = nullcontext()
-    if hasattr(weight, "ds_id"):
-        import deepspeed  # noqa: PLC0415 - only where ZeRO-3 has split the head
-
-        gathered = deepspeed.zero.GatheredParameters(weight, modifier_rank=0)
-    with gathered:
-        hidden_size = weight.size(-1)
-        draw = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            weight.copy_(draw / (hidden_size + 1))
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(head.weight.shape, generator=generator)
+    with torch.no_grad():
+        head.weight.copy_(draw / (head.weight.size(-1) + 1))
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -23,7 +23,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from openrlhf.errors import ConfigError
-from openrlhf.utils.packing import PackedBatch
 
 PACKED_ATTENTION = "openrlhf_packed"
 # A sequence joins a batch of longer ones when it fills at least this share of its slot.
@@ -54,14 +53,7 @@ class PackedRow:
     cu_seqlens: Tensor  # (B + 1,) int32
     # Of a part of a row that begins inside a sequence: keys of it that stand before the part.
     num_earlier: int = 0
-    layers_seen: list[int] = field(
-        default_factory=list
-    )  # index of every layer that asked for this row
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> PackedRow:
-        """Return the boundaries of a batch."""
-        return cls(batch.seq_lengths, batch.cu_seqlens)
+    layers_seen: list[int] = field(default_factory=list)  # those that asked for this row
 
     @classmethod
     def of_lengths(
@@ -97,19 +89,16 @@ class PackedRow:
         """Return the attention over this row -> (T, h, D)."""
         return row_attention(q_ThD, k_TkD, v_TkD, self, options)
 
-    def kwargs(self) -> dict[str, PackedRow]:
-        """Return keywords that carry the row through a model to `PACKED_ATTENTION`."""
-        return {"packed_row": self}
-
-    def flash_kwargs(self) -> dict[str, Tensor | int]:
-        """Return keywords that carry the row through a model to transformers' own flash
-        attention.
+    def kwargs(self, attention: str) -> dict[str, Any]:
+        """Return keywords that carry the row through a model to `PACKED_ATTENTION`, or to
+        transformers' own flash attention.
         """
+        if attention == PACKED_ATTENTION:
+            return {"packed_row": self}
+        ends, most = self.cu_seqlens, self.max_length
         return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_length,
-            "max_length_k": self.max_length,
+            **{"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+            **{"max_length_q": most, "max_length_k": most},
         }
 
     @cached_property
@@ -166,53 +155,6 @@ class _Reorder(torch.autograd.Function):
         return grad, None, None, None
 
 
-class _EarlierKeys(torch.autograd.Function):
-    """Attention of the last Q of S tokens by the CPU's flash kernel, which has no such mask: once
-    to the keys before the queries, once causally to their own, merged by their log-sum-exps.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q_BhQD: Tensor, k_BhSD: Tensor, v_BhSD: Tensor, scale: float | None
-    ) -> Tensor:
-        ctx.num_earlier = start = k_BhSD.size(2) - q_BhQD.size(2)
-        ctx.scale = scale
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        before_BhQD, lse_before = attend(
-            q_BhQD, k_BhSD[:, :, :start], v_BhSD[:, :, :start], scale=scale
-        )
-        own_BhQD, lse_own = attend(
-            q_BhQD, k_BhSD[:, :, start:], v_BhSD[:, :, start:], is_causal=True, scale=scale
-        )
-        lse_BhQ = torch.logaddexp(lse_before, lse_own)
-        output_BhQD = before_BhQD * (lse_before - lse_BhQ).exp()[..., None].to(q_BhQD.dtype)
-        output_BhQD += own_BhQD * (lse_own - lse_BhQ).exp()[..., None].to(q_BhQD.dtype)
-        ctx.save_for_backward(q_BhQD, k_BhSD, v_BhSD, output_BhQD, lse_BhQ)
-        return output_BhQD
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, output, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-        places = slice(ctx.num_earlier), slice(ctx.num_earlier, None)
-        for keys, is_causal in zip(places, (False, True), strict=True):
-            part_q, grad_k[:, :, keys], grad_v[:, :, keys] = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad,
-                    q,
-                    k[:, :, keys],
-                    v[:, :, keys],
-                    output,
-                    lse,
-                    0.0,
-                    is_causal,
-                    scale=ctx.scale,
-                )
-            )
-            grad_q += part_q
-        return grad_q, grad_k, grad_v, None
-
-
 @dataclass(frozen=True)
 class ScoreOptions:
     """What a model asks of its attention scores."""
@@ -245,10 +187,6 @@ def causal_attention(
             scale=options.scale,
             enable_gqa=q_BhQD.size(1) != k_BkSD.size(1),
         )
-    is_plain = options == ScoreOptions(scale=options.scale) and q_BhQD.size(-1) == v_BkSD.size(-1)
-    if is_plain and q_BhQD.device.type == "cpu":
-        keys, values = repeat_heads(q_BhQD, k_BkSD), repeat_heads(q_BhQD, v_BkSD)
-        return _EarlierKeys.apply(q_BhQD, keys, values, options.scale)
     block_size = max(QUERY_BLOCK, window)
     if window >= length:
         block_size = max(1, min(QUERY_BLOCK, MAX_MASK_ELEMENTS // length))

@@ -19,7 +19,7 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.kernels import check_here
+from openrlhf.models.support import check_here
 from openrlhf.serving.batch_tasks import BatchTask, PromptTask, Rows, ScoreTask, check_vllm
 from openrlhf.serving.post_processors import best_answers, preference_pairs, rewards_in_prompts
 from openrlhf.utils.gpus import check_gpus

@@ -35,8 +35,8 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.families import head_size, num_positions
 from openrlhf.models.loading import is_value_model, load_causal_lm, load_config
+from openrlhf.models.support import head_size, num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.post_processors import wish_template
 from openrlhf.serving.served_model import load_options

@@ -21,9 +21,8 @@ from transformers import TextStreamer
 from openrlhf.config.serving import ChatConfig
 from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import num_positions
-from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
+from openrlhf.models.support import check_here, num_positions
 from openrlhf.serving.post_processors import wish_template
 from openrlhf.serving.served_model import load_options
 from openrlhf.utils.tokenizer import (

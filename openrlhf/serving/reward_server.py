@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.kernels import check_here
+from openrlhf.models.support import check_here
 from openrlhf.serving.batcher import Batcher, NonFiniteError, ScoringError
 from openrlhf.serving.served_model import RefusedError, ServedModel, load_order
 from openrlhf.utils.logging import notice

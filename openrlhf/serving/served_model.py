@@ -16,13 +16,13 @@ from torch import Tensor
 
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import num_positions
 from openrlhf.models.loading import (
     LoadOptions,
     default_device_type,
     is_value_model,
     load_config,
 )
+from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel, RewardScale
 from openrlhf.serving.batcher import Row
 from openrlhf.utils.logging import format_count

@@ -25,8 +25,8 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.distillation import Student, StudentTerms, Teacher, as_head
-from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_causal_lm, load_config, load_options
+from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun, load_actor
 from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
 from openrlhf.trainer.sft_trainer import SFTTrainer

@@ -26,7 +26,7 @@ from openrlhf.datasets.unpaired_preference_dataset import (
     UnpairedPreferenceDataset,
 )
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.models.families import num_positions
+from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun
 from openrlhf.trainer.preference import (
     PreferenceBatch,

@@ -17,13 +17,13 @@ from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import as_recognised, undecided
-from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
+from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import RolloutEngine
-from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import DTYPES, say_attention
+from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler

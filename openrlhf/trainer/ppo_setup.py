@@ -31,15 +31,8 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
-from openrlhf.models.families import (
-    head_size,
-    num_positions,
-    refuse_shared_rows,
-    refuse_split_layers,
-    refuse_token_budget,
-)
 from openrlhf.models.loading import is_value_model, load_config
-from openrlhf.models.router_loss import check_has_experts
+from openrlhf.models.support import head_size, num_positions, refuse_unsupported
 from openrlhf.models.value_head import RewardScale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
@@ -307,10 +300,11 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     for name, facts in found.items():
         if facts is None:
             continue
-        if config.train.dynamic_batch_enable:
-            gathered.attempt(partial(refuse_token_budget, facts, name))
-        gathered.attempt(partial(refuse_shared_rows, facts, name, config.ds))
-        gathered.attempt(partial(refuse_split_layers, facts, name, config.ds))
+        needs = {
+            "has_token_budget": config.train.dynamic_batch_enable,
+            "has_router_loss": config.actor.aux_loss_coef > 0 and name == path,
+        }
+        gathered.attempt(partial(refuse_unsupported, facts, name, config.ds, **needs))
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name))
         if name in readers:
@@ -320,8 +314,6 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         instead = "--vllm_num_engines 0"
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
         gathered.attempt(partial(check_head_size, head_size(policy), path, instead=instead))
-    if policy is not None and config.actor.aux_loss_coef > 0:
-        gathered.attempt(partial(check_has_experts, policy, path))
     gathered.raise_if_any()
     assert policy is not None, "or else problems were raised"
     return int(policy.get_text_config().vocab_size)

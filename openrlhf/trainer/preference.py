@@ -21,7 +21,7 @@ from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.adapters import adapters_disabled, is_adapted
+from openrlhf.models.adapters import is_adapted
 from openrlhf.models.loading import load_causal_lm, load_options
 from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SampleT, SupervisedRun, load_actor
 from openrlhf.utils.logging import notice
@@ -121,7 +121,7 @@ class Reference:
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Return the sums of log-probs over each sequence's targets, (S,) fp32."""
-        with_base = nullcontext() if self.actor is None else adapters_disabled(self.actor.model)
+        with_base = nullcontext() if self.actor is None else self.actor.model.disable_adapter()
         with with_base, evaluating(self.engine):
             return segment_sum(self.engine(batch).logprobs, batch.num_targets)
 

@@ -21,7 +21,6 @@ from openrlhf.datasets.command_data import row_format, supervised_data
 from openrlhf.datasets.conventions import news
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import ModelLimits, as_recognised, undecided
-from openrlhf.distributed.backend import naming_lost_ranks
 from openrlhf.distributed.checkpoints import (
     DataFacts,
     RunCheckpoints,
@@ -30,23 +29,20 @@ from openrlhf.distributed.checkpoints import (
     random_state,
     set_random_state,
 )
-from openrlhf.distributed.collectives import all_reduce_max, is_main
+from openrlhf.distributed.collectives import (
+    all_reduce_max,
+    is_main,
+    naming_lost_ranks,
+    watching_ranks,
+)
 from openrlhf.distributed.export import check_room
 from openrlhf.distributed.manifest import write_json
-from openrlhf.distributed.rank_watch import watching_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.models.families import (
-    num_positions,
-    refuse_shared_rows,
-    refuse_split_layers,
-    refuse_token_budget,
-)
-from openrlhf.models.kernels import check_here
 from openrlhf.models.loading import load_config, say_attention
-from openrlhf.models.router_loss import check_has_experts
+from openrlhf.models.support import check_here, num_positions, refuse_unsupported
 from openrlhf.trainer.base_trainer import (
     BaseTrainer,
     Inputs,
@@ -190,12 +186,11 @@ def _configs(
         if facts is None:
             continue
         found[path] = facts
-        if config.train.dynamic_batch_enable:
-            gathered.attempt(partial(refuse_token_budget, facts, path))
-        gathered.attempt(partial(refuse_shared_rows, facts, path, config.ds))
-        gathered.attempt(partial(refuse_split_layers, facts, path, config.ds))
-        if config.model.aux_loss_coef > 0 and path == model_path:
-            gathered.attempt(partial(check_has_experts, facts, path))
+        needs = {
+            "has_token_budget": config.train.dynamic_batch_enable,
+            "has_router_loss": config.model.aux_loss_coef > 0 and path == model_path,
+        }
+        gathered.attempt(partial(refuse_unsupported, facts, path, config.ds, **needs))
     return found
 
 

@@ -38,7 +38,7 @@ def make_store(root: Path, max_num: int = 3, max_gib: float = 1.0) -> Checkpoint
 
 
 def save(store: CheckpointStore, step: int, *, has_export: bool = False) -> None:
-    states, export = store.stage(step)
+    states, export, _ = store.stage(step)
     (states / "shard.pt").write_text(f"weights of {step}")
     if has_export:
         export.mkdir()
@@ -99,7 +99,7 @@ def die_at(moment: str, root: Path) -> None:
     """Save step 2 with an export and be killed at a moment of it."""
     store, rename = make_store(root), os.rename
     if moment == "between files":
-        states, _ = store.stage(2)
+        states, *_ = store.stage(2)
         (states / "shard.pt").write_text("half of")
         die()
     if moment == "before the rename":

@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from openrlhf.distributed import rank_watch
-from openrlhf.distributed.rank_watch import BEAT, GOODBYE
+from openrlhf.distributed import collectives
+from openrlhf.distributed.collectives import BEAT, GOODBYE
 
 
 def hearing(monkeypatch: pytest.MonkeyPatch, *said: bytes, deadline_s: float) -> list[int]:
     """Watch a rank that says so much and then nothing; the exit codes of half a second."""
-    monkeypatch.setattr(rank_watch, "BEAT_EVERY_S", 0.02)
-    monkeypatch.setattr(rank_watch, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(collectives, "BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr(collectives, "SAY_AFTER_S", 0.1)
     codes, is_over = list[int](), threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), is_over.set()))
     with (
@@ -29,7 +29,7 @@ def hearing(monkeypatch: pytest.MonkeyPatch, *said: bytes, deadline_s: float) ->
         for word in said:
             peer.sendto(word, own.getsockname())
         arguments = (own, peer.getsockname(), "rank 1 of 2", deadline_s, is_over)
-        thread = threading.Thread(target=rank_watch._watch, args=arguments)
+        thread = threading.Thread(target=collectives._watch, args=arguments)
         thread.start()
         time.sleep(0.5)
         is_over.set()

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.families import SPLIT_STYLES, refuse_split_layers
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
+from openrlhf.models.support import SPLIT_STYLES, refuse_unsupported
 from openrlhf.models.value_head import CriticModel
 from tests.distributed.spawn import run_ranks
 from tests.models.helpers import full_batch, random_sequences
@@ -148,19 +148,19 @@ def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:
     assert SPLIT_STYLES <= SUPPORTED_STYLES
     ds = DeepSpeedConfig(tensor_parallel_size=2)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    refuse_split_layers(transformers.LlamaConfig(**heads), "m", ds)
-    refuse_split_layers(transformers.Qwen3Config(**heads), "m", ds)
+    refuse_unsupported(transformers.LlamaConfig(**heads), "m", ds)
+    refuse_unsupported(transformers.Qwen3Config(**heads), "m", ds)
     with_norms = (
         transformers.CohereConfig(use_qk_norm=True),
         transformers.PhiConfig(qk_layernorm=True),
     )
     for config in (transformers.BloomConfig(), transformers.MixtralConfig(), *with_norms):
         with pytest.raises(ConfigError, match=f"family {config.model_type}, which DeepSpeed's"):
-            refuse_split_layers(config, "m", ds)
+            refuse_unsupported(config, "m", ds)
     one_key_head = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=1)
     with pytest.raises(ConfigError, match="has 1 heads, not a multiple"):
-        refuse_split_layers(one_key_head, "m", ds)
-    refuse_split_layers(one_key_head, "m", DeepSpeedConfig())
+        refuse_unsupported(one_key_head, "m", ds)
+    refuse_unsupported(one_key_head, "m", DeepSpeedConfig())
 
 
 @pytest.mark.parametrize("flags", ["--zero_stage 3", "--lora_rank 4", "--optim muon"])

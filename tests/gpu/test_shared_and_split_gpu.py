@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.utils.context_parallel import ContextGroup

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from openrlhf.cli import train_ppo
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from tests.stopped_runs import records
 from tests.tiny import make_model, make_reward_model, write_jsonl
 

@@ -10,7 +10,7 @@ import torch
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.cli import train_ppo
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch

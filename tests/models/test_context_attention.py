@@ -11,7 +11,7 @@ from transformers import BloomConfig, LlamaConfig
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.context_attention import chunk_of_row
-from openrlhf.models.families import refuse_shared_rows
+from openrlhf.models.support import refuse_unsupported
 from openrlhf.utils.context_parallel import RowSlice
 
 CPU = torch.device("cpu")
@@ -59,5 +59,5 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
 )
 def test_models_whose_rows_cannot_be_shared_are_refused(config, flags, why):
     with pytest.raises(ConfigError, match=why):
-        refuse_shared_rows(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
-    refuse_shared_rows(config, "m", DeepSpeedConfig())
+        refuse_unsupported(config, "m", DeepSpeedConfig(ring_attn_size=4, **flags))
+    refuse_unsupported(config, "m", DeepSpeedConfig())

@@ -21,14 +21,14 @@ def causal_dir(tmp_path_factory):
 
 
 def test_a_missing_folder_is_one_line_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"'/no/such/model' does not exist\. Give a folder"):
+    with pytest.raises(ConfigError, match=r"'/no/such/model' holds no config\.json\. Give"):
         load_causal_lm("/no/such/model")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("config.json", b'{"a":', r"cannot be read: .* Copy or save the model again\."),
+        ("config.json", b'{"a":', r"cannot be read: .* Give a folder that save_pretrained wrote"),
         ("model.safetensors", None, "cannot be read: .*no file named model.safetensors"),
         ("model.safetensors", b"x" * 100, "weights of .* cannot be read: .* Copy or save them"),
     ],

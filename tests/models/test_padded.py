@@ -16,9 +16,9 @@ from torch import Tensor
 from openrlhf.cli import train_kto
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.families import causal_class, padding_note
 from openrlhf.models.loading import check_own_logits
 from openrlhf.models.packing import PACKED_ATTENTION
+from openrlhf.models.support import causal_class, padding_note
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packable import why_padded
 from tests.models.helpers import full_batch, random_sequences

@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers
 
-from openrlhf.models.actor import Actor
+from openrlhf.models.actor import Actor, load_balancing_losses
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.models.router_loss import load_balancing_losses
 from tests.models.helpers import eager_model, full_batch, random_sequences, tiny_model
 
 TOP_K = 2

@@ -269,10 +269,10 @@ def die_while_saving(folder: Path) -> None:
     strategy.setup()
     save = torch.save
 
-    def torn_save(state: object, file: object) -> None:
-        save(state, file)
-        if "global_step4" in file.name and strategy.topology.rank == 1:
-            file.truncate(100)
+    def torn_save(state: object, path: Path) -> None:
+        save(state, path)
+        if "global_step4" in str(path) and strategy.topology.rank == 1:
+            os.truncate(path, 100)
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = torn_save

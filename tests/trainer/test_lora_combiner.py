@@ -64,5 +64,5 @@ def test_a_merged_reward_model_brings_the_head_saved_with_its_adapter(tmp_path):
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     base = make_model(tmp_path / "base")
-    with pytest.raises(ConfigError, match="holds no adapter_config"):
+    with pytest.raises(ConfigError, match="Can't find 'adapter_config"):
         combine(base, tmp_path, tmp_path / "merged")

@@ -13,7 +13,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume_settings import check_settings, settings_of
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from tests.distributed.spawn import run_ranks

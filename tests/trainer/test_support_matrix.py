@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from openrlhf.cli import train_sft
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import meet_elsewhere, run_ranks

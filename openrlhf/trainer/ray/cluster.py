@@ -10,7 +10,7 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.distributed.backend import shut_down
+from openrlhf.distributed.collectives import shut_down
 from openrlhf.engines.base import SHARED_MEMORY, RolloutEngine, WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import ConfigError, OpenRLHFError

@@ -32,7 +32,7 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
 from openrlhf.models.actor import Actor
-from openrlhf.models.kernels import check_here
+from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.families import num_positions
 from openrlhf.models.loading import load_causal_lm, load_config, load_options
+from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer

@@ -1,4 +1,6 @@
-"""Kernels of other packages: called as they are documented where they are, refused where not."""
+"""Kernels of other packages: called as they are documented where they are, refused where not; and
+sizes that a model's config tells before its weights are read.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,15 @@ import sys
 
 import pytest
 import torch
+import transformers as hf
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models import kernels, loading
-from openrlhf.models.kernels import apply_liger, check_here
-from openrlhf.models.loading import load_causal_lm, say_attention
+from openrlhf.models import loading, support
+from openrlhf.models.loading import apply_liger, load_causal_lm, say_attention
+from openrlhf.models.support import check_here, num_positions
 from tests.models.helpers import tiny_model
 
 # What of Liger's interface is used, as a package that notes the call on the model.
@@ -55,7 +58,7 @@ def test_liger_is_applied_without_its_loss_kernels(qwen2_dir, liger_package):
 @pytest.fixture
 def bare(monkeypatch):
     """A machine on which none of the optional packages is installed."""
-    monkeypatch.setattr(kernels, "is_installed", lambda package: False)
+    monkeypatch.setattr(support, "is_installed", lambda package: False)
 
 
 def test_deepspeed_compiles_for_gpus_only():
@@ -80,20 +83,17 @@ def test_everything_a_machine_lacks_is_said_at_once(bare):
     assert missing(
         use_liger_kernel=True,
         attn_implementation="flash_attention_3",
-        grad_accum_dtype="bf16",
         experts_implementation="deepgemm",
         load_in_4bit=True,
     ) == [
         "--attn_implementation flash_attention_3: the flash-attn-3 package is not installed and "
         "torch sees no CUDA device. Run on a GPU, or leave --attn_implementation flash_attention_3 "
         "out.",
+        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
+        "device. Run on a GPU, or leave --use_liger_kernel out.",
         "--ds.experts_implementation deepgemm: the kernel computes no gradients. Use grouped_mm.",
         "--load_in_4bit: the bitsandbytes package is not installed. Install bitsandbytes, or leave "
         "--load_in_4bit out.",
-        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
-        "device. Run on a GPU, or leave --use_liger_kernel out.",
-        "--grad_accum_dtype bf16 with fp32 parameters, as they are on a CPU: add --bf16 or leave "
-        "it out.",
     ]
 
 
@@ -142,3 +142,32 @@ def test_fp16_needs_a_gpu_or_a_cpu_that_knows_it(cpu_knows):
     check_here(DeepSpeedConfig(param_dtype="bf16"), is_cuda=False)
     cpu_knows(True)
     check_here(FP16, is_cuda=False)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (hf.LlamaConfig(max_position_embeddings=2048), 2048),
+        (hf.GPT2Config(n_positions=1024), 1024),
+        (hf.LlamaConfig(max_position_embeddings=2048, rope_parameters=YARN), 8192),
+        # Beyond, positions would depend on the longest sequence of a row.
+        (hf.LlamaConfig(max_position_embeddings=2048, rope_parameters=DYNAMIC), 2048),
+        (hf.Phi3Config(max_position_embeddings=131072, rope_parameters=LONGROPE), 4096),
+        (hf.MambaConfig(), None),
+    ],
+    ids=["plain", "gpt2", "yarn", "dynamic", "longrope", "none"],
+)
+def test_the_longest_sequence_that_a_model_reads(
+    config: hf.PretrainedConfig, expected: int | None
+) -> None:
+    assert num_positions(config) == expected
