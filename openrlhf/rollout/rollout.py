@@ -1,18 +1,15 @@
 """From prompts to scored groups of samples: a coroutine for each prompt, on one event loop.
 
 The synchronous step, dynamic sampling, asynchronous training and evaluation all drain a stream of
-them. Groups are made in the loop's thread and fetched by the thread that drives the stream.
+them, on that loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,8 +21,6 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import LoopThread
-
-POLL_S = 1.0  # of one look at a stream; a finished group ends it
 
 GroupKey = tuple[int, int]  # (episode, row) of the ledger
 
@@ -100,14 +95,20 @@ class Rollouts:
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
     ) -> SampleBatch:
         """Return the scored samples of each prompt, prompt by prompt; `tag` makes sample ids
-        unique.
+        unique. For a thread that waits.
         """
+        return self.loop.run(self._generate_samples(prompts, sampling, tag))
+
+    async def _generate_samples(
+        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, tag: str
+    ) -> SampleBatch:
         groups: dict[int, FinishedGroup] = {}  # by row
         bar = progress("generating", len(prompts))
-        with closing(self.open_stream(sampling)) as stream, bar as advance:
+        async with self.open_stream(sampling) as stream:
             stream.submit([((0, prompt.row_id), prompt) for prompt in prompts], tag=tag)
-            while stream.num_running:
-                for group in stream.finished(POLL_S):
+            with bar as advance:
+                while stream.num_running:
+                    group = await stream.next()
                     groups[group.key[1]] = group
                     advance()
             metrics = stream.timings().merge(stream.take_metrics())
@@ -122,11 +123,11 @@ class Rollouts:
 
 
 class GroupStream:
-    """A bounded set of rollouts, driven from one thread.
+    """A bounded set of rollouts; all methods are called on the event loop of `rollouts`.
 
-    Every submitted prompt comes out of `finished` exactly once, unless an error ends the stream or
-    it is closed. Groups come in the order in which they are finished, which depends on timing;
-    what is in a group that has a seed does not, for a given engine.
+    Every submitted prompt comes out of `next` exactly once, unless an error ends the stream or it
+    is closed. Groups come in the order in which they are finished, which depends on timing; what is
+    in a group that has a seed does not, for a given engine.
     """
 
     def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
@@ -139,48 +140,50 @@ class GroupStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._group_ids = itertools.count()
         self._last: list[Rollout] = []  # one of the group before, to compare with
-        self._out: queue.SimpleQueue[FinishedGroup | BaseException] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._out: asyncio.Queue[FinishedGroup | BaseException] = asyncio.Queue()
         self._metrics = Metrics()
-        self._lock = threading.Lock()  # of the metrics
+
+    async def __aenter__(self) -> GroupStream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Abandon what runs; wait until the engines have stopped it."""
+        tasks = self._tasks.copy()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], *, tag: str) -> None:
-        """Start the samples of prompts, in order, and do not wait for them; of prompts that are
-        sampled in rounds, start one round.
+        """Start the samples of prompts, in order; of prompts that are sampled in rounds, start one
+        round.
 
         Sample ids are "<tag>/<row>/<k>", so a tag may not come twice with a row.
         """
-        self._check()
         self.num_running += len(prompts)
-        self._rollouts.loop.run(self._begin(prompts, tag))
+        for key, prompt in prompts:
+            request = RolloutRequest(
+                prompt, self._sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
+            )
+            task = asyncio.ensure_future(self._run(key, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
 
-    def finished(self, wait_s: float) -> list[FinishedGroup]:
-        """Return groups finished and scored since the last call; wait up to `wait_s` seconds for
-        the first, not at all when nothing runs.
+    async def next(self) -> FinishedGroup:
+        """Return the next group that is finished and scored.
 
-        Raises EngineError, RewardError or AgentError where one ends the run; then nothing more
-        comes out of the stream.
+        Raise EngineError, RewardError or AgentError where one ends the run; then nothing more comes
+        out of the stream.
         """
-        self._check()
-        groups: list[FinishedGroup] = []
-        if not self.num_running:
-            return groups
-        with suppress(queue.Empty):
-            item = self._out.get(timeout=wait_s)
-            while True:
-                if isinstance(item, BaseException):
-                    self._error = item
-                    raise item
-                groups.append(item)
-                self.num_running -= 1
-                item = self._out.get_nowait()
-        return groups
+        item = await self._out.get()
+        if isinstance(item, BaseException):
+            raise item
+        self.num_running -= 1
+        return item
 
     def take_metrics(self) -> Metrics:
         """Return the metrics of generation, rewards and agents since the last call."""
-        with self._lock:
-            metrics, self._metrics = self._metrics, Metrics()
-            return metrics
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics
 
     def timings(self) -> Metrics:
         """Return how long generation took, and how much longer the rewards."""
@@ -189,20 +192,6 @@ class GroupStream:
         metrics.add("timing/generation", acted_at - self._opened_at, reduction="sum")
         metrics.add("timing/reward", end - acted_at, reduction="sum")
         return metrics
-
-    def close(self) -> None:
-        """Abandon what runs; wait until the engines have stopped it."""
-        self._rollouts.loop.run(self._end())
-
-    async def _begin(self, prompts: Sequence[tuple[GroupKey, PromptRecord]], tag: str) -> None:
-        for key, prompt in prompts:
-            request = RolloutRequest(
-                prompt, self._sampling, f"{tag}/{prompt.row_id}", next(self._group_ids)
-            )
-            task = asyncio.ensure_future(self._run(key, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-        await asyncio.sleep(0)  # prompts reach the engines in the order in which they come
 
     async def _run(self, key: GroupKey, request: RolloutRequest) -> None:
         drops = self._rollouts.scorer.policy.drops
@@ -215,26 +204,14 @@ class GroupStream:
             # How many may fail is up to whoever fetches them, and knows what a step is.
             rollouts, failure = [], str(error)
         finally:
-            with self._lock:
-                self._metrics.merge(request.metrics)
+            self._metrics.merge(request.metrics)
         check_scores([*self._last, *rollouts])
         self._last = rollouts[-1:] or self._last
         if drops:
-            with self._lock:
-                self._metrics.add("num_dropped_groups", int(failure is not None), reduction="sum")
-        self._out.put(FinishedGroup(key, rollouts, failure))
+            self._metrics.add("num_dropped_groups", int(failure is not None), reduction="sum")
+        self._out.put_nowait(FinishedGroup(key, rollouts, failure))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._out.put(error)
-
-    async def _end(self) -> None:
-        tasks = self._tasks.copy()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+            self._out.put_nowait(error)

@@ -1,5 +1,5 @@
-"""The bounded queue between generation and training: one thread drives the stream of samples, the
-caller trains; what may start and what is trained next, `AsyncController` decides.
+"""The bounded queue between generation and training: groups are generated on the event loop while
+the trainer's thread trains; what may start and what is trained next, `AsyncController` decides.
 
 An error on either side ends the run with that error. Every wait has a deadline, and a line says
 what is waited for when nothing comes.
@@ -7,18 +7,15 @@ what is waited for when nothing comes.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.rollout.kept_groups import (
@@ -27,15 +24,15 @@ from openrlhf.rollout.kept_groups import (
     SampleOrigin,
     read_groups,
 )
-from openrlhf.rollout.rollout import FinishedGroup, GroupStream
+from openrlhf.rollout.rollout import FinishedGroup, GroupStream, Rollouts
 from openrlhf.rollout.scoring import check_scores
 from openrlhf.rollout.step_sampler import NO_SIGNAL, StepSampler
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.threads import on_loop
 
-POLL_S = 0.02  # of one look at the stream; a place that became free is filled after it
 STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
-CLOSE_S = 40.0  # until the producer must have ended; its threads have 10 s each
+CLOSE_S = 40.0  # until what runs must have ended
 
 
 class RolloutQueue:
@@ -43,13 +40,13 @@ class RolloutQueue:
 
     Prompts, filter and ledger are those of `sampler`, whose state is that of the queue too.
     Finished samples are kept beside it (`finished_groups`); what else was pending is generated
-    again.
+    again. The trainer's thread calls; all state belongs to the event loop of `rollouts`.
     """
 
     def __init__(
         self,
         sampler: StepSampler,
-        open_stream: Callable[[SamplingSettings], GroupStream],
+        rollouts: Rollouts,
         origin: SampleOrigin,
         limits: AsyncLimits,
         *,
@@ -60,65 +57,63 @@ class RolloutQueue:
         running ones, are waited for; `say` is given a line when that takes long.
         """
         self.sampler = sampler
+        self.rollouts = rollouts
+        self.loop = rollouts.loop
         self.origin = origin
         self.limits = limits
         self.wait_s = wait_s
         self._say = say
-        self._open_stream = open_stream
-        self._changed = threading.Condition()  # held for everything below
         self._core = AsyncController(limits, sampler.ledger)
         self._groups: dict[Key, list[Rollout]] = {}  # finished, not yet taken
         self._kept: Sequence[KeptGroup] = ()  # finished ones of a checkpoint
-        self._stream: GroupStream | None = None
-        self._num_finished = 0  # groups of any outcome
+        self._news = asyncio.Event()  # a group is finished, or generation has ended
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
         # Why the last groups failed, None for kept ones; as many as a step has.
         self._recent: deque[str | None] = deque(maxlen=limits.batch_size)
         self._num_rejected = 0  # groups without a signal in a row
         self._has_weights = False  # whether the engines hold the policy
-        self._is_closed = False
+        self._idle_since: float | None = None  # nothing is generated, and there are prompts
 
-    def __enter__(self) -> RolloutQueue:
+    @on_loop
+    async def __enter__(self) -> RolloutQueue:
         """Get ready; generation begins with the first weights."""
         # The ledger may have come from a checkpoint since this was made.
         self._core = AsyncController(self.limits, self.sampler.ledger)
         self._core.is_exhausted = self.sampler.cursor.is_exhausted
         self._take_up_kept()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._producer = pool.submit(self._produce)
-        self._producer.add_done_callback(self._wake)
-        pool.shutdown(wait=False)
+        self._stream = self.rollouts.open_stream(self.origin.sampling)
+        self._producer = asyncio.ensure_future(self._receive_all(self._stream))
+        self._producer.add_done_callback(lambda _: self._news.set())
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Abandon what runs. The producer's own error is raised when there is no other."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        wait([self._producer], CLOSE_S)
-        if error is None and self._producer.done():
+    @on_loop
+    async def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Abandon what runs. The error that ended generation is raised when there is no other."""
+        self._producer.cancel()
+        await asyncio.wait([self._producer], timeout=CLOSE_S)
+        if error is None and self._producer.done() and not self._producer.cancelled():
             self._producer.result()
 
     @property
     def is_over(self) -> bool:
         """Return True once every prompt has its outcome."""
-        with self._changed:
-            return self._core.is_over
+        return self._is_over()
 
-    def next_step(self) -> list[Rollout]:
+    @on_loop
+    async def next_step(self) -> list[Rollout]:
         """Return the samples of the next step, with group ids from 0; none when no prompt is left.
 
-        Raises what ended the producer, EngineError when nothing comes in time, RewardError.
+        Raises what ended generation, EngineError when nothing comes in time, RewardError.
         """
-        with self._changed:
-            with timed("wait", self._metrics):
-                self._wait_until(self._has_step, "samples")
-            if self._core.is_over:
-                return []
-            groups = [self._groups.pop(key) for key in self._core.take()]
-            self._metrics.add("queue/num_ready", len(self._core.ready))
-            self._metrics.add("queue/num_running", len(self._core.running))
+        core = self._core
+        with timed("wait", self._metrics):
+            await self._wait_until(lambda: core.is_ready or core.is_over, "samples")
+        if core.is_over:
+            return []
+        groups = [self._groups.pop(key) for key in core.take()]
+        self._metrics.add("queue/num_ready", len(core.ready))
+        self._metrics.add("queue/num_running", len(core.running))
         rollouts = [replace(r, group_id=k) for k, group in enumerate(groups) for r in group]
         check_scores(rollouts)
         return rollouts
@@ -129,61 +124,68 @@ class RolloutQueue:
 
         While a step is under way nothing else starts before it is settled.
         """
-        with self._changed, timed("drain", self._metrics):
-            self._core.begin_sync()
-            self._wait_until(lambda: self._core.may_sync, "running samples to finish")
+        self._begin_sync()
         yield
-        with self._changed:
-            self._has_weights = True
-            if not self._core.taken:
-                self._core.end_sync()
-            self._changed.notify_all()
+        self._end_sync()
 
-    def settle(self, trained_groups: set[int]) -> None:
+    @on_loop
+    async def settle(self, trained_groups: set[int]) -> None:
         """Note that the step is done; raises AssertionError when a group did not reach it."""
-        with self._changed:
-            assert trained_groups == set(range(len(self._core.taken))), "groups were not trained on"
-            self._core.update()
-            self._core.check()
-            self._changed.notify_all()
+        assert trained_groups == set(range(len(self._core.taken))), "groups were not trained on"
+        self._core.update()
+        self._core.check()
+        self._start_groups()
 
-    def state_dict(self) -> dict[str, Any]:
+    @on_loop
+    async def state_dict(self) -> dict[str, Any]:
         """Return how far the prompts are drawn and what became of them, as JSON; what
         `finished_groups` gave before is pending in it.
         """
-        with self._changed:
-            return self.sampler.state_dict()
+        return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken; before generation begins."""
         self.sampler.load_state_dict(state)
 
-    def finished_groups(self) -> KeptGroups:
+    @on_loop
+    async def finished_groups(self) -> KeptGroups:
         """Return the samples that wait for their step; between two steps."""
-        with self._changed:
-            groups = [
-                KeptGroup(key, self._core.age(key), self._groups[key]) for key in self._core.ready
-            ]
+        core = self._core
+        groups = [KeptGroup(key, core.age(key), self._groups[key]) for key in core.ready]
         return KeptGroups(self.origin, groups)
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
         self._kept = read_groups(folder, self.sampler.prompts, self.origin).groups
 
-    def take_metrics(self) -> Metrics:
+    @on_loop
+    async def take_metrics(self) -> Metrics:
         """Return the metrics of generation, rewards and waiting since the last call."""
-        with self._changed:
-            metrics, self._metrics = self._metrics, Metrics()
-            return metrics
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics.merge(self._stream.take_metrics())
 
-    def take_failed(self) -> dict[int, str]:
+    @on_loop
+    async def take_failed(self) -> dict[int, str]:
         """Return why prompts failed since the last call, by row."""
-        with self._changed:
-            failed, self._failed = self._failed, {}
-            return failed
+        failed, self._failed = self._failed, {}
+        return failed
 
-    def _has_step(self) -> bool:
-        return self._core.is_ready or self._core.is_over
+    @on_loop
+    async def _is_over(self) -> bool:
+        return self._core.is_over
+
+    @on_loop
+    async def _begin_sync(self) -> None:
+        with timed("drain", self._metrics):
+            self._core.begin_sync()
+            await self._wait_until(lambda: self._core.may_sync, "running samples to finish")
+
+    @on_loop
+    async def _end_sync(self) -> None:
+        self._has_weights = True
+        if not self._core.taken:
+            self._core.end_sync()
+            self._start_groups()
 
     def _take_up_kept(self) -> None:
         ages = {group.key: group.age for group in self._kept}
@@ -197,74 +199,59 @@ class RolloutQueue:
             )
         self._kept = ()
 
-    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for something that the producer brings about; the lock is held."""
+    async def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something that finished groups bring about."""
         start = quiet_since = time.monotonic()
         quiet_s = STALL_S
-        while not self._unless_ended(is_so):
-            has_news = partial(self._has_news, is_so, self._num_finished)
-            patience_s = min(quiet_since + quiet_s, start + self.wait_s) - time.monotonic()
-            if self._changed.wait_for(has_news, max(patience_s, 0.0)):
+        while not is_so():
+            if self._producer.done():
+                self._producer.result()
+            until_s = min(quiet_since + quiet_s, start + self.wait_s)
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), until_s - time.monotonic())
                 quiet_since, quiet_s = time.monotonic(), STALL_S
-                continue
-            waited_s = time.monotonic() - start
-            line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
-            if waited_s >= self.wait_s:
-                raise EngineError(line)
-            self._say(line)
-            quiet_s *= 2
-
-    def _has_news(self, is_so: Callable[[], bool], num_finished: int) -> bool:
-        return self._unless_ended(is_so) or self._num_finished > num_finished
-
-    def _unless_ended(self, is_so: Callable[[], bool]) -> bool:
-        """Return True if something is so; raises what ended the producer."""
-        if self._producer.done():
-            self._producer.result()
-            raise EngineError("generation ended before the run")
-        return is_so()
+            except asyncio.TimeoutError:
+                waited_s = time.monotonic() - start
+                line = f"waited {waited_s:.0f} s for {what}: {self._progress()}"
+                if waited_s >= self.wait_s:
+                    raise EngineError(line) from None
+                self._say(line)
+                quiet_s *= 2
 
     def _progress(self) -> str:
         """Return where the samples are that somebody waits for."""
         core = self._core
-        line = (
+        return (
             f"{len(core.ready)} of the {self.limits.batch_size} prompts of a step are finished, "
-            f"{len(core.running)} are running"
-        )
-        return f"{line}. {self._stream.describe()}".rstrip(". ") if self._stream else line
+            f"{len(core.running)} are running. {self._stream.describe()}"
+        ).rstrip(". ")
 
-    def _wake(self, producer: Future[None]) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    async def _receive_all(self, stream: GroupStream) -> None:
+        """Note what becomes of every group, and start others in its place."""
+        async with stream:
+            while True:
+                group = await stream.next()
+                outcome = self._outcome(group)
+                self._core.finish(group.key, outcome)
+                if outcome is None:
+                    self._groups[group.key] = group.rollouts
+                self._start_groups()
+                self._news.set()
 
-    def _produce(self) -> None:
-        """Start groups and take in what is finished, in the producer's thread."""
-        stream = self._stream = self._open_stream(self.origin.sampling)
-        try:
-            while not self._is_closed:
-                self._start_groups(stream)
-                for group in stream.finished(POLL_S):
-                    self._receive(group)
-                metrics = stream.take_metrics()
-                with self._changed:
-                    self._metrics.merge(metrics)
-                    if not self._core.running:
-                        self._rest()
-        finally:
-            stream.close()
-
-    def _start_groups(self, stream: GroupStream) -> None:
-        with self._changed:
-            keys = []
-            while self._has_weights and self._core.may_admit():
-                key = self._next_key()
-                if key is None:
-                    break
-                self._core.admit(key)
-                keys.append(key)
-        for key in keys:
+    def _start_groups(self) -> None:
+        """Start what may start; count the time in which nothing could."""
+        core = self._core
+        while self._has_weights and core.may_admit() and (key := self._next_key()):
+            core.admit(key)
             episode, row = key
-            stream.submit([(key, self.sampler.prompts[row])], tag=f"episode{episode}")
+            self._stream.submit([(key, self.sampler.prompts[row])], tag=f"episode{episode}")
+        now = time.monotonic()
+        if self._idle_since is not None:
+            seconds = now - self._idle_since
+            self._metrics.add("timing/generation_blocked", seconds, reduction="sum")
+        is_idle = self._has_weights and not core.running and not core.is_exhausted
+        self._idle_since = now if is_idle else None
 
     def _next_key(self) -> Key | None:
         """Return the next prompt, those of before a restart first; None when there is none."""
@@ -275,16 +262,6 @@ class RolloutQueue:
         rows = cursor.draw(1)
         self._core.is_exhausted = cursor.is_exhausted
         return (episode, rows[0]) if rows else None
-
-    def _receive(self, group: FinishedGroup) -> None:
-        """Note what became of a group."""
-        with self._changed:
-            self._num_finished += 1
-            outcome = self._outcome(group)
-            self._core.finish(group.key, outcome)
-            if outcome is None:
-                self._groups[group.key] = group.rollouts
-            self._changed.notify_all()
 
     def _outcome(self, group: FinishedGroup) -> str | None:
         if group.failure is not None:
@@ -306,11 +283,3 @@ class RolloutQueue:
         self._num_rejected = 0 if is_kept else self._num_rejected + 1
         self.sampler.check_not_hopeless(self._num_rejected // self.sampler.batch_size)
         return is_kept
-
-    def _rest(self) -> None:
-        """Wait while there is nothing to generate; the lock is held."""
-        start = time.monotonic()
-        self._changed.wait(POLL_S)
-        if self._has_weights and not self._core.is_exhausted:
-            seconds = time.monotonic() - start
-            self._metrics.add("timing/generation_blocked", seconds, reduction="sum")

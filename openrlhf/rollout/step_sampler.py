@@ -4,8 +4,7 @@ what became of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +12,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
 from openrlhf.rollout.ledger import Ledger
-from openrlhf.rollout.rollout import (
-    POLL_S,
-    FinishedGroup,
-    GroupKey,
-    GroupStream,
-    SampleBatch,
-)
+from openrlhf.rollout.rollout import FinishedGroup, GroupKey, GroupStream, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, check_scores
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
@@ -76,7 +69,7 @@ class StepSampler:
         self._keys: list[GroupKey] = []  # of the groups of this step, by group id
         self._num_started = 0  # of these
 
-    def collect(self, open_stream: Callable[[], GroupStream], tag: str) -> SampleBatch:
+    async def collect(self, stream: GroupStream, tag: str) -> SampleBatch:
         """Return the kept samples of a step, at most `batch_size` groups with unique group ids.
 
         Raises RewardError when many batches in a row have no group with a signal, or too many
@@ -87,12 +80,12 @@ class StepSampler:
         kept: dict[int, list[Rollout]] = {}  # by group id
         failed: dict[int, str] = {}  # by row
         reasons: list[str] = []  # a row may fail in two episodes of one step
-        bar = progress("generating", self.batch_size)
         num_rejected = 0  # in a row
-        with closing(open_stream()) as stream, bar as advance:
+        async with stream:
             self._start(stream, tag, len(kept))
-            while stream.num_running:
-                for group in stream.finished(POLL_S):
+            with progress("generating", self.batch_size) as advance:
+                while stream.num_running:
+                    group = await stream.next()
                     if group.failure is not None:
                         self.ledger.settle([group.key], "failed:reward")
                         failed[self.prompts[group.key[1]].row_id] = group.failure
@@ -105,7 +98,7 @@ class StepSampler:
                     else:
                         num_rejected += 1
                         self.check_not_hopeless(num_rejected // self.batch_size)
-                self._start(stream, tag, len(kept))
+                    self._start(stream, tag, len(kept))
             metrics.merge(stream.timings()).merge(stream.take_metrics())
         rollouts = [
             replace(rollout, group_id=group_id)

@@ -210,9 +210,8 @@ class PPOTrainer:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
         rollouts, sampling = self.parts.rollouts, self.parts.sampling
         with self.parts.phases.rollout():
-            samples = self.sampler.collect(
-                lambda: rollouts.open_stream(sampling), tag=f"step{global_step}"
-            )
+            stream = rollouts.open_stream(sampling)
+            samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
         metrics.merge(samples.metrics)
         self.say_failed(samples.failed)
         return samples.rollouts

@@ -35,7 +35,7 @@ class PPOTrainerAsync(PPOTrainer):
         self.limits = async_limits(config)
         self.queue = RolloutQueue(
             self.sampler,
-            parts.rollouts.open_stream,
+            parts.rollouts,
             SampleOrigin(parts.sampling, reward_origin(config)),
             self.limits,
             wait_s=wait_s,

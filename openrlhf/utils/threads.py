@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 CLOSE_S = 10.0  # until a call that does not end is left behind
@@ -44,6 +45,19 @@ def start_thread(name: str, run: Call, on_error: OnError) -> threading.Thread:
     return thread
 
 
+def on_loop(method: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Result]:
+    """Make a coroutine of an object with a `loop: LoopThread` a method for other threads, which
+    wait until it has run on that loop.
+    """
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Result:
+        result: Result = self.loop.run(method(self, *arguments, **named))
+        return result
+
+    return call
+
+
 class LoopThread:
     """An event loop in a thread of its own."""
 
@@ -54,8 +68,14 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what work on the loop returns, for another thread that waits."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        """Return what work on the loop returns, for another thread that waits; where that thread is
+        interrupted, the work is cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     def close(self) -> None:
         """End the loop and its thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,10 +16,11 @@ from openrlhf.engines.base import Completion, GenerationRequest, SamplingSetting
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
-from openrlhf.rollout.rollout import FinishedGroup, GroupStream, Rollouts
+from openrlhf.rollout.rollout import FinishedGroup, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.rollout.single_turn import SingleTurn
-from openrlhf.utils.threads import telling
+from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.threads import on_loop, telling
 
 DEADLINE_S = 20.0
 
@@ -112,6 +114,44 @@ def rollouts_of(
     return Rollouts(SingleTurn(EnginePool(samplers), tokenizer, vocab_size=vocab_size), scorer)
 
 
+class DrivenStream:
+    """A stream that a test drives from its own thread."""
+
+    def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
+        self.loop = rollouts.loop
+        self.describe = rollouts.describe
+        self._stream = rollouts.open_stream(sampling)
+
+    @property
+    def num_running(self) -> int:
+        return self._stream.num_running
+
+    @on_loop
+    async def submit(self, prompts: Sequence[Any], tag: str = "t") -> None:
+        self._stream.submit(prompts, tag=tag)
+        await asyncio.sleep(0)  # until the engines have been asked
+
+    @on_loop
+    async def finished(self, wait_s: float) -> list[FinishedGroup]:
+        """What comes in this time, from the first that comes on; nothing where nothing runs."""
+        groups: list[FinishedGroup] = []
+        while self._stream.num_running:
+            try:
+                groups.append(await asyncio.wait_for(self._stream.next(), wait_s))
+            except asyncio.TimeoutError:
+                break
+            wait_s = 0.0
+        return groups
+
+    @on_loop
+    async def take_metrics(self) -> Metrics:
+        return self._stream.take_metrics()
+
+    @on_loop
+    async def close(self) -> None:
+        await self._stream.__aexit__()
+
+
 def open_stream(
     engines: Sequence[HeldEngine],
     source: HeldSource | Scorer | None = None,
@@ -119,7 +159,7 @@ def open_stream(
     policy: FailurePolicy | None = None,
     batch_size: int = 4,
     num_samples: int = 2,
-) -> GroupStream:
+) -> DrivenStream:
     """The stream of a samples generator over these engines."""
     source = HeldSource() if source is None else source
     scorer = SourceScorer(source, batch_size) if isinstance(source, HeldSource) else source
@@ -128,14 +168,14 @@ def open_stream(
         GroupScorer(scorer, policy or FailurePolicy(4)),
         PromptTokenizer(),
     )
-    return rollouts.open_stream(SamplingSettings(num_samples=num_samples))
+    return DrivenStream(rollouts, SamplingSettings(num_samples=num_samples))
 
 
-def submit(stream: GroupStream, rows: Iterable[int]) -> None:
+def submit(stream: DrivenStream, rows: Iterable[int]) -> None:
     stream.submit([((0, row), prompt(row)) for row in rows], tag="t")
 
 
-def fetch(stream: GroupStream, count: int) -> list[FinishedGroup]:
+def fetch(stream: DrivenStream, count: int) -> list[FinishedGroup]:
     """That many groups; fails when they do not come."""
     groups: list[FinishedGroup] = []
     deadline = time.monotonic() + DEADLINE_S

@@ -34,7 +34,7 @@ from tests.rollout.agent_fakes import (
     says,
     settings,
 )
-from tests.rollout.stream_fakes import fetch, until
+from tests.rollout.stream_fakes import DrivenStream, fetch, until
 
 
 def generate(
@@ -236,7 +236,7 @@ def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_d
 def streaming(tmp_path, tokenizer, engines, *, policy=None, **sampling):
     """A stream over agents beside these engines."""
     with agents_over(engines, tmp_path, tokenizer, policy=policy) as source:
-        stream = source.open_stream(settings(tokenizer, **sampling))
+        stream = DrivenStream(source, settings(tokenizer, **sampling))
         try:
             yield stream
         finally:

@@ -15,7 +15,7 @@ from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 from openrlhf.trainer.ray.weight_sync import HandleTransport, send_weights
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
-from tests.rollout.stream_fakes import HeldSource, fetch, rollouts_of, until
+from tests.rollout.stream_fakes import DrivenStream, HeldSource, fetch, rollouts_of, until
 from tests.rollout.test_agent_engines import largest_gap
 
 
@@ -45,7 +45,7 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
 
     scorer = GroupScorer(SourceScorer(HeldSource(), 4), FailurePolicy(4))
     rollouts = rollouts_of(engines, scorer, tiny_tokenizer, vocab_size=len(tiny_tokenizer))
-    stream = rollouts.open_stream(SamplingSettings(num_samples=2, max_new_tokens=300))
+    stream = DrivenStream(rollouts, SamplingSettings(num_samples=2, max_new_tokens=300))
     records = prompts(tiny_tokenizer, [f"prompt {k}" for k in range(6)])
     groups: list[FinishedGroup] = []
 

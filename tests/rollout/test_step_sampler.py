@@ -4,6 +4,7 @@ outcome.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -59,13 +60,19 @@ class FakeStream:
         self.choose = choose
         self.in_rounds = choose is None
         self.running = []
+        self.done = []
         self.most_running = 0
 
     def submit(self, prompts, *, tag):
         self.running += [(key, prompt, tag) for key, prompt in prompts]
         self.most_running = max(self.most_running, len(self.running))
 
-    def finished(self, wait_s):
+    async def next(self):
+        if not self.done:
+            self.done = self.finish_some()
+        return self.done.pop(0)
+
+    def finish_some(self):
         if self.in_rounds:
             done, self.running = self.running, []
         else:
@@ -86,15 +93,22 @@ class FakeStream:
 
     @property
     def num_running(self):
-        return len(self.running)
+        return len(self.running) + len(self.done)
 
     def take_metrics(self):
         return Metrics()
 
     timings = take_metrics
 
-    def close(self):
-        assert not self.choose or not self.running, "groups were left over"
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, kind, *error):
+        assert kind or not self.num_running, "groups were left over"
+
+
+def collect(sampler, open_stream, tag):
+    return asyncio.run(sampler.collect(open_stream(), tag))
 
 
 def make(num_prompts, batch_size, scores_of, *, group_filter=None, failed_rows=(), episodes=1):
@@ -131,7 +145,7 @@ def test_rejected_groups_are_replaced_until_the_step_is_full():
     sampler, _, open_stream, asked = make(
         8, 3, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(open_stream, "step1")
+    samples = collect(sampler, open_stream, "step1")
     assert asked == [("step1", [0, 1, 2]), ("step1", [3, 4]), ("step1", [5])]
     assert rows(samples) == [1, 3, 5]
     assert samples.metrics.values()["dynamic_filtering_pass_rate"] == 0.5
@@ -145,7 +159,7 @@ def test_the_last_step_takes_what_is_left():
     sampler, _, open_stream, _ = make(
         5, 3, lambda row: [0.0, float(row == 4)], group_filter=GroupFilter()
     )
-    samples = sampler.collect(open_stream, "step1")
+    samples = collect(sampler, open_stream, "step1")
     assert rows(samples) == [4] and sampler.cursor.is_exhausted
     sampler.settle({r.group_id for r in samples.rollouts})
     assert sampler.ledger.outcomes == {"trained": 1, "filtered:no signal": 4}
@@ -153,7 +167,7 @@ def test_the_last_step_takes_what_is_left():
 
 def test_without_a_filter_a_step_is_one_draw():
     sampler, _, open_stream, asked = make(5, 3, lambda row: [0.0, 0.0], failed_rows=(1,))
-    samples = sampler.collect(open_stream, "step1")
+    samples = collect(sampler, open_stream, "step1")
     assert asked == [("step1", [0, 1, 2])]
     assert rows(samples) == [0, 2] and samples.failed == {1: "no reward"}
     sampler.settle({r.group_id for r in samples.rollouts})
@@ -163,7 +177,7 @@ def test_without_a_filter_a_step_is_one_draw():
 def test_a_step_may_be_generated_in_several_calls():
     sampler, _, open_stream, asked = make(7, 5, lambda row: [0.0, 1.0], failed_rows=(3,))
     sampler.num_at_once = 2
-    samples = sampler.collect(open_stream, "step1")
+    samples = collect(sampler, open_stream, "step1")
     assert asked == [("step1", [0, 1]), ("step1", [2, 3]), ("step1", [4])]
     found = [(r.row_id, r.group_id) for r in samples.rollouts[::2]]
     assert found == [(0, 0), (1, 1), (2, 2), (4, 4)]
@@ -183,14 +197,14 @@ def test_failures_are_held_against_the_whole_step_whatever_makes_it(group_filter
         )
         sampler.num_at_once = 2
         sampler.policy = FailurePolicy(8, drops=True, max_dropped=0.3)
-        return sampler.collect(open_stream, "step1"), sampler, open_stream
+        return collect(sampler, open_stream, "step1"), sampler, open_stream
 
     samples, *_ = step(4)  # one of two, in its call
     assert samples.failed == {4: "no reward"}
     samples, sampler, open_stream = step(2, 3, 12, 13)  # all of a call, and none is left
     sampler.settle({r.group_id for r in samples.rollouts})
     assert list(samples.failed) == [2, 3]
-    assert list(sampler.collect(open_stream, "step2").failed) == [12, 13]
+    assert list(collect(sampler, open_stream, "step2").failed) == [12, 13]
     with pytest.raises(RewardError) as info:
         step(0, 3, 6)
     assert str(info.value) == (
@@ -210,7 +224,7 @@ def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
     )
     sampler.policy = FailurePolicy(3, drops=True, max_dropped=0.5)
     with pytest.raises(RewardError, match=r"2 prompt\(s\) got no rewards"):
-        sampler.collect(open_stream, "step1")
+        collect(sampler, open_stream, "step1")
 
 
 def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():
@@ -218,7 +232,7 @@ def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():
         9, 4, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
     )
     sampler.num_at_once = 2
-    assert rows(sampler.collect(open_stream, "step1")) == [1, 3, 5, 7]
+    assert rows(collect(sampler, open_stream, "step1")) == [1, 3, 5, 7]
     assert [batch for _, batch in asked] == [[0, 1], [2, 3], [4, 5], [6], [7]]
 
 
@@ -226,13 +240,13 @@ def test_a_constant_reward_ends_the_run_and_says_why():
     group_filter = GroupFilter(max_empty=10)
     sampler, _, open_stream, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)
     with pytest.raises(RewardError, match=r"10 batches in a row .*: pass rate 0 %"):
-        sampler.collect(open_stream, "step1")
+        collect(sampler, open_stream, "step1")
     assert len(asked) == 10
 
 
 def test_a_group_that_never_reached_the_update_is_found():
     sampler, _, open_stream, _ = make(3, 3, lambda row: [0.0, 1.0])
-    samples = sampler.collect(open_stream, "step1")
+    samples = collect(sampler, open_stream, "step1")
     with pytest.raises(AssertionError, match="never trained on"):
         sampler.settle({samples.rollouts[0].group_id})
 
@@ -254,7 +268,7 @@ def test_what_a_step_takes_does_not_depend_on_what_finishes_first(signals, batch
             episodes=2,
         )
         stream = FakeStream(generate, choose)
-        samples = sampler.collect(lambda: stream, "step1")
+        samples = collect(sampler, lambda: stream, "step1")
         assert stream.most_running <= batch_size  # never more than the step lacks
         sampler.settle({r.group_id for r in samples.rollouts})
         taken = [(r.group_id, r.sample_id) for r in samples.rollouts]
@@ -282,7 +296,7 @@ def test_every_prompt_has_one_outcome(signals, batch_size, episodes):
     step = 0
     while not sampler.cursor.is_exhausted:
         step += 1
-        samples = sampler.collect(open_stream, f"step{step}")
+        samples = collect(sampler, open_stream, f"step{step}")
         groups = {r.group_id for r in samples.rollouts}
         assert len(groups) <= batch_size
         assert len(groups) == batch_size or sampler.cursor.is_exhausted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import torch
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.rollout.rollout import FinishedGroup, SampleBatch
+from openrlhf.errors import RewardError
+from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.rollout.step_sampler import GroupFilter
 from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
@@ -43,10 +46,9 @@ class World:
     keeps_running: bool = False
     version: int = -1  # that the engines hold
     policy_version: int = 0
-    running: dict[Key, tuple[float, int]] = field(default_factory=dict)
+    running: set[Key] = field(default_factory=set)
     num_evaluations: int = 0
-    is_closed: bool = False
-    most_outstanding: int = 0
+    was_cancelled: bool = False  # while samples were made
     submitted: list[Key] = field(default_factory=list)
 
     def receive_weights(self) -> None:
@@ -54,58 +56,38 @@ class World:
         self.version = self.policy_version
 
 
-class FakeStream:
-    """Groups that are finished `seconds_of` after they were submitted."""
+class FakeTurn:
+    """Samples that are there `seconds_of` after they were asked for."""
+
+    in_rounds = False
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.thread = threading.get_ident()
-        self.metrics = Metrics()
 
-    @property
-    def num_running(self) -> int:
-        return len(self.world.running)
-
-    def submit(self, prompts: Sequence[tuple[Key, SimpleNamespace]], *, tag: str) -> None:
-        [(key, prompt)] = prompts
-        assert threading.get_ident() == self.thread and prompt.row_id == key[1]
-        assert self.world.version >= 0, "the engines have no weights yet"
-        assert tag == f"episode{key[0]}"
-        self.world.submitted.append(key)
-        due_at = time.monotonic() + self.world.seconds_of(key)
-        self.world.running[key] = (due_at, self.world.version)
-
-    def finished(self, wait_s: float) -> list[FinishedGroup]:
-        assert threading.get_ident() == self.thread
-        deadline = time.monotonic() + wait_s
-        while self.world.running:
-            now = time.monotonic()
-            due = [key for key, (at, _) in self.world.running.items() if at <= now]
-            if due or now >= deadline:
-                return [self.finish(key) for key in due]
-            time.sleep(0.0005)
-        return []
-
-    def finish(self, key: Key) -> FinishedGroup:
-        if key == self.world.error_at:
+    async def act(self, request: RolloutRequest) -> list:
+        episode, row = request.name.removeprefix("episode").split("/")
+        world, key = self.world, (int(episode), int(row))
+        assert world.version >= 0, "the engines have no weights yet"
+        world.submitted.append(key)
+        world.running.add(key)
+        started_under = world.version
+        try:
+            await asyncio.sleep(world.seconds_of(key))
+        except asyncio.CancelledError:
+            world.was_cancelled = True
+            raise
+        finally:
+            world.running.remove(key)
+        if key == world.error_at:
             raise ValueError("the stream broke")
-        _, started_under = self.world.running.pop(key)
-        self.metrics.add("num_generated_tokens", NUM_TOKENS, reduction="sum")
-        if key in self.world.failing:
-            return FinishedGroup(key, failure="no reward")
-        versions = [started_under, started_under, self.world.version, self.world.version]
-        return FinishedGroup(key, samples(key, self.world.scores_of(key), versions))
+        request.metrics.add("num_generated_tokens", NUM_TOKENS, reduction="sum")
+        if key in world.failing:
+            raise RewardError("no reward")
+        versions = [started_under, started_under, world.version, world.version]
+        return samples(key, world.scores_of(key), versions)
 
     def describe(self) -> str:
         return f"{len(self.world.running)} with the fake engine"
-
-    def take_metrics(self) -> Metrics:
-        metrics, self.metrics = self.metrics, Metrics()
-        return metrics
-
-    def close(self) -> None:
-        self.world.is_closed = True
-        self.world.running.clear()
 
 
 def samples(key: Key, scores: Sequence[float], versions: Sequence[int]) -> list:
@@ -154,14 +136,13 @@ class FakeCritic:
         return lambda: [Metrics() for _ in shares]
 
 
-@dataclass
-class FakeSource:
-    """Opens streams; evaluation takes a moment and shares the engines."""
+class FakeRollouts(Rollouts):
+    """Evaluation takes a moment and shares the engines."""
 
-    world: World
-
-    def open_stream(self, sampling: SamplingSettings) -> FakeStream:
-        return FakeStream(self.world)
+    def __init__(self, world: World) -> None:
+        policy = FailurePolicy(step_size=1, drops=True, max_dropped=math.inf)
+        super().__init__(FakeTurn(world), GroupScorer(None, policy))
+        self.world = world
 
     def generate_samples(self, prompts, sampling, *, tag):
         version = self.world.version
@@ -239,7 +220,7 @@ def make_trainer(
         actor=FakeActor(world),  # type: ignore[arg-type]
         critic=FakeCritic() if num_warm_up else None,  # type: ignore[arg-type]
         engines=["engine"],  # type: ignore[list-item]
-        rollouts=FakeSource(world),  # type: ignore[arg-type]
+        rollouts=FakeRollouts(world),
         experience_maker=RemoteExperienceMaker(
             PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), {}
         ),
