@@ -93,8 +93,7 @@ def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
         return
     problem = None
     if not os.path.exists(path):
-        problem = f"is a link to {path.readlink()}, which" if path.is_symlink() else ""
-        problem = f"{problem} does not exist".lstrip()
+        problem = "does not exist"
     elif opens in ("model", "models") and not any((path / file).is_file() for file in MODEL_FILES):
         problem = "holds no config.json"
     elif opens in ("code", "template", "file", "json") and not path.is_file():

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,8 +20,6 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.logging import warn_once
 
 UNREACHABLE = "OPENRLHF_HUB_UNREACHABLE"  # why, for processes that are started later
-PAUSE_S = 1.0  # between two tries at a hub that refuses
-MAX_TRIES = 3
 
 
 @contextmanager
@@ -76,32 +72,17 @@ def go_offline(reason: str) -> None:
 
 
 def _ask(endpoint: str, limit_s: float) -> str | None:
-    """Return what went wrong with a request to the hub; None after an answer of any kind.
-
-    In a thread, as no limit of a client covers the search for an address.
-    """
-    outcome: list[str | None] = [f"nothing within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT gives it more"]
-    thread = threading.Thread(target=_try_all, args=(endpoint, limit_s, outcome), daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return outcome[-1]
-
-
-def _try_all(endpoint: str, limit_s: float, outcome: list[str | None]) -> None:
-    for num_left in reversed(range(MAX_TRIES)):
-        try:
-            request = urllib.request.Request(endpoint, method="HEAD")
-            urllib.request.urlopen(request, timeout=limit_s).close()
-        except urllib.error.HTTPError:  # e.g. redirects without end: an answer
-            break
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLError):  # its client may know the certificate
-                break
-            if not num_left:
-                outcome.append(str(reason) or type(reason).__name__)
-                return
-        else:
-            break
-        time.sleep(PAUSE_S)
-    outcome.append(None)
+    """Return what went wrong with a request to the hub; None after an answer of any kind."""
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=limit_s).close()
+    except urllib.error.HTTPError:  # e.g. redirects without end: an answer
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return f"nothing within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT gives it more"
+        # The hub's client may know a certificate that is unknown here.
+        is_unknown = isinstance(reason, ssl.SSLError)
+        return None if is_unknown else str(reason) or type(reason).__name__
+    return None

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import rich.console
@@ -28,7 +29,6 @@ _LOGGER = logging.getLogger("openrlhf")
 _LOGGER.addHandler(logging.NullHandler())
 _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
-_WARNED: set[str] = set()
 
 STDERR = "_stderr"  # behind a metric's name: the standard error of its mean
 LINE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -75,11 +75,10 @@ def warn(message: str) -> None:
     _LOGGER.warning(message)
 
 
+@cache
 def warn_once(message: str) -> None:
     """Warn, once in the life of the process for one text."""
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warn(message)
+    warn(message)
 
 
 def say_notices(lines: Iterable[str], *, about: str = "") -> None:
@@ -273,22 +272,17 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
     return FALSE_ALARMS[record.name] not in record.getMessage()
 
 
-def log_path(run_dir: Path | str, role: str, *, attempt: int = 0) -> Path:
-    """Return where a role logs: `logs/actor.log`, then `logs/actor.attempt1.log`."""
-    suffix = f".attempt{attempt}" if attempt else ""
-    return Path(run_dir) / "logs" / f"{role}{suffix}.log"
-
-
 def new_log(run_dir: Path | str, role: str) -> Path:
-    """Make the log of a role's next attempt: an empty file that no earlier attempt has, and that
-    no other process is given.
+    """Make the log of a role's next attempt, which no other process is given: `logs/actor.log`,
+    then `logs/actor.attempt1.log`.
     """
-    Path(run_dir, "logs").mkdir(parents=True, exist_ok=True)
-    for attempt in itertools.count():
-        path = log_path(run_dir, role, attempt=attempt)
+    folder = Path(run_dir, "logs")
+    folder.mkdir(parents=True, exist_ok=True)
+    attempts = (f"{role}.attempt{number}.log" for number in itertools.count(1))
+    for name in itertools.chain([f"{role}.log"], attempts):
         with suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            return path
+            (folder / name).touch(exist_ok=False)
+            return folder / name
     raise AssertionError("unreachable")
 
 

@@ -112,7 +112,6 @@ class BackgroundSink:
 
     def __init__(self, name: str, read: Reader, *, queue_size: int = QUEUE_SIZE) -> None:
         self.name = name
-        self.num_lost = 0
         self._is_given_up = False
         self._queue: queue.Queue[Record | None] = queue.Queue(queue_size)
         self._thread = start_thread(
@@ -124,12 +123,10 @@ class BackgroundSink:
     def offer(self, record: Record | None) -> None:
         """Hand a record over without waiting; None is the end."""
         if self._is_given_up:
-            self.num_lost += 1
             return
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self.num_lost += 1
             self._give_up(f"hangs with {self._queue.qsize()} records waiting")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -57,29 +57,18 @@ def code_digest(path: str | Path) -> str:
     return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
 
 
-def load_attribute(path: str | Path, name: str) -> object:
-    """Load a class or function of a user's file; raise ConfigError that lists what the file has
-    instead.
-    """
-    module = load_module(path)
-    if not hasattr(module, name):
-        found = ", ".join(public_names(module)) or "nothing public"
-        raise ConfigError(f"{path} has no {name}; found: {found}. Define {name} in it.")
-    return getattr(module, name)
-
-
 def import_function(where: str) -> Callable[..., object]:
     """Import the function at `package.module:name` or `file.py:name`; raise ConfigError."""
     place, _, name = where.rpartition(":")
-    if place.endswith(".py"):
-        found = load_attribute(place, name)
-    else:
-        try:
-            found = getattr(importlib.import_module(place), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
+    try:
+        is_file = place.endswith(".py")
+        module = load_module(place) if is_file else importlib.import_module(place)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be imported: {error}. Type module:name.") from error
+    found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{where} is a {type(found).__name__}, not a function.")
+        known = ", ".join(public_names(module)) or "nothing public"
+        raise ConfigError(f"{place} has no {name}; found: {known}. Define {name} in it.")
     return found
 
 

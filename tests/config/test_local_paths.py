@@ -71,7 +71,7 @@ WRONG = [
     (PPOConfig, PPO_NEEDS, "--pretrain ../gone", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--pretrain rows.jsonl", " holds no config.json."),
     (PPOConfig, PPO_NEEDS, "--pretrain empty", " holds no config.json."),
-    (PPOConfig, PPO_NEEDS, "--prompt_data link.jsonl", " is a link to nothing.jsonl, which does"),
+    (PPOConfig, PPO_NEEDS, "--prompt_data link.jsonl", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--prompt_data rows@no", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--policy_loss_type gone.py:loss", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--tokenizer_chat_template chat.jinja", " does not exist."),

@@ -159,30 +159,6 @@ def tree(config_class, line=""):
     return config
 
 
-def test_names_that_set_several_fields_are_these_and_no_others():
-    def both(leaf):
-        return {f"actor.{leaf}", f"critic.{leaf}"}
-
-    several = {
-        "optim": both("optim"),
-        "adam_betas": both("adam.betas"),
-        "l2": both("adam.weight_decay"),
-        "max_norm": both("max_norm"),
-        "lr_scheduler": both("lr_scheduler"),
-        "lr_warmup_ratio": both("lr_warmup_ratio"),
-        "min_lr_ratio": both("min_lr_ratio"),
-        "gradient_checkpointing": both("gradient_checkpointing_enable"),
-        "gradient_checkpointing_use_reentrant": both("gradient_checkpointing_reentrant"),
-        "ref_reward_offload": {"ref.offload", "reward.offload"},
-    }
-    for config_class in CONFIGS:
-        table = flag_table(config_class)
-        found = {n: {option.path for option, _ in t} for n, t in table.items() if len(t) > 1}
-        report = {"report_to": {"logger.wandb.key", "logger.tensorboard_dir"}}
-        expected = (several if config_class is PPOConfig else {}) | report
-        assert found == (expected if "report_to" in table else {})
-
-
 PPO_TREES = [
     # Switches, and names that translate what follows them.
     ("--packing_samples", "ds.packing_samples", True),

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from openrlhf.errors import ConfigError
-from openrlhf.utils import hub
 from openrlhf.utils.hub import UNREACHABLE, looking_up, why_unreachable
 
 
@@ -36,7 +36,6 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     monkeypatch.delenv(UNREACHABLE)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
-    monkeypatch.setattr(hub, "PAUSE_S", 0.01)
     why_unreachable.cache_clear()
     yield lambda port: monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     why_unreachable.cache_clear()
@@ -78,17 +77,13 @@ def test_a_hub_that_refuses_is_one_line_that_says_what_to_type(at: Callable) -> 
         assert words in line
 
 
-@pytest.mark.parametrize("endpoint", ["hub.example", "http://[::1"])
 def test_an_endpoint_that_is_no_address_is_named(
-    at: Callable, monkeypatch: pytest.MonkeyPatch, endpoint: str
+    at: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    start = time.monotonic()
+    monkeypatch.setattr(constants, "ENDPOINT", "hub.example")
     with pytest.raises(ConfigError) as caught, looking_up("model", "org/name"):
         raise OSError("not cached")
-    assert f"the hub at {endpoint} does not answer (" in str(caught.value)
-    assert "nothing within" not in str(caught.value)
-    assert time.monotonic() - start < 1
+    assert "the hub at hub.example does not answer (" in str(caught.value)
 
 
 def test_a_hub_that_says_nothing_is_waited_for_once(at: Callable, silent_port: int) -> None:
@@ -130,22 +125,21 @@ def test_a_hub_that_answers_is_believed(at: Callable, answering_port: int) -> No
     assert os.environ["HF_HUB_OFFLINE"] == "0"
 
 
-def test_who_wants_to_be_offline_does_not_wait(
-    at: Callable, silent_port: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_neither_who_is_offline_nor_a_folder_waits(
+    at: Callable,
+    silent_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    is_offline: bool,
 ) -> None:
     at(silent_port)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     start = time.monotonic()
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"), looking_up("model", "org/m"):
-        raise OSError("not in the cache")
-    assert time.monotonic() - start < 0.5
-
-
-def test_a_folder_has_nothing_to_do_with_the_hub(
-    at: Callable, silent_port: int, tmp_path: object
-) -> None:
-    at(silent_port)
-    start = time.monotonic()
-    with pytest.raises(OSError, match="torn"), looking_up("model", str(tmp_path)):
+    if is_offline:
+        expected = pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set")
+    else:
+        expected = pytest.raises(OSError, match="torn")
+    with expected, looking_up("model", "org/m" if is_offline else str(tmp_path)):
         raise OSError("torn")
     assert time.monotonic() - start < 0.5

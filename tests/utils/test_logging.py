@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,6 @@ def test_counts_and_times_are_short():
     assert times == ["0s", "1m00s", "3m20s", "2h05m", "1d04h"]
 
 
-def test_healthy_metrics_give_no_hint():
-    healthy = {"group_reward_std": 0.3, "response_clip_ratio": 0.1, "vllm_kl": 1e-4, "entropy": 2.0}
-    assert console.hints(healthy, [healthy]) == []
-
-
 def test_equal_rewards_are_hinted_once_per_spell():
     red, green = {"group_reward_std": 0.0}, {"group_reward_std": 0.2}
     assert "teaches nothing" in console.hints(red, [green])[0]
@@ -76,6 +72,7 @@ def test_equal_rewards_are_hinted_once_per_spell():
 def test_truncation_mismatch_and_entropy_have_their_hints():
     start = [{"entropy": 2.0}] * 5
     metrics = {"response_clip_ratio": 0.5, "vllm_kl": 0.02, "entropy": 0.19}
+    assert console.hints({"response_clip_ratio": 0.1, "vllm_kl": 1e-4, "entropy": 2.0}, start) == []
     cut, mismatch, entropy = console.hints(metrics, start)
     assert "50% of the responses" in cut and "--generate_max_len" in cut
     assert "mismatch KL 0.02" in mismatch
@@ -95,15 +92,21 @@ def test_a_warning_is_said_once(capsys):
     assert capsys.readouterr().err == "warning: only once\n"
 
 
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(code: str, folder: Path) -> str:
+    """What the code prints; it says nothing on stderr."""
+    command, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120
     )
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    return result.stdout
 
 
 CHATTER = """
 import json, logging, logging.config, os, sys, warnings
-sys.path.insert(0, {root!r})
 from openrlhf.utils.logging import notice, redirect_framework_logs
 early = logging.getLogger("ray")
 early.addHandler(logging.StreamHandler(sys.stdout))
@@ -122,57 +125,39 @@ notice("said aloud")
 
 
 def test_framework_chatter_goes_to_the_role_log(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    result = run_python(CHATTER.format(root=root), tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "said aloud\n"
-    assert result.stderr == ""
+    assert run_python(CHATTER, tmp_path) == "said aloud\n"
     text = (tmp_path / "run/logs/actor.log").read_text()
     for said in ("early", "late", "child", "python warning", "from the engine core", "said aloud"):
         assert said in text
 
 
-SECOND_START = """
-import logging, os, sys
-sys.path.insert(0, {root!r})
+STARTS = """
+import os
 from openrlhf.utils.logging import notice, redirect_framework_logs
-print(redirect_framework_logs("run", "actor").name, os.environ["VLLM_LOGGING_CONFIG_PATH"])
-notice("start {number}")
+for number in range(3):
+    path = redirect_framework_logs("run", "actor", capture_streams=number == 2)
+    if number < 2:
+        print(path.name, os.environ["VLLM_LOGGING_CONFIG_PATH"], flush=True)
+    notice(f"start {number}")
+os.write(1, b"native print\\n")
 """
 
 
-def test_a_second_start_writes_a_second_file_and_leaves_the_first_as_it_was(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    logs = tmp_path / "run" / "logs"
-    names = ["actor.log", "actor.attempt1.log", "actor.attempt2.log"]
-    told = [f"{name} run/logs/{Path(name).stem}.vllm.json" for name in names]
-    for number, line in enumerate(told):
-        before = {path: path.read_bytes() for path in logs.glob("*")}
-        result = run_python(SECOND_START.format(root=root, number=number), tmp_path)
-        assert (result.stdout, result.stderr) == (f"{line}\nstart {number}\n", "")
-        assert {path: path.read_bytes() for path in before} == before
-    for number, name in enumerate(names):
-        assert (logs / name).read_text().endswith(f"start {number}\n")
-    assert sorted(path.name for path in logs.glob("*.log")) == sorted(names)
-
-
-def test_captured_streams_take_native_prints_along(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    code = (
-        f"import sys; sys.path.insert(0, {root!r})\n"
-        "import os\n"
-        "from openrlhf.utils.logging import redirect_framework_logs\n"
-        "redirect_framework_logs('run', 'critic', capture_streams=True)\n"
-        "os.write(1, b'native print\\n')\n"
-    )
-    result = run_python(code, tmp_path)
-    assert (result.returncode, result.stdout) == (0, "")
-    assert "native print" in (tmp_path / "run/logs/critic.log").read_text()
+def test_every_start_has_a_file_of_its_own_and_captured_streams_take_native_prints_along(tmp_path):
+    assert run_python(STARTS, tmp_path).splitlines() == [
+        "actor.log run/logs/actor.vllm.json",
+        "start 0",
+        "actor.attempt1.log run/logs/actor.attempt1.vllm.json",
+        "start 1",
+    ]
+    logs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("*.log"))]
+    assert [f"start {k}" in text for k, text in zip((1, 2, 0), logs, strict=True)] == [True] * 3
+    assert [text.count("start") for text in logs] == [1, 2, 1]  # said and logged where captured
+    assert "native print" in logs[1]
 
 
 LATE_QUIET = """
 import logging, sys
-sys.path.insert(0, {root!r})
 import transformers
 from openrlhf.utils.logging import quiet_frameworks
 quiet_frameworks()
@@ -185,9 +170,7 @@ deepspeed.warning("something else")
 
 
 def test_frameworks_are_quiet_even_when_they_were_imported_before(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    result = run_python(LATE_QUIET.format(root=root), tmp_path)
-    assert (result.returncode, result.stdout) == (0, "False\nsomething else\n"), result.stderr
+    assert run_python(LATE_QUIET, tmp_path) == "False\nsomething else\n"
 
 
 def test_information_is_said_plainly_and_a_caution_as_a_yellow_warning(capsys, monkeypatch):

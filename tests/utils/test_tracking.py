@@ -48,14 +48,6 @@ def test_a_file_that_cannot_be_written_warns_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("warning:") == 1
 
 
-def test_lines_stay_the_same_size_over_many_steps(tmp_path):
-    tracker = tracking.Tracker(tmp_path)
-    for step in range(100, 300):
-        tracker.log(step, {"reward": 0.5})
-    lengths = {len(line) for line in tracker.path.read_text().splitlines()}
-    assert max(lengths) - min(lengths) <= 4  # trailing zeros of the clock
-
-
 def test_a_sink_gets_everything_before_it_closes(tmp_path):
     records = []
     sink = tracking.BackgroundSink("sink", records.extend)
@@ -89,23 +81,18 @@ def test_a_hanging_sink_costs_no_time_and_one_warning(capsys):
     sink.close(timeout_s=0.1)
     assert time.monotonic() - start < 2.0
     assert capsys.readouterr().err.count("warning:") == 1
-    assert sink.num_lost >= 90
     release.set()
 
 
-def test_make_tracker_writes_only_the_run_folder_by_default(tmp_path):
-    tracker = tracking.make_tracker(logger_config(), tmp_path, {})
-    tracker.log(1, {"reward": 1.0})
-    tracker.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_tensorboard_writes_an_event_file(tmp_path):
+def test_tensorboard_writes_an_event_file_and_is_off_by_default(tmp_path):
     config = logger_config()
-    config.tensorboard_dir = str(tmp_path / "tb")
-    tracker = tracking.make_tracker(config, tmp_path / "run", {})
-    tracker.log(1, {"reward": 1.0})
-    tracker.close()
+    for tensorboard_dir in (None, str(tmp_path / "tb")):
+        config.tensorboard_dir = tensorboard_dir
+        tracker = tracking.make_tracker(config, tmp_path / "run", {})
+        tracker.log(1, {"reward": 1.0})
+        tracker.close()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+        assert (tmp_path / "tb").exists() == bool(tensorboard_dir)
     assert list((tmp_path / "tb/r").glob("events.out.tfevents.*"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.utils.user_code import blaming, in_words, load_attribute, load_module
+from openrlhf.utils.user_code import blaming, import_function, in_words, load_module
 
 
 def test_two_files_of_the_same_name_do_not_collide(tmp_path):
@@ -28,25 +28,21 @@ def test_a_missing_file_is_an_error(tmp_path):
         load_module(tmp_path / "absent.py")
 
 
-def test_a_file_that_raises_is_an_error_with_its_line(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "error"), [("y = 1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError")]
+)
+def test_a_file_that_does_not_run_is_an_error_with_its_line(tmp_path, line, error):
     file = tmp_path / "broken.py"
-    file.write_text("x = 1\ny = 1 / 0\n")
-    with pytest.raises(ConfigError, match=r"broken.py:2: ZeroDivisionError"):
-        load_module(file)
-
-
-def test_a_syntax_error_is_an_error_with_its_line(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("x = 1\ndef f(:\n")
-    with pytest.raises(ConfigError, match=r"broken.py:2: SyntaxError"):
+    file.write_text(f"x = 1\n{line}\n")
+    with pytest.raises(ConfigError, match=f"broken.py:2: {error}"):
         load_module(file)
 
 
 def test_a_missing_attribute_lists_what_was_found(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("import os\ndef one(): ...\nclass Two: ...\n_hidden = 1\n")
-    with pytest.raises(ConfigError, match=r"has no AgentExecutor; found: one, Two. Define"):
-        load_attribute(file, "AgentExecutor")
+    with pytest.raises(ConfigError, match=r"has no loss; found: one, Two. Define"):
+        import_function(f"{file}:loss")
 
 
 def test_a_place_in_a_file_is_known_after_its_code_changed_the_folder(tmp_path, monkeypatch):
