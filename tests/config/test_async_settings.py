@@ -30,30 +30,25 @@ def test_a_queue_size_of_the_environment_is_checked_alike(monkeypatch):
         parse("--train_batch_size 64 --async_train")
 
 
-@pytest.mark.parametrize(
-    ("line", "limits"),
-    [
-        ("", (64, 1, 64, False)),
-        ("--async_queue_size 2 --partial_rollout", (64, 2, 64, True)),
-        ("--vllm_generate_batch_size 96", (64, 1, 96, False)),
-    ],
-)
-def test_flags_are_the_limits_of_the_queue(line, limits):
-    found = async_limits(parse(f"--train_batch_size 64 --async_train {line}").config)
-    assert (found.batch_size, found.max_staleness) == limits[:2]
-    assert (found.max_running, found.keeps_running) == limits[2:]
+def test_flags_are_the_limits_of_the_queue():
+    def limits(line):
+        return async_limits(parse(f"--train_batch_size 64 --async_train {line}").config)
+
+    plain = limits("")
+    assert (plain.batch_size, plain.max_staleness) == (64, 1)
+    assert (plain.max_running, plain.keeps_running) == (64, False)
+    partial = limits("--async_queue_size 2 --partial_rollout")
+    assert (partial.max_staleness, partial.keeps_running) == (2, True)
+    assert limits("--vllm_generate_batch_size 96").max_running == 96
+    # No more prompts are on their way than can be trained on in time.
+    late = limits("--async_queue_size 2 --vllm_generate_batch_size 193")
+    assert late.max_outstanding == 192
 
 
 def test_stale_samples_without_correction_are_said():
     (line,) = parse("--train_batch_size 64 --async_train --async_queue_size 2").notices
     assert "samples up to 2 update(s) old" in line and "--enable_vllm_is_correction" in line
     assert not parse("--train_batch_size 64 --async_train --enable_vllm_is_correction").notices
-
-
-def test_no_more_prompts_are_on_their_way_than_can_be_trained_on_in_time():
-    line = "--train_batch_size 64 --async_train --async_queue_size 2 --enable_vllm_is_correction "
-    parsed = parse(line + "--vllm_generate_batch_size 193")
-    assert async_limits(parsed.config).max_outstanding == 192
 
 
 def test_colocation_is_of_the_trained_models_alone():

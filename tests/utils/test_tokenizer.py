@@ -100,14 +100,10 @@ def test_empty_segments_and_rows_keep_their_places(tmp_path):
     assert encoder.encode_segments([]) == []
 
 
-def test_pad_is_the_eos_when_there_is_none_and_no_id_is_added(tmp_path):
-    bos_tokenizer(adds_bos=False).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.pad_token_id == EOS
-    assert len(tokenizer) == 258
-
-
-def test_a_pad_token_that_is_there_stays(tmp_path):
+def test_pad_is_the_eos_only_when_there_is_none_and_no_id_is_added(tmp_path):
+    bos_tokenizer(adds_bos=False).save_pretrained(tmp_path / "bare")
+    tokenizer = load_tokenizer(str(tmp_path / "bare"))
+    assert (tokenizer.pad_token_id, len(tokenizer)) == (EOS, 258)
     make_tokenizer(tmp_path)
     assert load_tokenizer(str(tmp_path)).pad_token == "<|pad|>"
 
@@ -131,17 +127,14 @@ def test_a_chat_template_comes_as_text_or_as_a_file(tmp_path):
     assert from_file.chat_template == "{{ messages }}"
 
 
-def test_every_eos_of_the_generation_config_ends_a_response(tmp_path):
+def test_every_eos_of_the_generation_config_or_the_config_ends_a_response(tmp_path):
     make_model(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert eos_token_ids(str(tmp_path), tokenizer) == (1,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1, 7]}))
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [5, 1, 7]}))
     assert eos_token_ids(str(tmp_path), tokenizer) == (1, 5, 7)
-
-
-def test_eos_comes_from_the_config_when_there_is_no_generation_config(tmp_path):
-    make_model(tmp_path)
-    (tmp_path / "generation_config.json").unlink()
+    generation.unlink()
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [3]}))
-    assert eos_token_ids(str(tmp_path), load_tokenizer(str(tmp_path))) == (1, 3)
+    assert eos_token_ids(str(tmp_path), tokenizer) == (1, 3)
