@@ -227,7 +227,7 @@ def test_files_and_flags_named_in_the_text_exist(document: Path) -> None:
     roots = (ROOT, ROOT / "openrlhf", document.parent)
     for name in re.findall(r"`([\w/]+/[\w/]+\.py)`", text):
         assert any((root / name).is_file() for root in roots), name
-    from openrlhf.config.flags import flag_table
+    from openrlhf.config.cli import flag_table
 
     known = {"config", "debug", "help", "flag"}.union(*map(flag_table, CONFIGS))
     # `--module` belongs to the launchers.

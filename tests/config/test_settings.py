@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.base import Option, is_given, value_at, walk
-from openrlhf.config.cli import build, parse_config
+from openrlhf.config.cli import build, flag_table, parse_config, read_all
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.flags import flag_table, read_all
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
     BatchInferenceConfig,
