@@ -15,53 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.config.ppo import KLConfig, PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.manifest import TEMPORARY
 from openrlhf.errors import CheckpointError, ConfigError
-from openrlhf.rollout.kept_groups import KeptGroups
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy, pass_rate_names
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import TRAINED_ROLES
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.utils.logging import needed_history, notice, warn
+from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 
 RUN = "run"  # the controller's own state, in state.json
-
-
-@dataclass
-class KLController:
-    """Holds beta; `target` None keeps it constant."""
-
-    coef: float
-    target: float | None = None
-    horizon: int = 10000
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Move beta after a step whose mean KL to the reference was `kl`."""
-        if self.target is not None:
-            self.coef = adaptive_kl_coef(
-                self.coef, kl, target=self.target, horizon=self.horizon, num_samples=num_samples
-            )
-
-    def state_dict(self) -> dict[str, float]:
-        """Return beta, for a checkpoint."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load an adapted beta; a constant one stays what this command says."""
-        if self.target is not None:
-            self.coef = state["coef"]
+PLAIN = ("global_step", "weight_version", "evaluated_step", "num_unlogged", "history")
 
 
 @dataclass
@@ -69,7 +43,7 @@ class RunState:
     """The progress of an RL run."""
 
     sampler: StepSampler | RolloutQueue
-    kl_controller: KLController
+    kl: KLConfig
     texts: TextMixer | None = None  # pre-training text that is mixed in
     global_step: int = 0  # steps done
     weight_version: int = 0  # of the policy; counts its updates
@@ -79,10 +53,20 @@ class RunState:
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
     unlogged: Metrics = field(default_factory=Metrics)  # of the steps since the last line
     num_unlogged: int = 0  # those steps
+    kl_coef: float = field(init=False)  # fixed, or steered towards a target
 
-    def remember(self, values: Mapping[str, float]) -> None:
-        """Keep a step's metrics for the hints of later ones."""
-        self.history = needed_history([*self.history, values])
+    def __post_init__(self) -> None:
+        self.kl_coef = self.kl.init_coef
+
+    def adapt_kl_coef(self, kl: float, num_samples: int) -> None:
+        """Move the coefficient, if it has a target, after a step whose mean KL to the reference was
+        `kl`.
+        """
+        target, horizon = self.kl.target, self.kl.horizon
+        if target is not None:
+            self.kl_coef = adaptive_kl_coef(
+                self.kl_coef, kl, target=target, horizon=horizon, num_samples=num_samples
+            )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation for the comparison at the end."""
@@ -91,43 +75,25 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON; taken between two steps."""
-        return {
-            "global_step": self.global_step,
-            "weight_version": self.weight_version,
-            "evaluated_step": self.evaluated_step,
+        return {name: getattr(self, name) for name in PLAIN} | {
             "evaluations": [list(found) for found in self.evaluations],
-            "kl": self.kl_controller.state_dict(),
+            "kl_coef": self.kl_coef,
             "sampler": self.sampler.state_dict(),
             "texts": None if self.texts is None else self.texts.state_dict(),
-            "history": [dict(values) for values in self.history],
             "unlogged": self.unlogged.state_dict(),
-            "num_unlogged": self.num_unlogged,
         }
-
-    def finished_groups(self) -> KeptGroups | None:
-        """Return finished samples that wait for later steps, where generation runs ahead; a
-        `state_dict` taken afterwards is of a state that still has all of them.
-        """
-        return self.sampler.finished_groups() if isinstance(self.sampler, RolloutQueue) else None
-
-    def load_groups(self, folder: Path) -> None:
-        """Take up the samples that a folder keeps, after `load_state_dict`."""
-        if isinstance(self.sampler, RolloutQueue):
-            self.sampler.load_groups(folder)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken."""
-        self.global_step = state["global_step"]
-        self.weight_version = state["weight_version"]
-        self.evaluated_step = state["evaluated_step"]
+        for name in PLAIN:
+            setattr(self, name, state[name])
         self.evaluations = [Evaluation(*found) for found in state["evaluations"]]
-        self.unlogged = Metrics.from_state_dict(state["unlogged"])
-        self.num_unlogged = state["num_unlogged"]
-        self.kl_controller.load_state_dict(state["kl"])
+        if self.kl.target is not None:  # a fixed one is what this command says
+            self.kl_coef = state["kl_coef"]
         self.sampler.load_state_dict(state["sampler"])
         if self.texts is not None:
             self.texts.load_state_dict(state["texts"])
-        self.history = state["history"]
+        self.unlogged = Metrics.from_state_dict(state["unlogged"])
 
 
 def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
@@ -135,7 +101,6 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
-    best_metric(config, inputs.eval_prompts)  # refuses a name that no evaluation logs
     facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts), config.train.seed)
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
@@ -150,28 +115,6 @@ def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:
     sampler = saved.state[RUN]["sampler"]
     is_drawn = sampler["cursor"]["episode"] >= config.train.num_episodes
     return is_drawn and not sampler["ledger"]["pending"]
-
-
-def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
-    """Return the metric by which the best model is kept, or None: without a name only beside
-    checkpoints. Raises ConfigError for a name that no evaluation logs.
-    """
-    key = config.ckpt.best_metric_key
-    if key == "none" or eval_prompts is None or (key == "" and config.ckpt.save_steps <= 0):
-        return None
-    names = pass_rate_names(
-        dict.fromkeys(prompt.datasource for prompt in eval_prompts),
-        config.eval.n_samples_per_prompt,
-    )
-    if key == "":
-        return next(name for name in names if name.endswith("_pass1"))
-    found = [name for name in names if key in (name, name.removeprefix("eval/"))]
-    if not found:
-        raise ConfigError(
-            f"--ckpt.best_metric_key {key} is no pass rate of the evaluation. Type one of "
-            f"{', '.join(names)}, or none."
-        )
-    return found[0]
 
 
 def check_is_shared(
@@ -228,7 +171,8 @@ class PPOCheckpoints:
                 with self.phases.update(group):
                     has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
         state.load_state_dict(saved.state[RUN])
-        state.load_groups(saved.path)
+        if isinstance(state.sampler, RolloutQueue):
+            state.sampler.load_groups(saved.path)
         self.kept = state.state_dict()
         if not all(has_same_ranks):
             warn("another number of ranks goes on: the same prompts, other random numbers.")
@@ -258,13 +202,16 @@ class PPOCheckpoints:
 
         Raises CheckpointError when it failed several times in a row.
         """
-        groups = state.finished_groups()
+        # Finished samples that wait for later steps. What is finished while the state is taken is
+        # pending in it, and generated again.
+        queue = state.sampler if isinstance(state.sampler, RolloutQueue) else None
+        groups = None if queue is None else queue.finished_groups()
         content = state.state_dict()
 
         def write(folder: Path) -> None:
-            for role, group in self.groups.items():
+            for group in self.groups.values():
                 with self.phases.update(group):  # states that were moved away come back
-                    self._call(role, TrainedWorker.save_states, folder)
+                    group.call(TrainedWorker.save_states, str(folder))
             if groups is not None:
                 groups.write(folder)
 
@@ -274,7 +221,7 @@ class PPOCheckpoints:
         is_saved = self.opened.save(
             state.global_step,
             write=write,
-            export=lambda path: self._call("actor", PolicyModelActor.export, path),
+            export=lambda path: self.groups["actor"].call(PolicyModelActor.export, str(path)),
             state={RUN: content, "place": place},
         )
         self.kept = content if is_saved else self.kept
@@ -286,19 +233,16 @@ class PPOCheckpoints:
         if value is None or (self.best is not None and value <= self.best["value"]):
             return
         best = {"metric": self.best_metric, "value": value}
+        actor = self.groups["actor"]
         with self.phases.turn:  # scoring and training are in turn on shared devices
             is_saved = self.opened.save_best(
                 global_step,
-                lambda path: self._call("actor", PolicyModelActor.export_policy, path),
+                lambda path: actor.call(PolicyModelActor.export_policy, str(path)),
                 best,
             )
         if is_saved:
             self.best = best
             notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
-
-    def find(self, step: int) -> Path | None:
-        """Return the folder that keeps the model of a step, if any does."""
-        return self.opened.store.find(step)
 
     def _best_so_far(self) -> dict[str, Any] | None:
         """Return the best evaluation so far; one of another run, or by another metric, is moved
@@ -311,6 +255,3 @@ class PPOCheckpoints:
         if (aside := store.set_best_aside()) is not None:
             warn(f"the best model of another run, or by another metric, was moved to {aside}.")
         return None
-
-    def _call(self, role: str, method: Any, path: Path) -> None:
-        self.groups[role].call(method, str(path))

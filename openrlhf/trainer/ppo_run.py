@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -21,75 +22,47 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.engines.base import RolloutEngine
 from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
-from openrlhf.rollout.scoring import (
-    FailurePolicy,
-    GroupScorer,
-    Scorer,
-    SourceScorer,
-)
+from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.rollout.single_turn import SingleTurn
-from openrlhf.rollout.step_sampler import GroupFilter
-from openrlhf.trainer.ppo_banner import banner_sections
-from openrlhf.trainer.ppo_checkpoints import (
-    PPOCheckpoints,
-    best_metric,
-    check_is_shared,
-    is_at_end,
-    open_run,
-)
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, check_is_shared, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     Schedule,
     check_runs_without_ray,
-    make_schedule,
     named_models,
-    needs_old_logprobs,
-    only_busy_samples_count,
     prepare_inputs,
-    schedule_notes,
 )
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
-from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
 from openrlhf.trainer.ray.cluster import LocalCluster, RayCluster
 from openrlhf.trainer.ray.launcher import ray_session
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.placement import (
-    TRAINED_ROLES,
-    pools_of,
-    reward_roles,
-    role_counts,
-    view_cluster,
-)
+from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
 from openrlhf.trainer.ray.vllm_engine import GroupGenerator
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
+    format_count,
     notice,
     print_banner,
     redirect_framework_logs,
-    say_notices,
     warn,
 )
 from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import RolloutWriter, make_tracker
 
-MISMATCH_KL_FP32 = 1e-3
-MISMATCH_KL_HALF = 0.1
-
-Groups = dict[str, WorkerGroup]
+Groups = Mapping[str, WorkerGroup]  # by role
 OpenCluster = Callable[[PPOConfig, str, int], AbstractContextManager[LocalCluster]]
 
 
@@ -112,10 +85,8 @@ def run_ppo_local(config: PPOConfig) -> None:
 
 @contextmanager
 def _ray_cluster(config: PPOConfig, run_dir: str, resume_step: int) -> Iterator[LocalCluster]:
-    with ray_session():
-        counts = role_counts(config, view_cluster())
-        with RayCluster(config, counts, run_dir=run_dir, resume_step=resume_step) as cluster:
-            yield cluster
+    with ray_session(), RayCluster(config, run_dir, resume_step) as cluster:
+        yield cluster
 
 
 def _prepare_and_run(
@@ -136,45 +107,45 @@ def _prepare_and_run(
 def _run(
     config: PPOConfig, inputs: RunInputs, cluster: LocalCluster, opened: RunCheckpoints
 ) -> None:
-    schedule = make_schedule(config, len(inputs.prompts))
-    say_notices(schedule_notes(config, schedule))
     say_attention(config, config.ds.attention, named_models(config))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
-    groups = _start_groups(config, cluster)
+    groups = {r: cluster.start_group(r, kind) for r, kind in worker_classes(config).items()}
     engines = cluster.start_engines()
     cluster.wait_until_up()
     check_is_shared(config, opened, groups)
-    # One at a time where reward models and what is trained share devices and run side by side.
-    turn = threading.Lock() if config.rewards_take_turns else nullcontext()
     phases = DevicePhases(
         engines,
         engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
         training_sleeps=config.ds.enable_sleep,
-        turn=turn,
+        # One at a time where reward models and what is trained share devices and run side by side.
+        turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
     )
     phases.start()
-    sizes = _init_models(config, groups, schedule, phases)
-    dtype = next((name for name, kind in DTYPES.items() if kind == cluster.policy_dtype), "auto")
-    print_banner(
-        banner_sections(
-            config,
-            schedule,
-            cluster.counts,
-            sizes=sizes,
-            num_prompts=len(inputs.prompts),
-            dtype=dtype,
-        )
-    )
+    sizes = _init_models(config, groups, inputs.schedule, phases)
+    print_banner(banner_sections(config, inputs.schedule, cluster, sizes, len(inputs.prompts)))
     own = GroupGenerator(groups["actor"], PolicyModelActor.generate)
     samplers = list(engines) or [BatchSampler(own.generate)]
-    rollouts = _rollouts(config, inputs, groups, cluster, samplers, turn)
-    metric = best_metric(config, inputs.eval_prompts)
-    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=metric)
+    rollouts = _rollouts(config, inputs, groups, cluster.counts, samplers, phases)
+    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
     opened.clear_folder(inputs.run_dir, config)
-    parts = _assemble(config, inputs, cluster, checkpoints, groups, rollouts, engines)
+    settings, resume_step = config.model_dump(mode="json"), opened.resume_step
+    parts = PPOParts(
+        inputs=inputs,
+        groups=groups,
+        engines=engines,
+        rollouts=rollouts,
+        experience_maker=RemoteExperienceMaker(
+            config, forwards_of(config, groups, inputs.schedule)
+        ),
+        phases=phases,
+        checkpoints=checkpoints,
+        tracker=make_tracker(config.logger, inputs.run_dir, settings, resume_step=resume_step),
+        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files),
+        max_mismatch_kl=max_mismatch_kl(cluster.policy_dtype),
+    )
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
-    parts.checkpoints.resume(trainer.state)
+    checkpoints.resume(trainer.state)
     # What is refused leaves the folder as it was.
     unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
     save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
@@ -183,20 +154,19 @@ def _run(
     _export(config, groups)
     opened.note_finished(inputs.run_dir, trainer.state.global_step)
     notice(f"model saved to {inputs.run_dir}")
-    fall = trainer.fall()
-    if fall is not None:
+    if (fall := trainer.fall()) is not None:
         warn(fall)
 
 
-def _start_groups(config: PPOConfig, cluster: LocalCluster) -> Groups:
-    groups: Groups = {"actor": cluster.start_group("actor", PolicyModelActor)}
+def worker_classes(config: PPOConfig) -> dict[str, type]:
+    """Return the class of the ranks of every role that a run has."""
+    classes: dict[str, type] = {"actor": PolicyModelActor}
     if config.has_reference:
-        groups["ref"] = cluster.start_group("ref", ReferenceModelActor)
-    for role in reward_roles(config):
-        groups[role] = cluster.start_group(role, RewardModelActor)
+        classes["ref"] = ReferenceModelActor
+    classes |= dict.fromkeys(reward_roles(config), RewardModelActor)
     if config.has_critic:
-        groups["critic"] = cluster.start_group("critic", CriticModelActor)
-    return groups
+        classes["critic"] = CriticModelActor
+    return classes
 
 
 def _init_models(
@@ -206,11 +176,11 @@ def _init_models(
 
     Roles that share devices load one after another, the others at the same time.
     """
-    classes = {
-        "actor": (PolicyModelActor, (schedule.num_actor_updates,)),
-        "critic": (CriticModelActor, (schedule.num_critic_updates,)),
-        "ref": (ReferenceModelActor, ()),
-        **{role: (RewardModelActor, (path,)) for role, path in reward_roles(config).items()},
+    classes = worker_classes(config)
+    args: dict[str, tuple[object, ...]] = {
+        "actor": (schedule.num_actor_updates,),
+        "critic": (schedule.num_critic_updates,),
+        **{role: (path,) for role, path in reward_roles(config).items()},
     }
     pools: dict[str, list[str]] = {}
     for role, pool in pools_of(config, groups).items():
@@ -220,9 +190,8 @@ def _init_models(
         for wave in zip_longest(*pools.values()):
             pending = {}
             for role in filter(None, wave):
-                worker_class, args = classes[role]
-                shares = [args] * groups[role].num_shares
-                pending[role] = groups[role].start(worker_class.init_model, shares)  # type: ignore[attr-defined]
+                shares = [args.get(role, ())] * groups[role].num_shares
+                pending[role] = groups[role].start(classes[role].init_model, shares)  # type: ignore[attr-defined]
             for role, wait in pending.items():
                 sizes[role] = wait()[0]
                 if role in TRAINED_ROLES:
@@ -231,111 +200,142 @@ def _init_models(
     return sizes
 
 
-def _assemble(
-    config: PPOConfig,
-    inputs: RunInputs,
-    cluster: LocalCluster,
-    checkpoints: PPOCheckpoints,
-    groups: Groups,
-    rollouts: Rollouts,
-    engines: Sequence[RolloutEngine],
-) -> PPOParts:
-    schedule, algo = make_schedule(config, len(inputs.prompts)), config.algo
-    return PPOParts(
-        actor=groups["actor"],
-        critic=groups.get("critic"),
-        engines=engines,
-        rollouts=rollouts,
-        experience_maker=_experience_maker(config, groups, schedule),
-        phases=checkpoints.phases,
-        prompts=inputs.prompts,
-        eval_prompts=inputs.eval_prompts,
-        group_filter=GroupFilter(*algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty)
-        if algo.dynamic_filtering_enable
-        else None,
-        sampling=inputs.sampling,
-        eval_sampling=inputs.eval_sampling,
-        tracker=make_tracker(
-            config.logger,
-            inputs.run_dir,
-            config.model_dump(mode="json"),
-            resume_step=checkpoints.opened.resume_step,
-        ),
-        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files),
-        checkpoints=checkpoints,
-        texts=None if inputs.texts is None else TextMixer(inputs.texts, seed=config.train.seed),
-        max_mismatch_kl=max_mismatch_kl(cluster.policy_dtype),
-    )
-
-
 def _rollouts(
     config: PPOConfig,
     inputs: RunInputs,
     groups: Groups,
-    cluster: LocalCluster,
+    counts: RoleCounts,
     samplers: Sequence[Sampler],
-    turn: AbstractContextManager[object],
+    phases: DevicePhases,
 ) -> Rollouts:
     """Return what makes scored samples: engines and rewards, or agents that act through engines."""
     if config.train.agent_func_path:
         path, limits = config.train.agent_func_path, agent_limits(config)
         setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
         return agent_rollouts(setup, samplers, FailurePolicy.of(config))
-    reward = config.reward
     if inputs.reward_source is not None:
-        scorer: Scorer = SourceScorer(
-            inputs.reward_source,
-            config.rollout.micro_batch_size,
-            max_steps=make_schedule(config, len(inputs.prompts)).num_steps,
-        )
+        batch_size, num_steps = config.rollout.micro_batch_size, inputs.schedule.num_steps
+        scorer: Scorer = SourceScorer(inputs.reward_source, batch_size, max_steps=num_steps)
     else:
-        has_own_devices = isinstance(cluster, RayCluster) and not config.train.colocate_all
+        has_own_devices = counts.cluster is not None and not config.train.colocate_all
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
-        names = model_names(reward.model_paths)
-        forwards = {
-            name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
-            for name, role in zip(names, reward_roles(config), strict=True)
-        }
+        names = model_names(config.reward.model_paths)
         scorer = ModelScorer(
-            forwards,
-            reward.weights,
-            is_sequential=config.train.colocate_all,
+            {
+                name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
+                for name, role in zip(names, reward_roles(config), strict=True)
+            },
+            config.reward.weights,
+            in_turn=config.train.colocate_all,
             is_streaming=has_own_devices or never_pauses,
-            turn=turn,
+            turn=phases.turn,
         )
     turns = SingleTurn(EnginePool(samplers), inputs.tokenizer, vocab_size=inputs.vocab_size)
     return Rollouts(turns, GroupScorer(scorer, FailurePolicy.of(config)))
 
 
-def _experience_maker(
-    config: PPOConfig, groups: Groups, schedule: Schedule
-) -> RemoteExperienceMaker:
+def forwards_of(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[str, ForwardPass]:
+    """Return the forwards that a run needs, by the column that each gives.
+
+    Old log-probs are needed for off-policy updates, and for a KL in the reward.
+    """
     forwards = {}
-    if needs_old_logprobs(config, schedule):
+    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
+    if schedule.updates_per_rollout > 1 or has_reward_kl:
         method = PolicyModelActor.compute_logprobs
         forwards["old_logprobs"] = ForwardPass(groups["actor"], method)
     if "critic" in groups:
         forwards["values"] = ForwardPass(groups["critic"], CriticModelActor.compute_values)
     if "ref" in groups:
         forwards["ref_logprobs"] = ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
-    return RemoteExperienceMaker(
-        config,
-        forwards,
-        is_sequential=config.train.colocate_all,
-        only_busy=only_busy_samples_count(config),
-    )
+    return forwards
 
 
 def max_mismatch_kl(dtype: torch.dtype) -> float:
     """Return the largest mismatch KL allowed for a type of weights: half precision rounds."""
-    return MISMATCH_KL_FP32 if dtype == torch.float32 else MISMATCH_KL_HALF
+    return 1e-3 if dtype == torch.float32 else 0.1
 
 
 def _export(config: PPOConfig, groups: Groups) -> None:
-    methods = {"actor": PolicyModelActor.save_model}
+    def export(role: str, path: str) -> None:
+        method = worker_classes(config)[role].save_model  # type: ignore[attr-defined]
+        export_final(lambda path: groups[role].call(method, str(path)), Path(path))
+
+    export("actor", config.ckpt.output_dir)
     if "critic" in groups and config.critic.save_value_network:
-        methods["critic"] = CriticModelActor.save_model
-    for role, method in methods.items():
-        path = Path(config.ckpt.output_dir + ("_critic" if role == "critic" else ""))
-        export_final(lambda path, call=groups[role].call, m=method: call(m, str(path)), path)
+        export("critic", f"{config.ckpt.output_dir}_critic")
+
+
+def banner_sections(
+    config: PPOConfig,
+    schedule: Schedule,
+    cluster: LocalCluster,
+    sizes: Mapping[str, int],
+    num_prompts: int,
+) -> dict[str, Mapping[str, object]]:
+    """Return the lines a run opens with; `sizes` are parameter counts by role, `num_prompts` of one
+    episode.
+    """
+    view, train, rollout = cluster.counts.cluster, config.train, config.rollout
+    devices = "this process"
+    if view is not None:
+        on_cpu = f"CPU ranks on {view.num_cpus} core(s)"
+        devices = f"{view.num_gpus} GPU(s)" if view.has_gpus else on_cpu
+    num_drawn = min(rollout.batch_size, num_prompts)
+    num_samples = num_drawn * rollout.n_samples_per_prompt
+    run = {
+        "estimator": config.algo.advantage.estimator,
+        "reward": _reward_words(config),
+        "devices": devices,
+        "dtype": next((n for n, kind in DTYPES.items() if kind == cluster.policy_dtype), "auto"),
+        "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
+        f"{num_samples}; {schedule.updates_per_rollout} update(s) of "
+        f"{min(train.batch_size, num_samples)} samples a step",
+        "steps": f"{schedule.num_steps} ({num_prompts} prompts x {train.num_episodes} episode(s))",
+        "folder": os.fspath(Path(config.ckpt.output_dir)),
+    }
+    if train.async_enable:
+        run["queue"] = (
+            f"samples at most {train.async_queue_size} update(s) behind, "
+            f"{rollout.vllm_generate_batch_size or rollout.batch_size} prompts at once, weights "
+            f"change {'under' if train.partial_rollout_enable else 'between'} samples"
+        )
+    return {"models": _model_lines(config, cluster.counts, sizes), "run": run}
+
+
+def _model_lines(
+    config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
+) -> dict[str, object]:
+    """Return one line a role: its model, size, ranks and place; then what generates."""
+    pools = {demand.role: demand.pool for demand in counts.demands}  # none without Ray
+
+    def place(role: str) -> str:
+        others = [name for name, pool in pools.items() if pool == pools[role] and name != role]
+        alone = ", in a place of its own" if pools else ""
+        return f", colocated with {', '.join(others)}" if others else alone
+
+    policy = config.policy_path
+    paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
+    entries: dict[str, object] = {
+        role: f"{paths[role]}: {format_count(size)} parameters, {counts.ranks[role]} rank(s)"
+        f"{place(role)}"
+        for role, size in sizes.items()
+    }
+    entries["generation"] = "the actor itself"
+    if counts.num_engines:
+        width = config.vllm.tensor_parallel_size
+        each = f" of {width} devices each" if width > 1 else ""
+        entries["generation"] = f"{counts.num_engines} x vLLM{each}{place('vllm')}"
+    return entries
+
+
+def _reward_words(config: PPOConfig) -> str:
+    """Return the source of rewards."""
+    reward = config.reward
+    if config.train.agent_func_path:
+        return f"agents of {config.train.agent_func_path}"
+    if reward.remote_url:
+        return reward.remote_url
+    weights = f", weights {' '.join(f'{w:g}' for w in reward.weights)}" if reward.weights else ""
+    return f"the model(s) {', '.join(reward_roles(config))}{weights}"

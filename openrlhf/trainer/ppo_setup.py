@@ -38,6 +38,7 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers
 from openrlhf.rollout.agents.agent_file import AgentFile
+from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
@@ -51,6 +52,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """Batch arithmetic of a run."""
+
+    num_steps: int  # rollout batches
+    num_actor_updates: int  # optimizer steps of the policy
+    num_critic_updates: int
+    updates_per_rollout: int  # of a full rollout batch
+
+
+@dataclass(frozen=True)
 class RunInputs:
     """Checked inputs of a run."""
 
@@ -58,11 +69,13 @@ class RunInputs:
     tokenizer: Tokenizer
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
+    texts: SFTDataset | None  # pre-training text that is mixed in
     reward_source: RewardSource | None  # a function file or servers; None: local models
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
+    schedule: Schedule
+    best_metric: str | None  # by which the best model is kept; None: it is not
     vocab_size: int
-    texts: SFTDataset | None = None  # pre-training text that is mixed in
 
     def __enter__(self) -> RunInputs:
         return self
@@ -71,16 +84,6 @@ class RunInputs:
         """End the processes or connections of the reward source."""
         if self.reward_source is not None:
             self.reward_source.close()
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Batch arithmetic of a run."""
-
-    num_steps: int  # rollout batches
-    num_actor_updates: int  # optimizer steps of the policy
-    num_critic_updates: int
-    updates_per_rollout: int  # of a full rollout batch
 
 
 def prepare_inputs(
@@ -100,45 +103,41 @@ def prepare_inputs(
         gathered.attempt(lambda: AgentFile(agent_path))
     vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
     tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
-    notices = []
-    if tokenizer is not None:
-        notices = gathered.attempt(lambda: check_tokens(config, tokenizer)) or []
+    notices = tokenizer and gathered.attempt(lambda: check_tokens(config, tokenizer))
     prompts, eval_prompts, texts = _data(config, tokenizer, gathered)
+    metric = gathered.attempt(lambda: best_metric(config, eval_prompts))
     if gathered.problems and config.reward.is_function_file:
         gathered.attempt(lambda: _function_pool(config, log_dir=None).close())
     gathered.raise_if_any()
     assert vocab_size and tokenizer and prompts, "or else problems were raised"
-    stop = eos_token_ids(config.policy_path, tokenizer, trust_remote_code=config.trust_remote_code)
-    say_notices(notices)
-    say_notices(prompts.notices)
+    say_notices([*(notices or ()), *prompts.notices])
     if eval_prompts is not None:
         say_notices(news(eval_prompts.notices, prompts.notices), about="evaluation: ")
     if texts is not None:
         say_notices(texts.notices, about="--pretrain_data: ")
-    rollout = config.rollout
+    rollout, held_out, run_dir = config.rollout, config.eval, Path(config.ckpt.output_dir)
+    trust = config.trust_remote_code
     sampling = SamplingSettings(
         num_samples=rollout.n_samples_per_prompt,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=stop,
+        stop_token_ids=eos_token_ids(config.policy_path, tokenizer, trust_remote_code=trust),
     )
-    run_dir = Path(config.ckpt.output_dir)
+    num_samples, temperature = held_out.n_samples_per_prompt, held_out.temperature
     run_dir.mkdir(parents=True, exist_ok=True)
     return RunInputs(
         run_dir=run_dir,
         tokenizer=tokenizer,
         prompts=prompts,
         eval_prompts=eval_prompts,
+        texts=texts,
         reward_source=_reward_source(config, run_dir),
         sampling=sampling,
-        eval_sampling=replace(
-            sampling,
-            num_samples=config.eval.n_samples_per_prompt,
-            temperature=config.eval.temperature,
-        ),
+        eval_sampling=replace(sampling, num_samples=num_samples, temperature=temperature),
+        schedule=make_schedule(config, len(prompts)),
+        best_metric=metric,
         vocab_size=vocab_size,
-        texts=texts,
     )
 
 
@@ -156,19 +155,6 @@ def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
         num_critic_updates=sum(updates),
         updates_per_rollout=max(updates),
     )
-
-
-def schedule_notes(config: PPOConfig, schedule: Schedule) -> list[str]:
-    """Return a caution if the run is too short for its settings."""
-    num_frozen, num_steps = config.critic.freezing_steps, schedule.num_steps
-    if not config.has_critic or num_frozen < num_steps:
-        return []
-    return [
-        Caution(
-            f"--freezing_actor_steps {num_frozen}: the run has {num_steps} steps, so the policy is "
-            "never trained"
-        )
-    ]
 
 
 def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -199,17 +185,24 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
         raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
 
 
-def needs_old_logprobs(config: PPOConfig, schedule: Schedule) -> bool:
-    """Return True if old log-probs are needed: off-policy updates, or KL in the reward."""
-    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
-    return schedule.updates_per_rollout > 1 or has_reward_kl
-
-
-def only_busy_samples_count(config: PPOConfig) -> bool:
-    """Return True if a sample without an advantage moves nothing and needs no forward."""
-    actor = config.actor
-    has_bonus = actor.entropy_coef is not None or actor.aux_loss_coef > 0
-    return not (config.has_critic or config.has_reference or has_bonus)
+def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
+    """Return the metric by which the best model is kept, or None: without a name only beside
+    checkpoints. Raises ConfigError for a name that no evaluation logs.
+    """
+    key = config.ckpt.best_metric_key
+    if key == "none" or eval_prompts is None or (key == "" and config.ckpt.save_steps <= 0):
+        return None
+    sources = dict.fromkeys(prompt.datasource for prompt in eval_prompts)
+    names = pass_rate_names(sources, config.eval.n_samples_per_prompt)
+    found = [name for name in names if key in (name, name.removeprefix("eval/"))]
+    if key == "":
+        found = [name for name in names if name.endswith("_pass1")]
+    if not found:
+        raise ConfigError(
+            f"--ckpt.best_metric_key {key} is no pass rate of the evaluation. Type one of "
+            f"{', '.join(names)}, or none."
+        )
+    return found[0]
 
 
 def _data(

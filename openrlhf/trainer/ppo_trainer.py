@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.engines.base import RolloutEngine, SamplingSettings
+from openrlhf.engines.base import RolloutEngine
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
-from openrlhf.trainer.ppo_checkpoints import KLController, PPOCheckpoints, RunState
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
+from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation, evaluation_metrics, has_fallen
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -34,6 +34,7 @@ from openrlhf.utils.logging import (
     RunClock,
     eval_line,
     hints,
+    needed_history,
     notice,
     short_name,
     step_line,
@@ -50,21 +51,15 @@ MAX_SHOWN = 200  # characters of a response in a hint
 class PPOParts:
     """Everything the trainer drives."""
 
-    actor: WorkerGroup
-    critic: WorkerGroup | None
+    inputs: RunInputs
+    groups: Mapping[str, WorkerGroup]  # by role
     engines: Sequence[RolloutEngine]  # that need weights sent; none: the policy generates itself
     rollouts: Rollouts
     experience_maker: RemoteExperienceMaker
     phases: DevicePhases
-    prompts: PromptDataset
-    eval_prompts: PromptDataset | None
-    group_filter: GroupFilter | None
-    sampling: SamplingSettings
-    eval_sampling: SamplingSettings
-    tracker: Tracker
-    rollout_writer: RolloutWriter | None
     checkpoints: PPOCheckpoints
-    texts: TextMixer | None  # pre-training text for the policy's updates
+    tracker: Tracker
+    rollout_writer: RolloutWriter
     max_mismatch_kl: float  # the first comparison ends the run above it
 
 
@@ -76,22 +71,27 @@ class PPOTrainer:
     def __init__(self, config: PPOConfig, parts: PPOParts) -> None:
         self.config = config
         self.parts = parts
-        kl = config.algo.kl
-        self.kl_controller = KLController(kl.init_coef, kl.target, kl.horizon)
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
-        self.is_compared = False  # whether engine and trainer were, in this run
-        sampler = EpochSampler(len(parts.prompts), config.train.seed)
-        cursor = PromptCursor(sampler, num_episodes=config.train.num_episodes)
-        self.num_steps = cursor.num_batches(config.rollout.batch_size)  # at most
+        self.is_compared = False  # True once engine and trainer were, in this run
+        algo, size, seed = config.algo, config.rollout.batch_size, config.train.seed
+        prompts, texts = parts.inputs.prompts, parts.inputs.texts
+        order = EpochSampler(len(prompts), seed)
+        cursor = PromptCursor(order, num_episodes=config.train.num_episodes)
+        self.num_steps = cursor.num_batches(size)  # at most
         self.sampler = StepSampler(
-            parts.prompts,
+            prompts,
             cursor,
-            batch_size=config.rollout.batch_size,
-            group_filter=parts.group_filter,
+            batch_size=size,
+            group_filter=GroupFilter(
+                *algo.dynamic_filtering_range, algo.dynamic_filtering_max_empty
+            )
+            if algo.dynamic_filtering_enable
+            else None,
             num_at_once=config.rollout.vllm_generate_batch_size,
             policy=FailurePolicy.of(config),
         )
-        self.state = RunState(self.sampler, self.kl_controller, parts.texts)
+        mixer = None if texts is None else TextMixer(texts, seed=seed)
+        self.state = RunState(self.sampler, algo.kl, mixer)
         self.clock = RunClock(0)
 
     def fit(self) -> None:
@@ -114,7 +114,7 @@ class PPOTrainer:
                 if not self.is_over:
                     state.unlogged.merge(metrics)
                 continue
-            self.settle()
+            state.sampler.settle(self.trained_groups)
             self.report(state.global_step, metrics, rollouts)
             if self.is_eval_step(state.global_step):
                 self.evaluate(state.global_step)
@@ -150,7 +150,7 @@ class PPOTrainer:
 
     def place_of(self, evaluation: Evaluation) -> str:
         """Return where the model of an evaluation is, or that it was not kept."""
-        path = self.parts.checkpoints.find(evaluation.step)
+        path = self.parts.checkpoints.opened.store.find(evaluation.step)
         if path is None and evaluation.step == 0:
             return self.config.policy_path
         return "not kept, --save_steps keeps the best" if path is None else str(path)
@@ -170,10 +170,6 @@ class PPOTrainer:
     def is_over(self) -> bool:
         """Return True once every prompt was trained on, filtered or failed."""
         return self.sampler.cursor.is_exhausted
-
-    def settle(self) -> None:
-        """Note the groups that were trained on."""
-        self.sampler.settle(self.trained_groups)
 
     def generate_unless_stopped(self, metrics: Metrics) -> list[Rollout]:
         """Generate the next step's samples; leave them when the user asks to stop."""
@@ -208,7 +204,7 @@ class PPOTrainer:
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
-        rollouts, sampling = self.parts.rollouts, self.parts.sampling
+        rollouts, sampling = self.parts.rollouts, self.parts.inputs.sampling
         with self.parts.phases.rollout():
             stream = rollouts.open_stream(sampling)
             samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
@@ -229,7 +225,7 @@ class PPOTrainer:
         with self.parts.phases.training():
             with timed("make_experience", metrics):
                 experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
-                    rollouts, self.kl_controller.coef
+                    rollouts, self.state.kl_coef
                 )
             with timed("ppo_train", metrics):
                 metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
@@ -239,13 +235,13 @@ class PPOTrainer:
             with timed("broadcast", metrics):
                 self.broadcast_to_vllm()
         if "kl" in metrics:
-            self.kl_controller.update(metrics["kl"], len(rollouts))
+            self.state.adapt_kl_coef(metrics["kl"], len(rollouts))
         return metrics
 
     def ppo_train(self, experience: Experience, global_step: int) -> Metrics:
         """Update the critic, then the policy (unless the critic still warms up alone)."""
         metrics = Metrics()
-        critic, actor = self.parts.critic, self.parts.actor
+        critic, actor = self.parts.groups.get("critic"), self.parts.groups["actor"]
         if critic is not None:
             with self.parts.phases.update(critic):
                 shares = self.plan(experience, critic, global_step)
@@ -256,7 +252,7 @@ class PPOTrainer:
                 shares = self.plan(experience, actor, global_step)
                 if self.state.texts is not None:
                     shares = self.state.texts.mix(shares)
-                work = [(share, self.kl_controller.coef) for share in shares]
+                work = [(share, self.state.kl_coef) for share in shares]
                 for part in actor.start(PolicyModelActor.fit, work)():
                     metrics.merge(part)
             self.state.weight_version += 1
@@ -264,8 +260,8 @@ class PPOTrainer:
 
     def trains_actor(self, global_step: int) -> bool:
         """Return True if this step updates the policy: not while the critic warms up alone."""
-        has_critic = self.parts.critic is not None
-        return not has_critic or global_step > self.config.critic.freezing_steps
+        num_frozen = self.config.critic.freezing_steps
+        return "critic" not in self.parts.groups or global_step > num_frozen
 
     def plan(
         self, experience: Experience, group: WorkerGroup, global_step: int
@@ -287,7 +283,7 @@ class PPOTrainer:
         if self.parts.engines:
             keep_running = self.config.train.partial_rollout_enable
             with self.parts.phases.sync():
-                self.parts.actor.call(
+                self.parts.groups["actor"].call(
                     PolicyModelActor.broadcast_to_vllm, self.parts.engines, keep_running
                 )
 
@@ -302,17 +298,17 @@ class PPOTrainer:
     def evaluate(self, global_step: int) -> dict[str, float]:
         """pass@n and pass@1 on the evaluation prompts; logged."""
         self.state.evaluated_step = global_step
-        prompts = self.parts.eval_prompts
+        inputs, prompts = self.parts.inputs, self.parts.inputs.eval_prompts
         if prompts is None:
             return {}
         with self.parts.phases.rollout():
             samples = self.parts.rollouts.generate_samples(
-                list(prompts), self.parts.eval_sampling, tag=f"eval{global_step}"
+                list(prompts), inputs.eval_sampling, tag=f"eval{global_step}"
             )
         policy = replace(self.sampler.policy, step_size=len(prompts))
         policy.check_dropped(list(samples.failed.values()), of="the evaluation")
         self.say_failed(samples.failed)
-        values = evaluation_metrics(samples.rollouts, self.parts.eval_sampling.num_samples)
+        values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
         self.parts.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
         pass_1 = next((name for name in values if name.endswith("_pass1")), None)
@@ -360,14 +356,11 @@ class PPOTrainer:
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        file = None
-        if self.parts.rollout_writer is not None:
-            rows = [_row(rollout) for rollout in rollouts]
-            file = self.parts.rollout_writer.write(global_step, rows)
+        file = self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
             notice(line)
-        self.state.remember(values)
+        self.state.history = needed_history([*self.state.history, values])
 
     def log(self, global_step: int) -> None:
         """Write one line, the metrics file, the sinks; nothing where all steps are logged."""
@@ -384,7 +377,7 @@ class PPOTrainer:
         """
         values = metrics.values()
         values["tokens_per_s"] = values["num_generated_tokens"] / values["timing/step_total"]
-        values["kl_coef"] = self.kl_controller.coef
+        values["kl_coef"] = self.state.kl_coef
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times
 

@@ -36,14 +36,14 @@ class PPOTrainerAsync(PPOTrainer):
         self.queue = RolloutQueue(
             self.sampler,
             parts.rollouts,
-            SampleOrigin(parts.sampling, reward_origin(config)),
+            SampleOrigin(parts.inputs.sampling, reward_origin(config)),
             self.limits,
             wait_s=wait_s,
             say=notice,
         )
         self.state.sampler = self.queue
-        cursor = self.sampler.cursor
-        self.num_steps = -(-cursor.num_episodes * len(parts.prompts) // self.limits.batch_size)
+        num_prompts = config.train.num_episodes * len(parts.inputs.prompts)
+        self.num_steps = -(-num_prompts // self.limits.batch_size)
 
     def fit(self) -> None:
         with self.queue:
@@ -70,10 +70,6 @@ class PPOTrainerAsync(PPOTrainer):
         """
         with self.queue.syncing():
             super().broadcast_to_vllm()
-
-    def settle(self) -> None:
-        """Note the groups that were trained on; generation goes on under the new weights."""
-        self.queue.settle(self.trained_groups)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
         """Refuse samples that are further behind than allowed, or of several versions unasked."""

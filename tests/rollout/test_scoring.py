@@ -202,18 +202,15 @@ def forward(values: list[float]) -> object:
         def start(self, experience: object) -> Callable[[], torch.Tensor]:
             return lambda: torch.tensor(values)
 
-        def __call__(self, experience: object) -> torch.Tensor:
-            return torch.tensor(values)
-
     return Forward()
 
 
-@pytest.mark.parametrize("is_sequential", [False, True])
+@pytest.mark.parametrize("in_turn", [False, True])
 def test_several_models_add_up_with_their_weights_and_are_logged_one_by_one(
-    is_sequential: bool,
+    in_turn: bool,
 ) -> None:
     models = {"helpful": forward([1.0, 2.0, 3.0]), "safe": forward([0.5, 0.0, -4.0])}
-    scorer = ModelScorer(models, [1.0, 0.5], is_sequential=is_sequential)  # type: ignore[arg-type]
+    scorer = ModelScorer(models, [1.0, 0.5], in_turn=in_turn)  # type: ignore[arg-type]
     scored = score_with(scorer, [group(0, 2), group(1, 1)], FAIL)
     assert [r.reward for r in scored.rollouts] == [1.25, 2.0, 1.0]
     metrics = Metrics()

@@ -17,7 +17,6 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
-from openrlhf.rollout.step_sampler import GroupFilter
 from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
@@ -209,6 +208,10 @@ def make_trainer(
             "actor": {"model_name_or_path": "m"},
             "data": {"prompt_dataset": "d"},
             "reward": {"remote_url": "http://r", **drops},
+            "algo": {
+                "dynamic_filtering_enable": with_filter,
+                "dynamic_filtering_max_empty": max_empty,
+            },
         }
     )
     prompts = [
@@ -216,29 +219,30 @@ def make_trainer(
         for row in range(num_prompts)
     ]
     sampling = SamplingSettings(num_samples=2)
+    critic = {"critic": FakeCritic()} if num_warm_up else {}
     parts = PPOParts(
-        actor=FakeActor(world),  # type: ignore[arg-type]
-        critic=FakeCritic() if num_warm_up else None,  # type: ignore[arg-type]
+        inputs=SimpleNamespace(  # type: ignore[arg-type]
+            prompts=prompts,
+            eval_prompts=prompts[:1],
+            texts=None,
+            sampling=sampling,
+            eval_sampling=sampling,
+        ),
+        groups={"actor": FakeActor(world), **critic},  # type: ignore[dict-item]
         engines=["engine"],  # type: ignore[list-item]
         rollouts=FakeRollouts(world),
         experience_maker=RemoteExperienceMaker(
             PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), {}
         ),
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
-        prompts=prompts,  # type: ignore[arg-type]
-        eval_prompts=prompts[:1],  # type: ignore[arg-type]
-        group_filter=GroupFilter(max_empty=max_empty) if with_filter else None,
-        sampling=sampling,
-        eval_sampling=sampling,
-        tracker=Records(),  # type: ignore[arg-type]
-        rollout_writer=None,
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
             is_due=lambda state, is_last: False,
             keep_best=lambda step, values: None,
             best_metric=None,
-            find=lambda step: None,
+            opened=SimpleNamespace(store=SimpleNamespace(find=lambda step: None)),
         ),
-        texts=None,
+        tracker=Records(),  # type: ignore[arg-type]
+        rollout_writer=SimpleNamespace(write=lambda step, rows: None),  # type: ignore[arg-type]
         max_mismatch_kl=1.0,
     )
     return PPOTrainerAsync(config, parts, wait_s=wait_s)

@@ -32,17 +32,17 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
     was over before.
     """
     saved = {}
-    settle = trainer.settle
+    settle = trainer.queue.settle
 
-    def settle_and_save() -> None:
-        settle()
+    def settle_and_save(trained_groups: set[int]) -> None:
+        settle(trained_groups)
         if trainer.state.global_step == step:
-            groups = trainer.state.finished_groups()
+            groups = trainer.queue.finished_groups()
             time.sleep(0.001)  # the engines go on meanwhile
             saved.update(json.loads(json.dumps(trainer.state.state_dict())))
             groups.write(folder)
 
-    trainer.settle = settle_and_save  # type: ignore[method-assign]
+    trainer.queue.settle = settle_and_save  # type: ignore[method-assign]
     with suppress(TrainerBroke):
         trainer.fit()
     return saved
@@ -50,14 +50,14 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
 
 def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
     trainer.state.load_state_dict(saved)
-    trainer.state.load_groups(folder)
+    trainer.queue.load_groups(folder)
     trainer.fit()
 
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
-    changed = replace(trainer.parts.sampling, **sampling)  # type: ignore[arg-type]
+    changed = replace(trainer.parts.inputs.sampling, **sampling)  # type: ignore[arg-type]
     origin = replace(trainer.queue.origin, sampling=changed)
-    return read_groups(folder, trainer.parts.prompts, origin)
+    return read_groups(folder, trainer.parts.inputs.prompts, origin)
 
 
 def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_banner import banner_sections
+from openrlhf.trainer.ppo_run import banner_sections
 from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ray.placement import ClusterView, role_counts
 
@@ -20,14 +25,10 @@ def banner(
     line = f"--pretrain /m/policy --prompt_data d --save_path out {flags}"
     config = parse_config(PPOConfig, line.split()).config
     counts = role_counts(config, cluster)
-    sections = banner_sections(
-        config,
-        make_schedule(config, num_prompts),
-        counts,
-        sizes={role: SIZES[role] for role in counts.ranks},
-        num_prompts=num_prompts,
-        dtype="fp32",
-    )
+    placed: Any = SimpleNamespace(counts=counts, policy_dtype=torch.float32)
+    sizes = {role: SIZES[role] for role in counts.ranks}
+    schedule = make_schedule(config, num_prompts)
+    sections = banner_sections(config, schedule, placed, sizes, num_prompts)
     return dict(sections["models"]), dict(sections["run"])
 
 

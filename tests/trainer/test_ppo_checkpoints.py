@@ -11,10 +11,8 @@ from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_checkpoints import (
-    best_metric,
-    check_is_shared,
-)
+from openrlhf.trainer.ppo_checkpoints import check_is_shared
+from openrlhf.trainer.ppo_setup import best_metric
 from openrlhf.trainer.ray.model_actor import RankIdentity, TrainedWorker
 
 

@@ -38,7 +38,7 @@ def test_lengths_do_not_hide_a_column_that_is_not_there(tmp_path: Path) -> None:
     config = parse_config(PPOConfig, words.split()).config
     with pytest.raises(ConfigError) as caught:
         prepare_inputs(config, has_engines=False)
-    lengths, experts, question, gold, reward = caught.value.problems
+    experts, lengths, question, gold, reward = caught.value.problems
     assert "32 + --generate_max_len 64 is more than the 64 positions" in lengths
     assert "has no experts" in experts
     assert question.startswith("column 'question' is not in the data set")
@@ -66,12 +66,12 @@ def no_gradient(logprobs_N, *args, **named):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("two", "{file}:4: --policy_loss_type {file}:two does not take the arguments of a loss ("),
+        ("two", "{file}: TypeError: two() got an unexpected keyword argument"),
         ("fails", "{file}:8: ZeroDivisionError: division by zero"),
-        ("mean", "{file}:mean must return numbers a token"),
+        ("mean", "{file}:mean must return PolicyLossTerms"),
         (
             "no_gradient",
-            "{file}:no_gradient must return numbers a token, with a gradient",
+            "{file}:no_gradient must return PolicyLossTerms",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ import torch
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_run import _experience_maker, _start_groups
-from openrlhf.trainer.ppo_setup import make_schedule, only_busy_samples_count
+from openrlhf.trainer.ppo_run import forwards_of, worker_classes
+from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ray.cluster import engine_config
 from openrlhf.trainer.ray.model_actor import RankIdentity
@@ -51,11 +51,16 @@ class FakeGroup:
         return lambda: [torch.tensor(self.column)]
 
 
+def maker_of(config: PPOConfig, groups: dict[str, Any]) -> RemoteExperienceMaker:
+    return RemoteExperienceMaker(config, forwards_of(config, groups, make_schedule(config, 4)))
+
+
 def experience_of(flags: str, rollouts: Sequence[Rollout], **groups: FakeGroup) -> Experience:
     """What the run's experience maker makes of samples; groups by role."""
     config = config_of(flags)
-    maker = _experience_maker(config, {"actor": FakeGroup(), **groups}, make_schedule(config, 4))
-    experience, _ = maker.make_experience_batch(rollouts, config.algo.kl.init_coef)
+    experience, _ = maker_of(config, {"actor": FakeGroup(), **groups}).make_experience_batch(
+        rollouts, config.algo.kl.init_coef
+    )
     return experience
 
 
@@ -138,28 +143,10 @@ WITH_KL, WITHOUT_KL = "--init_kl_coef 0.1", "--init_kl_coef 0"
 )
 def test_forwards_that_nobody_needs_are_not_made(flags: str, expected: dict[str, int]) -> None:
     config = config_of(flags)
-    started = SimpleNamespace(start_group=lambda role, worker: FakeGroup([-1.0, -2.0]))
-    groups: Any = _start_groups(config, started)  # type: ignore[arg-type]
-    maker = _experience_maker(config, groups, make_schedule(config, 4))
+    groups = {role: FakeGroup([-1.0, -2.0]) for role in worker_classes(config)}
     rollouts = [rollout([1], [2], reward=0.0), rollout([1], [3], reward=4.0)]
-    maker.make_experience_batch(rollouts, config.algo.kl.init_coef)
+    maker_of(config, groups).make_experience_batch(rollouts, config.algo.kl.init_coef)
     assert {role: len(group.asked) for role, group in groups.items()} == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", True),
-        ("--entropy_loss_coef 0.1", False),
-        ("--aux_loss_coef 0.1", False),
-        ("--init_kl_coef 0.1 --use_kl_loss", False),
-    ],
-)
-def test_samples_without_an_advantage_are_left_out_where_they_teach_nothing(
-    flags: str, expected: bool
-) -> None:
-    config = config_of(f"--advantage_estimator reinforce --init_kl_coef 0 {flags}")
-    assert only_busy_samples_count(config) is expected
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("", False), ("--n_samples_per_prompt 2", True)])

@@ -6,7 +6,7 @@ Every column has one of three axes: token (T), action (N: sampled tokens only) o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -60,45 +60,46 @@ class Experience:
     def __len__(self) -> int:
         return len(self.seq_lengths)
 
+    def _mapped(self, change: Callable[[str, Tensor], Tensor]) -> Experience:
+        """Return experience with `change(axis, column)` in place of every column there is."""
+        columns = {c.name: getattr(self, c.name) for c in fields(self)}
+        for column in fields(self):
+            if columns[column.name] is not None:
+                axis = column.metadata["axis"]
+                columns[column.name] = change(axis, columns[column.name])
+        return Experience(**columns)
+
     def select(self, indices: Sequence[int]) -> Experience:
         """Return the samples at `indices`, in that order; may be empty."""
         sizes = {"token": self.seq_lengths.tolist(), "action": self.num_actions.tolist()}
-        index = torch.as_tensor(list(indices), dtype=torch.int64)
-        columns: dict[str, Tensor | None] = {}
-        for column in fields(self):
-            value = getattr(self, column.name)
-            axis = column.metadata["axis"]
-            if value is None or axis == "sample":
-                columns[column.name] = None if value is None else value[index]
-            else:
-                parts = value.split(sizes[axis])
-                columns[column.name] = torch.cat([value[:0], *(parts[i] for i in index.tolist())])
-        return Experience(**columns)  # type: ignore[arg-type]
+
+        def picked(axis: str, column: Tensor) -> Tensor:
+            if axis == "sample":
+                return column[list(indices)]
+            parts = column.split(sizes[axis])
+            return torch.cat([column[:0], *(parts[index] for index in indices)])
+
+        return self._mapped(picked)
 
     def with_columns(self, **columns: Tensor | None) -> Experience:
         """Return the same samples with some columns replaced; check their lengths."""
         updated = replace(self, **columns)  # type: ignore[arg-type]
-        updated.check()
-        return updated
-
-    def check(self) -> None:
-        """Assert that all columns have the length of their axis."""
         size = {
             "sample": len(self.seq_lengths),
             "token": int(self.seq_lengths.sum()),
             "action": int(self.num_actions.sum()),
         }
-        for column in fields(self):
-            value = getattr(self, column.name)
+        for column in fields(updated):
+            value = getattr(updated, column.name)
             if value is not None:
                 assert len(value) == size[column.metadata["axis"]], (
                     f"{column.name}: {len(value)} entries, expected {size}"
                 )
+        return updated
 
     def to(self, device: torch.device | str) -> Experience:
         """Return the same samples on another device."""
-        columns = {c.name: getattr(self, c.name) for c in fields(self)}
-        return Experience(**{k: v if v is None else v.to(device) for k, v in columns.items()})
+        return self._mapped(lambda axis, column: column.to(device))
 
     @property
     def episodes(self) -> list[list[int]]:
@@ -127,15 +128,13 @@ class Experience:
     def stand_in(self) -> Experience:
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""
         sizes = {"token": 2, "action": 1, "sample": 1}
-        columns: dict[str, Tensor | None] = {}
-        for column in fields(self):
-            value = getattr(self, column.name)
-            size = sizes[column.metadata["axis"]]
-            columns[column.name] = None if value is None else value.new_zeros(size)
-        assert columns["action_mask"] is not None
-        columns["seq_lengths"], columns["num_actions"] = torch.tensor([2]), torch.tensor([1])
-        columns["action_mask"][1] = True
-        return Experience(**columns)  # type: ignore[arg-type]
+        zeros = self._mapped(lambda axis, column: column.new_zeros(sizes[axis]))
+        return replace(
+            zeros,
+            seq_lengths=torch.tensor([2]),
+            num_actions=torch.tensor([1]),
+            action_mask=torch.tensor([False, True]),
+        )
 
     def packed(self) -> PackedBatch:
         """Return one packed row whose targets are the sampled tokens."""
@@ -159,10 +158,8 @@ def scatter_back(
     `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many
     entries each sample has (all ones for a per-sample column).
     """
-    chunks: list[Tensor | None] = [None] * len(sizes)
+    chunks: dict[int, Tensor] = {}
     for part, members in zip(parts, indices, strict=True):
         own = part.split([int(sizes[i]) for i in members]) if len(members) else ()
-        for member, chunk in zip(members, own, strict=True):
-            chunks[member] = chunk
-    assert all(chunk is not None for chunk in chunks), "a sample was in no part"
-    return torch.cat(chunks)  # type: ignore[arg-type]
+        chunks |= zip(members, own, strict=True)
+    return torch.cat([chunks[sample] for sample in range(len(sizes))])

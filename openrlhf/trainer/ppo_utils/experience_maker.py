@@ -18,8 +18,8 @@ from openrlhf.algorithms.reward_shaping import penalise_overlong, penalise_trunc
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
-from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.worker_group import ForwardPass
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, run_forwards
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -27,20 +27,8 @@ from openrlhf.utils.rollout import Rollout
 class RemoteExperienceMaker:
     """Runs the forwards on their groups and the maths here."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        forwards: Mapping[str, ForwardPass],
-        *,
-        is_sequential: bool = False,
-        only_busy: bool = False,
-    ) -> None:
-        """`forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs.
-
-        `is_sequential`: groups that share devices take turns. `only_busy`: only samples with an
-        advantage are asked for; advantages need no forward then, and no other sample reaches the
-        update.
-        """
+    def __init__(self, config: PPOConfig, forwards: Mapping[str, ForwardPass]) -> None:
+        """`forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs."""
         self.reward, self.kl = config.reward, config.algo.kl
         self.max_new_tokens = config.rollout.max_new_tokens
         advantage = config.algo.advantage
@@ -51,48 +39,21 @@ class RemoteExperienceMaker:
             no_std_norm=advantage.no_std_norm,
         )
         self.forwards = forwards
-        self.is_sequential = is_sequential
-        self.only_busy = only_busy
-
-    def run_forwards(self, experience: Experience) -> dict[str, Tensor]:
-        """Return their columns, (N,) each; raise NumericsError for one that is not finite."""
-        if self.is_sequential:
-            columns = {name: forward(experience) for name, forward in self.forwards.items()}
-        else:
-            pending = {name: forward.start(experience) for name, forward in self.forwards.items()}
-            columns = {name: wait() for name, wait in pending.items()}
-        for name, column in columns.items():
-            if not torch.isfinite(column).all():
-                raise NumericsError(f"{name} of this batch are not finite")
-        return columns
+        self.in_turn = config.train.colocate_all
 
     def make_experience_batch(
         self, rollouts: Sequence[Rollout], kl_coef: float
     ) -> tuple[Experience, Metrics]:
-        """Experience with advantages and returns, and the metrics of the batch."""
+        """Return experience with advantages and returns, and the metrics of the batch; raise
+        NumericsError for numbers that are not finite.
+        """
         experience = Experience.from_rollouts(rollouts)
-        if self.only_busy:
-            experience = self._with_advantages(experience, None, kl_coef)
-            return self._ask_for_busy(experience), experience_metrics(experience, None)
-        experience = experience.with_columns(**self.run_forwards(experience))
+        columns = run_forwards(self.forwards, experience, in_turn=self.in_turn)
+        for name, column in columns.items():
+            if not torch.isfinite(column).all():
+                raise NumericsError(f"{name} of this batch are not finite")
+        experience = experience.with_columns(**columns)
         kl_N = self._reward_kl(experience)
-        experience = self._with_advantages(experience, kl_N, kl_coef)
-        return experience, experience_metrics(experience, kl_N)
-
-    def _ask_for_busy(self, experience: Experience) -> Experience:
-        """Old log-probs of the samples that are trained on; the engine's stand in for the rest."""
-        busy = experience.busy_samples()
-        if not busy or not self.forwards:
-            return experience
-        idle = sorted(set(range(len(experience))) - set(busy))
-        found = self.run_forwards(experience.select(busy))["old_logprobs"]
-        parts = [found, experience.select(idle).rollout_logprobs]
-        old_N = scatter_back(parts, [busy, idle], experience.num_actions)
-        return experience.with_columns(old_logprobs=old_N)
-
-    def _with_advantages(
-        self, experience: Experience, kl_N: Tensor | None, kl_coef: float
-    ) -> Experience:
         advantages_N, returns_N = self.estimator.compute(
             self._shaped_rewards(experience),
             experience.group_ids,
@@ -105,7 +66,8 @@ class RemoteExperienceMaker:
         )
         if not torch.isfinite(advantages_N).all():
             raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
-        return experience.with_columns(advantages=advantages_N, returns=returns_N)
+        experience = experience.with_columns(advantages=advantages_N, returns=returns_N)
+        return experience, experience_metrics(experience, kl_N)
 
     def _shaped_rewards(self, experience: Experience) -> Tensor:
         """Return the rewards (B,) with the length penalties."""

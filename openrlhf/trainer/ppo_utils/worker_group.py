@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -40,19 +41,13 @@ class WorkerGroup:
         return self.start(method, [args])()
 
 
+@dataclass(frozen=True)
 class ForwardPass:
     """A forward of a group over experience, balanced over its ranks by tokens."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        method: Callable[..., Any],
-        *,
-        axis: Literal["action", "sample"] = "action",
-    ) -> None:
-        self.group = group
-        self.method = method
-        self.axis = axis
+    group: WorkerGroup
+    method: Callable[..., Any]
+    axis: Literal["action", "sample"] = "action"
 
     def start(self, experience: Experience) -> Callable[[], Tensor]:
         """Send the shares off; return a function that waits for a flat (N,) or (B,) column in
@@ -65,5 +60,12 @@ class ForwardPass:
             sizes = torch.ones_like(sizes)
         return lambda: scatter_back(pending(), parts, sizes)
 
-    def __call__(self, experience: Experience) -> Tensor:
-        return self.start(experience)()
+
+def run_forwards(
+    forwards: Mapping[str, ForwardPass], experience: Experience, *, in_turn: bool
+) -> dict[str, Tensor]:
+    """Return the column of every forward; `in_turn`: the groups share devices."""
+    if in_turn:
+        return {name: forward.start(experience)() for name, forward in forwards.items()}
+    pending = {name: forward.start(experience) for name, forward in forwards.items()}
+    return {name: wait() for name, wait in pending.items()}

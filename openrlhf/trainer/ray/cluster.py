@@ -19,7 +19,13 @@ from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.workers import FunctionPool
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.placement import RoleCounts, place, reward_roles
+from openrlhf.trainer.ray.placement import (
+    RoleCounts,
+    place,
+    reward_roles,
+    role_counts,
+    view_cluster,
+)
 from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, start_pool_actors
 from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
@@ -89,15 +95,13 @@ class LocalCluster:
 class RayCluster(LocalCluster):
     """Groups and engines as actors on the connected cluster."""
 
-    def __init__(
-        self, config: PPOConfig, counts: RoleCounts, *, run_dir: str, resume_step: int = 0
-    ) -> None:
-        assert counts.cluster is not None
+    def __init__(self, config: PPOConfig, run_dir: str, resume_step: int = 0) -> None:
         self.config = config
-        self.counts = counts
         self.run_dir = run_dir
         self.resume_step = resume_step
-        self.has_gpus = counts.cluster.has_gpus
+        cluster = view_cluster()
+        self.counts = role_counts(config, cluster)
+        self.has_gpus = cluster.has_gpus
         self.policy_dtype = policy_dtype(config, has_gpus=self.has_gpus)
         self.groups: list[RayActorGroup] = []
         self.engines: list[RayEngine] = []
@@ -107,7 +111,7 @@ class RayCluster(LocalCluster):
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
         num_at_once = 2 if config.train.async_enable else 1
-        self.slots = place(counts.demands, counts.cluster, num_roles_at_once=num_at_once)
+        self.slots = place(self.counts.demands, cluster, num_roles_at_once=num_at_once)
 
     def __exit__(
         self,
