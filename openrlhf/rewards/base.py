@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from openrlhf.errors import RewardError
 from openrlhf.utils.numbers import as_float32
+from openrlhf.utils.threads import LoopThread
 
 MAX_NAMES_SHOWN = 3
+Result = TypeVar("Result")
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
@@ -92,9 +93,7 @@ class RewardSource:
         """`batch_size`: most samples that are scored in one call or request."""
         self.name = name
         self.batch_size = batch_size
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rewards")
 
     @property
     def has_room(self) -> bool:
@@ -107,13 +106,13 @@ class RewardSource:
 
     def submit(self, batch: RewardBatch) -> Future[RewardResult]:
         """Start scoring, for callers without an event loop."""
-        if self._loop.is_closed():
+        if not self._thread.is_running:
             raise RewardError(f"{self.name}: the source of rewards was closed")
-        return self.run(self._score_parts(batch))
+        return asyncio.run_coroutine_threadsafe(self._score_parts(batch), self._thread.loop)
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine on the source's own loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what a coroutine on the source's own loop returns, for a thread that waits."""
+        return self._thread.run(work)
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         """Score at most `batch_size` samples, on the source's own loop."""
@@ -124,11 +123,9 @@ class RewardSource:
 
     def close(self) -> None:
         """Give up what is not scored, end processes and connections."""
-        if not self._loop.is_closed():
-            self.run(self._end()).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if self._thread.is_running:
+            self.run(self._end())
+            self._thread.close()
 
     async def _score_parts(self, batch: RewardBatch) -> RewardResult:
         parts = batch.parts(self.batch_size)

@@ -70,7 +70,7 @@ class RemoteReward(RewardSource):
         self.settings = settings or RemoteSettings()
         self._servers = [Server(url) for url in check_urls(urls)]
         super().__init__(" ".join(s.url for s in self._servers), self.settings.batch_size)
-        self.run(self._open()).result()
+        self.run(self._open())
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         body = body_of(batch)

@@ -70,7 +70,7 @@ class FunctionPool(RewardSource):
         self._idle = self.workers[::-1]
         self._places = asyncio.Semaphore(len(self.workers))
         try:
-            self.run(self.score_part(NO_SAMPLES)).result()
+            self.run(self.score_part(NO_SAMPLES))
         except ConfigError:
             self.close()
             raise

@@ -101,9 +101,6 @@ class BatchSampler:
                 await asyncio.wait([self._call])
             raise
 
-    async def _in_thread(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
-        return self._generate(requests)
-
     async def _sample_batches(self) -> None:
         while self._waiting:
             await asyncio.sleep(GATHER_S)
@@ -111,9 +108,8 @@ class BatchSampler:
             self._waiting = []
             if not batch:
                 continue
-            work = self._in_thread([request for request, _ in batch])
-            call = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
-            self._call = asyncio.wrap_future(call)
+            requests = [request for request, _ in batch]
+            self._call = asyncio.ensure_future(self._thread.call(self._generate, requests))
             await asyncio.wait([self._call])
             error = self._call.exception()
             for index, (_, answer) in enumerate(batch):

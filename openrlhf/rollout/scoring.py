@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +41,8 @@ class Scorer(Protocol):
     def has_room(self) -> bool:
         """Return True if a submission of any size would be begun with at once."""
 
-    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """Start scoring groups; the result has one outcome a group."""
+    async def score(self, groups: Sequence[Group]) -> list[Outcome]:
+        """Return one outcome a group."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class GroupScorer:
         """Score a batch; return the first outcome of it."""
         assert self.scorer is not None
         self._num_sent += 1
-        answer = asyncio.wrap_future(self.scorer.start([asked.group for asked in batch]))
+        answer = asyncio.ensure_future(self.scorer.score([asked.group for asked in batch]))
         answer.add_done_callback(partial(self._receive, batch))
         return batch[0].outcome
 
@@ -219,20 +218,14 @@ class SourceScorer:
         """Return False for servers, which take full batches."""
         return self.source.has_room
 
-    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """Start scoring; an error of a batch is the outcome of all its groups."""
-        outcomes: Future[list[Outcome]] = Future()
-
-        def settle(answer: Future[RewardResult]) -> None:
-            try:
-                outcomes.set_result(_outcomes(groups, answer))
-            except CancelledError:  # the source was closed
-                outcomes.cancel()
-
+    async def score(self, groups: Sequence[Group]) -> list[Outcome]:
+        """Return one outcome a group; an error of a batch is that of all its groups."""
         batch = texts_of([r for group in groups for r in group])
-        answer = self.source.submit(replace(batch, max_steps=self.max_steps))
-        answer.add_done_callback(settle)
-        return outcomes
+        try:
+            result = await self.source.score(replace(batch, max_steps=self.max_steps))
+        except RewardError as error:
+            return [error for _ in groups]
+        return _scored_groups(groups, result)
 
 
 def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
@@ -253,14 +246,6 @@ def texts_of(rollouts: Sequence[Rollout]) -> RewardBatch:
         response_ids=[r.token_ids[r.action_mask].tolist() for r in rollouts],
         global_step=max((int(r.weight_versions[-1]) for r in rollouts), default=0),
     )
-
-
-def _outcomes(groups: Sequence[Group], answer: Future[RewardResult]) -> list[Outcome]:
-    try:
-        result = answer.result()
-    except RewardError as error:
-        return [error for _ in groups]
-    return _scored_groups(groups, result)
 
 
 def _scored_groups(groups: Sequence[Group], result: RewardResult) -> list[Outcome]:

@@ -77,6 +77,14 @@ class LoopThread:
         finally:
             future.cancel()
 
+    async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a function returns that holds this thread meanwhile; for any other loop."""
+
+        async def work() -> Result:
+            return function(*arguments)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self.loop))
+
     def close(self) -> None:
         """End the loop and its thread."""
         self.is_running = False

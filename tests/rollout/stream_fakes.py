@@ -78,13 +78,13 @@ class HeldSource:
     held: list[tuple[RewardBatch, Future[RewardResult]]] = field(default_factory=list)
     has_room = False
 
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+    async def score(self, batch: RewardBatch) -> RewardResult:
         self.batches.append(list(batch.sample_ids))
         self.held.append((batch, Future()))
         future = self.held[-1][1]
         if not self.is_held:
             self.release()
-        return future
+        return await asyncio.wrap_future(future)
 
     def release(self) -> None:
         """Answer the oldest batch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from openrlhf.rollout.scoring import (
 from openrlhf.trainer.ppo_utils.model_scorer import LONG_TEXT, ModelScorer, model_names
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import telling
 
 FAIL = FailurePolicy(4)
 DROP = FailurePolicy(4, drops=True)
@@ -40,12 +38,9 @@ class Source:
     asked: list[list[str]] = field(default_factory=list)
     has_room = False
 
-    def submit(self, batch: RewardBatch) -> Future[RewardResult]:
+    async def score(self, batch: RewardBatch) -> RewardResult:
         self.asked.append(list(batch.sample_ids))
-        future: Future[RewardResult] = Future()
-        with telling(future.set_exception):
-            future.set_result(checked_result(self.answers(batch), batch=batch, source="s"))
-        return future
+        return checked_result(self.answers(batch), batch=batch, source="s")
 
     def close(self) -> None: ...
 

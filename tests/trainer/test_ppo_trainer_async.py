@@ -154,8 +154,8 @@ def test_a_run_that_trained_on_nothing_is_an_error():
         trainer.fit()
 
 
-def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys, monkeypatch):
-    monkeypatch.setattr(logging, "_WARNED", set())
+def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys):
+    logging.warn_once.cache_clear()
     trainer = make_trainer(World(), num_prompts=4)
     metrics = Metrics()
     metrics.add("vllm_kl", 5.0)

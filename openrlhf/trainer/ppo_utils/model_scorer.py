@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -13,6 +12,7 @@ from openrlhf.errors import RewardError
 from openrlhf.rollout.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, run_forwards
+from openrlhf.utils.threads import LoopThread
 
 LONG_TEXT = ", as it does for a text of more tokens than it reads"
 
@@ -43,11 +43,11 @@ class ModelScorer:
         self.in_turn = in_turn
         self.is_streaming = is_streaming
         self.turn = nullcontext() if turn is None else turn
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-models")
+        self._thread = LoopThread("reward-models")
 
-    def start(self, groups: Sequence[Group]) -> Future[list[Outcome]]:
-        """Start the forwards, in a thread."""
-        return self._thread.submit(self._score, groups)
+    async def score(self, groups: Sequence[Group]) -> list[Outcome]:
+        """Return one outcome a group, after a forward in a thread."""
+        return await self._thread.call(self._score, groups)
 
     def _score(self, groups: Sequence[Group]) -> list[Outcome]:
         unscored = [replace(rollout, reward=0.0) for group in groups for rollout in group]
