@@ -127,23 +127,11 @@ def chunked_distillation(
     assert len(student.hidden_NH) == len(teacher.hidden_NH) == num_tokens, "one target per state"
     assert len(teacher.weight_VH) == vocab_size, "student and teacher differ in vocabulary"
     assert ce_weights_N.shape == divergence_weights_N.shape == targets_N.shape, "weight per target"
-    tokens = _Tokens(targets_N, ce_weights_N, divergence_weights_N)
+    tokens = (targets_N, ce_weights_N, divergence_weights_N)
     wants_grads = torch.is_grad_enabled()  # off inside the forward of any autograd function
     job = _Job(student, teacher, tokens, method, wants_grads)
     inputs = student.hidden_NH, student.weight_VH, student.bias_V
     return DistillationTerms(*_ChunkedDistillation.apply(*inputs, job))
-
-
-class _Tokens(NamedTuple):
-    """What is known of each token."""
-
-    targets_N: Tensor
-    ce_weights_N: Tensor
-    divergence_weights_N: Tensor
-
-    def at(self, rows: slice) -> _Tokens:
-        """Return the same for some of the tokens, each (C, 1)."""
-        return _Tokens(*(values_N[rows].unsqueeze(-1) for values_N in self))
 
 
 class _Job(NamedTuple):
@@ -151,7 +139,7 @@ class _Job(NamedTuple):
 
     student: Head
     teacher: Head
-    tokens: _Tokens
+    tokens: tuple[Tensor, Tensor, Tensor]  # targets, weights of cross-entropy and divergence, (N,)
     method: Distillation
     wants_grads: bool
 
@@ -189,16 +177,19 @@ class _ChunkedDistillation(torch.autograd.Function):
 
 def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
-    token, temperature = job.tokens.at(rows), job.method.temperature
+    targets_C1, ce_weights_C1, divergence_weights_C1 = (
+        values_N[rows].unsqueeze(-1) for values_N in job.tokens
+    )
+    temperature = job.method.temperature
     student_CV = job.student.logits(rows)
     slope = job.student.slope(student_CV)
     student_CV = _log_softmax_(student_CV, temperature)
     teacher_CV = _log_softmax_(job.teacher.logits(rows), temperature)
     divergence_C, grad_CV = DIVERGENCES[job.method.kind](student_CV, teacher_CV)
-    logprobs_C1 = student_CV.gather(-1, token.targets_N)
+    logprobs_C1 = student_CV.gather(-1, targets_C1)
     # d(-log p[target]) / dz_j = p_j - [j is target]
-    grad_CV.mul_(token.divergence_weights_N).add_(student_CV.exp_().mul_(token.ce_weights_N))
-    grad_CV.scatter_add_(-1, token.targets_N, -token.ce_weights_N.to(grad_CV.dtype))
+    grad_CV.mul_(divergence_weights_C1).add_(student_CV.exp_().mul_(ce_weights_C1))
+    grad_CV.scatter_add_(-1, targets_C1, -ce_weights_C1.to(grad_CV.dtype))
     return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(temperature)
 
 

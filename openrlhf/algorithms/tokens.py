@@ -69,11 +69,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask.bool(), 0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean where the mask is True, (); 0 when it is True nowhere."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
-
-
 def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the options of LM heads
     hidden_NH: Tensor,
     weight_VH: Tensor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from hypothesis import strategies as st
 
@@ -31,11 +29,3 @@ def test_a_number_per_sample_is_repeated_for_its_actions():
 
 def test_last_actions_skip_samples_without_actions():
     assert tokens.last_action_index(torch.tensor([0, 2, 0, 3, 0])).tolist() == [1, 4]
-
-
-def test_masked_nan_has_no_effect_on_value_or_gradient():
-    values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
-    mean = tokens.masked_mean(values, torch.tensor([True, False, True]))
-    mean.backward()
-    assert mean.item() == 2.0
-    assert values.grad.tolist() == [0.5, 0.0, 0.5]
