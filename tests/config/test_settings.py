@@ -83,43 +83,6 @@ def test_settings_have_the_names_and_defaults_that_users_know(command, monkeypat
     assert list(described(COMMANDS[command])) == known[command].splitlines()
 
 
-SAMPLES = ("7", "0.25", "3", "2", "true", "gspo", "cosine", "drop_group", "0.5 0.75", "7 9", "a b")
-
-
-def sample_of(config_class: type[CommandConfig], option: Option) -> list[str] | None:
-    """Words that give the setting another value than its default."""
-    before = value_at(defaults(config_class), option.path)
-    for words in ("false", *map(str, option.choices), *SAMPLES):
-        reading = read_all(config_class, [f"--{option.path}", *words.split()])
-        if reading.problems:
-            continue
-        config, wrong = build(config_class, reading.values)
-        if not wrong and value_at(config, option.path) != before:
-            return words.split()
-    return None
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_name_of_a_setting_sets_it(command):
-    config_class = COMMANDS[command]
-
-    def value(name: str, words: list[str], path: str) -> object:
-        reading = read_all(config_class, [f"--{name}", *words])
-        assert not reading.problems, f"--{name} {words}: {reading.problems}"
-        config, wrong = build(config_class, reading.values)
-        assert not wrong, f"--{name} {words}: {wrong}"
-        return value_at(config, path)
-
-    samples = {option.path: sample_of(config_class, option) for option in walk(config_class)}
-    assert [path for path, words in samples.items() if words is None] == []
-    for name, targets in flag_table(config_class).items():
-        for option, meanings in targets:
-            words = samples[option.path]
-            if meanings is None and words is not None:
-                path = option.path
-                assert value(name, words, path) == value(path, words, path), name
-
-
 BOUNDS = {"gt": ("above", 0), "ge": ("at least", -1), "lt": ("below", 0), "le": ("at most", 1)}
 
 

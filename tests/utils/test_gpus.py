@@ -39,17 +39,6 @@ def test_gpus_that_are_hidden_are_not_missed(monkeypatch: pytest.MonkeyPatch, hi
     gpus.check_gpus()
 
 
-def test_a_choice_among_no_gpus_is_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(gpus, "gpus_of_machine", list)
-    gpus.check_gpus()
-
-
-def test_gpus_that_torch_can_use_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpus.check_gpus()
-
-
 @pytest.mark.parametrize(
     "command",
     [

@@ -44,6 +44,8 @@ def bos_tokenizer(*, adds_bos: bool, template_adds_bos: bool = False, prefix_spa
 )
 def test_a_prompt_never_begins_with_two_bos(adds_bos, text_has_bos, num_bos):
     encoder = TextEncoder(bos_tokenizer(adds_bos=adds_bos))
+    assert leading_token_ids(encoder.tokenizer) == ((BOS,) if adds_bos else ())
+    assert len(encode_text(encoder.tokenizer, "hi")) == 2  # neither BOS nor EOS
     ids = encoder.encode_prompts([("<s>" if text_has_bos else "") + "hi"])[0]
     assert ids.count(BOS) == num_bos
     assert encoder.tokenizer.decode(ids[num_bos:]) == "hi"
@@ -54,11 +56,6 @@ def test_bos_spelled_by_the_data_is_text_and_the_real_one_still_comes_first():
     ids = encoder.encode_prompts([encoder.hide("<s>hi")])[0]
     assert ids[0] == BOS and BOS not in ids[1:]
     assert encoder.tokenizer.decode(ids[1:]) == "<s>hi"
-
-
-def test_leading_ids_are_what_the_tokenizer_adds_itself():
-    assert leading_token_ids(bos_tokenizer(adds_bos=True)) == (BOS,)
-    assert leading_token_ids(bos_tokenizer(adds_bos=False)) == ()
 
 
 def test_special_tokens_in_data_are_plain_text_and_the_template_keeps_its_own(tmp_path):
@@ -77,11 +74,6 @@ def test_special_tokens_in_plain_text_keep_their_meaning_when_allowed(tmp_path):
     assert encoder.encode_prompts([encoder.hide("a<|end|>")])[0][-1] != 1  # of a message
     assert encode_text(encoder.tokenizer, "<|end|>", allow_special_tokens=True) == [1]
     assert 1 not in encode_text(encoder.tokenizer, "<|end|>")
-
-
-def test_encode_text_adds_neither_bos_nor_eos():
-    tokenizer = bos_tokenizer(adds_bos=True)
-    assert tokenizer.convert_ids_to_tokens(encode_text(tokenizer, "ab")) == ["a", "b"]
 
 
 def test_segments_join_to_the_text_even_when_the_tokenizer_puts_a_space_before_text():

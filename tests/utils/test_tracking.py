@@ -39,13 +39,15 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_torn_lines(tmp_path):
     assert [(r["step"], r["reward"]) for r in records] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_file_that_cannot_be_written_warns_once(tmp_path, capsys):
-    tracker = tracking.Tracker(tmp_path)
+def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
+    tracker, writer = tracking.Tracker(tmp_path), tracking.RolloutWriter(tmp_path, num_kept=9)
     tracker.path.mkdir()  # opening it now fails, for root as well
-    tracker.log(1, {"reward": 1.0})
-    tracker.log(2, {"reward": 1.0})
-    assert tracker.num_lost == 2
-    assert capsys.readouterr().err.count("warning:") == 1
+    (tmp_path / "rollouts").write_text("a file in the way")
+    for step in (1, 2):
+        tracker.log(step, {"reward": 1.0})
+        assert writer.write(step, [{"reward": 1.0}]) is None
+    assert (tracker.num_lost, writer.num_lost) == (2, 2)
+    assert capsys.readouterr().err.count("warning:") == 2
 
 
 def test_a_sink_gets_everything_before_it_closes(tmp_path):
@@ -113,15 +115,6 @@ def test_columns_of_mixed_types_become_json(tmp_path):
     path = tracking.RolloutWriter(tmp_path, num_kept=9).write(1, rows)
     labels = pyarrow.parquet.read_table(path)["label"].to_pylist()
     assert labels == ['"7"', "7", '{"answer": [1, "x"]}', None]
-
-
-def test_a_rollout_folder_that_cannot_be_written_warns_once(tmp_path, capsys):
-    (tmp_path / "rollouts").write_text("a file in the way")
-    writer = tracking.RolloutWriter(tmp_path, num_kept=9)
-    assert writer.write(1, [{"reward": 1.0}]) is None
-    assert writer.write(2, [{"reward": 1.0}]) is None
-    assert writer.num_lost == 2
-    assert capsys.readouterr().err.count("warning:") == 1
 
 
 def test_the_files_of_the_last_steps_stay(tmp_path):
