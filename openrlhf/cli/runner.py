@@ -72,8 +72,9 @@ class Command(Generic[ConfigT]):
 
 
 def imported(*places: str) -> Callable[[CommandConfig], Work]:
-    """Return what imports a function and its arguments before the config, each by
-    `module:name`: not before a command runs, because --help must not import torch.
+    """Return a loader of the function at `module:name`; further places are its first arguments.
+
+    They are imported when a command runs, because --help must not import torch.
     """
 
     def load(config: CommandConfig) -> Work:
@@ -84,7 +85,7 @@ def imported(*places: str) -> Callable[[CommandConfig], Work]:
 
 
 def supervised(recipe: str) -> Callable[[CommandConfig], Work]:
-    """Return what imports supervised training and its recipe."""
+    """Return a loader of supervised training with the recipe at `module:name`."""
     return imported("openrlhf.trainer.supervised_run:run_supervised", recipe)
 
 

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.config.cli import check_settings, settings_of
 from openrlhf.config.common import CheckpointConfig, RunConfig
 from openrlhf.config.local_paths import reads_from
-from openrlhf.config.resume_settings import check_settings, settings_of
 from openrlhf.distributed import manifest
 from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.distributed.export import library_versions

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config.cli import parse_config
+from openrlhf.config.cli import check_settings, parse_config, settings_of
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.resume_settings import check_settings, settings_of
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.errors import ConfigError
