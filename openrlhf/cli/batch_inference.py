@@ -1,12 +1,51 @@
-"""`openrlhf infer`: answer prompts or score answers in bulk."""
+"""`openrlhf infer`: answer prompts or score answers in bulk.
+
+Which GPUs a rank sees whose engine takes some of its own is decided before torch is imported: CUDA
+looks at the choice once, when a library first asks for a device, be it at its import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
 
 from openrlhf.cli.runner import Command, Work, imported
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.trainer.rank_gpus import see_own_gpus
+from openrlhf.distributed.topology import Topology
+from openrlhf.errors import ConfigError
+from openrlhf.utils.gpus import VISIBLE, visible_gpus
+
+
+def see_own_gpus(
+    config: BatchInferenceConfig, *, env: MutableMapping[str, str] | None = None
+) -> None:
+    """Leave a rank of generate_vllm the GPUs of its engine; without GPUs there is nothing to do.
+
+    Raises ConfigError when the machine has too few for all of its ranks.
+    """
+    env = os.environ if env is None else env
+    topology = Topology.from_env(local_rank=config.local_rank, env=env)
+    names = visible_gpus(env)
+    if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
+        size = config.vllm.tensor_parallel_size or 1
+        env[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
+
+
+def own_gpus(names: Sequence[str], local_rank: int, tensor_parallel_size: int) -> Sequence[str]:
+    """Neighbours for each rank: of GPUs 4, 5, 6, 7 in engines of two, rank 1 has 6 and 7."""
+    start = local_rank * tensor_parallel_size
+    stop = start + tensor_parallel_size
+    if stop > len(names):
+        raise ConfigError(
+            f"The engines of {local_rank + 1} ranks or more need {stop} GPUs "
+            f"(--tp_size {tensor_parallel_size}), and this machine has {len(names)}. Start "
+            f"{len(names) // tensor_parallel_size} ranks on it, or type a smaller --tp_size."
+        )
+    return names[start:stop]
 
 
 def load(config: BatchInferenceConfig) -> Work:
-    """Choose the GPUs of this rank before torch looks, then import the command."""
+    """Choose the GPUs of this rank, then import the command."""
     see_own_gpus(config)
     return imported("openrlhf.serving.batch_inference:run_batch_inference")(config)
 

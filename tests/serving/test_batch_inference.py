@@ -16,7 +16,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from openrlhf.cli.batch_inference import main
+from openrlhf.cli.batch_inference import main, own_gpus, see_own_gpus
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
@@ -24,7 +24,6 @@ from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from openrlhf.serving.batch_inference import run_batch_inference
 from openrlhf.serving.batch_tasks import PromptTask, slice_of
-from openrlhf.trainer.rank_gpus import own_gpus, see_own_gpus
 from tests.distributed.spawn import run_ranks
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
