@@ -29,9 +29,8 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.support import check_here
-from openrlhf.serving.batcher import Batcher, NonFiniteError, ScoringError
-from openrlhf.serving.served_model import RefusedError, ServedModel, load_order
+from openrlhf.models.kernels import check_here
+from openrlhf.serving.served_model import Batcher, RefusedError, ServedModel, load_order
 from openrlhf.utils.logging import notice
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
@@ -102,7 +101,7 @@ class RewardService:
         thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self.batchers = [
             Batcher(
-                lambda rows, model=model: model.score(rows),
+                model,
                 thread,
                 max_rows=config.batch_size,
                 max_tokens=config.limits.max_tokens_per_forward,
@@ -144,12 +143,9 @@ class RewardService:
         models = [self.models[k] for k in chosen]
         rows = [await loop.run_in_executor(self._tokenizing, m.tokenize, texts) for m in models]
         cut = [[m.cut(ids) for ids in part] for m, part in zip(models, rows, strict=True)]
-        scores = [
-            scores_or_refusal(part)
-            for part in await asyncio.gather(
-                *(self.batchers[k].score(part) for k, part in zip(chosen, cut, strict=True))
-            )
-        ]
+        scores = await asyncio.gather(
+            *(self.batchers[k].score(part) for k, part in zip(chosen, cut, strict=True))
+        )
         is_all = len(chosen) == len(self.models)
         weights = [self._weights[k] if is_all else 1.0 for k in chosen]
         content: Content = {
@@ -171,15 +167,6 @@ class RewardService:
         if request.ids is not None:
             content["ids"] = request.ids
         return content
-
-
-def scores_or_refusal(scores: Sequence[float | ScoringError]) -> list[float]:
-    """Return the scores; raise RefusedError for the first text that has none."""
-    for index, score in enumerate(scores):
-        if isinstance(score, ScoringError):
-            status = 500 if isinstance(score, NonFiniteError) else 503
-            raise RefusedError(status, str(score), f"query[{index}]")
-    return [score for score in scores if not isinstance(score, ScoringError)]
 
 
 def build_app(service: RewardService, token: str | None) -> FastAPI:

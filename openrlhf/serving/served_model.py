@@ -2,12 +2,17 @@
 
 A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
 a chat template where it was made; nothing is put at its end. The score is read at its last token.
+Concurrent requests share forwards.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import math
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,8 @@ import torch
 from torch import Tensor
 
 from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
-from openrlhf.errors import ConfigError
+from openrlhf.errors import ConfigError, first_line
+from openrlhf.models.families import num_positions
 from openrlhf.models.loading import (
     LoadOptions,
     default_device_type,
@@ -24,11 +30,14 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel, RewardScale
-from openrlhf.serving.batcher import Row
 from openrlhf.utils.logging import format_count
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
+
+Row = Sequence[int]  # token ids of one text
+Waiting = deque[tuple[Row, "asyncio.Future[float]"]]  # rows of one request
+SHORTEST = ([0],)  # every vocabulary has a token 0
 
 
 class RefusedError(Exception):
@@ -135,6 +144,115 @@ class ServedModel:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces
             raise
+
+
+class Batcher:
+    """The queue between requests and one model, on one event loop; forwards run in `thread`.
+
+    Rows that arrive while a forward runs join the next one. They are taken from the waiting
+    requests in turn, so a large request does not hold up small ones.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        thread: Executor,
+        *,
+        max_rows: int | None,
+        max_tokens: int,
+    ) -> None:
+        self.num_forwards = 0
+        self.num_rows = 0  # scored so far
+        self.is_working = True  # the last forward did not show a broken model
+        self._model = model
+        self._thread = thread
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._requests: deque[Waiting] = deque()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many rows no forward has taken yet."""
+        return sum(not future.done() for rows in self._requests for _, future in rows)
+
+    async def score(self, rows: Sequence[Row]) -> list[float]:
+        """Return the score of every row; raise RefusedError for the first that has none.
+
+        Cancelling frees its place.
+        """
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        self._requests.append(deque(zip(rows, futures, strict=True)))
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._run())
+        scores: list[float | RefusedError] = await asyncio.gather(*futures, return_exceptions=True)
+        for index, score in enumerate(scores):
+            if isinstance(score, RefusedError):
+                score.field = f"query[{index}]"
+                raise score
+        return [score for score in scores if not isinstance(score, RefusedError)]
+
+    async def _run(self) -> None:
+        """Score until nothing waits."""
+        loop = asyncio.get_running_loop()
+        while taken := self._next_rows():
+            rows = [row for row, _ in taken]
+            scores = await loop.run_in_executor(self._thread, self._scores, rows)
+            self.num_rows += len(rows)
+            for (_, future), score in zip(taken, scores, strict=True):
+                if future.done():  # given up
+                    continue
+                if isinstance(score, RefusedError):
+                    future.set_exception(score)
+                else:
+                    future.set_result(score)
+
+    def _next_rows(self) -> Waiting:
+        """Take one row of each request in turn until the forward is full."""
+        taken: Waiting = deque()
+        num_tokens = 0
+        while self._requests and len(taken) != self._max_rows:
+            rows = self._requests.popleft()
+            while rows and rows[0][1].done():  # given up
+                rows.popleft()
+            if not rows:
+                continue
+            num_tokens += len(rows[0][0])
+            if taken and num_tokens > self._max_tokens:
+                self._requests.appendleft(rows)
+                break
+            taken.append(rows.popleft())
+            self._requests.append(rows)
+        return taken
+
+    def _scores(self, rows: Sequence[Row]) -> list[float | RefusedError]:
+        """Return a score or an error for each row: what fails together is tried in halves."""
+        self.num_forwards += 1
+        try:
+            scores = self._model.score(rows)
+        except (RuntimeError, MemoryError, IndexError) as error:  # torch's: memory, kernels, ids
+            if len(rows) > 1:
+                middle = len(rows) // 2
+                return self._scores(rows[:middle]) + self._scores(rows[middle:])
+            self.is_working = self._still_works()
+            return [RefusedError(503, f"the model failed: {first_line(error)[:200]}", None)]
+        self.is_working = True
+        return [
+            score
+            if math.isfinite(score)
+            else RefusedError(500, f"non_finite: the score is {score}", None)
+            for score in scores
+        ]
+
+    def _still_works(self) -> bool:
+        """Return True if the model scores the shortest text: after some errors a GPU does
+        nothing.
+        """
+        try:
+            self._model.score(SHORTEST)
+        except RuntimeError:
+            return False
+        return True
 
 
 def load_options(config: BatchInferenceConfig | ChatConfig | ServeRewardConfig) -> LoadOptions:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,8 +22,8 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.batcher import Batcher
 from openrlhf.serving.reward_server import read_token, serve_rewards
+from openrlhf.serving.served_model import Batcher
 from openrlhf.utils.packing import PackedBatch
 from tests.serving.served import JSON, serving, wait_until
 from tests.source import ROOT
@@ -118,7 +119,8 @@ def test_a_forward_takes_a_row_of_each_request_in_turn():
         return [float(row[0]) for row in rows]
 
     async def ask():
-        batcher = Batcher(first_ids, ThreadPoolExecutor(1), max_rows=2, max_tokens=100)
+        model = SimpleNamespace(score=first_ids)
+        batcher = Batcher(model, ThreadPoolExecutor(1), max_rows=2, max_tokens=100)
         large = asyncio.ensure_future(batcher.score([[1], [2], [3]]))
         small = asyncio.ensure_future(batcher.score([[4]]))
         return await asyncio.gather(large, small)
