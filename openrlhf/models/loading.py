@@ -26,6 +26,7 @@ from openrlhf.config.base import is_given
 from openrlhf.config.common import RunConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
@@ -138,6 +139,11 @@ def choose_attention(
     return PACKED_ATTENTION
 
 
+CommandWithModels = (
+    SupervisedConfig | PPOConfig | BatchInferenceConfig | ChatConfig | ServeRewardConfig
+)
+
+
 class LoadOptions(TypedDict, total=False):
     """How to load a model; every key may be left out."""
 
@@ -149,8 +155,8 @@ class LoadOptions(TypedDict, total=False):
     use_liger_kernel: bool  # Liger's kernels for norms, rotary embeddings and MLPs
 
 
-def load_options(config: SupervisedConfig | PPOConfig) -> LoadOptions:
-    """Return how a command that trains loads its models."""
+def load_options(config: CommandWithModels) -> LoadOptions:
+    """Return how a command loads its models."""
     ds = config.ds
     return LoadOptions(
         attn_implementation=ds.attention,

@@ -1,33 +1,67 @@
 """batch_inference: respond to prompts or score responses, row by row, into one file of JSON lines.
 
-The order of the steps is the same for all tasks: read and check, share the work among the ranks,
-keep what is done in `<output>.parts/`, and write all rows in input order at once.
+Every task takes the same steps: read and check, share the rows among the ranks, keep what is done
+in `<output>.parts/`, and write all rows in input order at once. Every prompt has seeds of its own,
+so its responses depend neither on the ranks nor on what was done before a restart. Rows hold the
+prompt as the model read it, so that later commands score and learn it so; a message list stays one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
+from openrlhf.datasets.chat import RENDERED, to_messages
+from openrlhf.datasets.command_data import inference_data, prompt_format, scored_format
 from openrlhf.datasets.problems import Gathered
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.distributed import collectives
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.support import check_here
-from openrlhf.serving.batch_tasks import BatchTask, PromptTask, Rows, ScoreTask, check_vllm
-from openrlhf.serving.post_processors import best_answers, preference_pairs, rewards_in_prompts
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.vllm_cpu import check_head_size
+from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
+from openrlhf.errors import ConfigError, RewardError
+from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_options
+from openrlhf.models.support import check_here, head_size, num_positions
+from openrlhf.models.value_head import RewardModel
+from openrlhf.serving.post_processors import (
+    best_answers,
+    preference_pairs,
+    rewards_in_prompts,
+    wish_template,
+)
+from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
-from openrlhf.utils.progress import hide_bars
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.progress import hide_bars, progress
+from openrlhf.utils.tokenizer import eos_token_ids, load_tokenizer
 
-Row = Any
-KEY_FILE = "key.json"
+Row = dict[str, Any]
+# Settings that change neither the rows nor their order.
+FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "reward"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+BATCHES_IN_CHUNK = 4  # forward batches between two writes
+SEED_BITS = 63
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
@@ -40,17 +74,10 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     output = Path(config.output_path)
     check_gpus()
     output.parent.mkdir(parents=True, exist_ok=True)
-    gathered = Gathered()
-    if config.eval_task != "generate_vllm":
-        gathered.attempt(lambda: check_here(config.ds, trains=False))
-    gathered.attempt(lambda: check_vllm(config))
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
         hide_bars()  # one rank draws for all
-    make: type[BatchTask] = ScoreTask if config.eval_task == "rm" else PromptTask
-    task = gathered.attempt(lambda: make(config))
-    gathered.raise_if_any()
-    assert task is not None, "or else problems were raised"
+    task = ScoreTask(config) if config.eval_task == "rm" else PromptTask(config)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.seed,
@@ -58,122 +85,330 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
         local_rank=config.local_rank,
     )
     strategy.setup()
-    parts = Parts(output, rank=topology.rank)
-    left = unfinished_items(task, parts, say=topology.is_main)
+    parts = Path(f"{output}.parts") / task.key  # on a disk that all ranks share
+    left: list[int] = []
+    if topology.is_main:
+        say_notices(task.samples.notices)
+        left = unfinished_items(task, parts)
+    left = collectives.broadcast_object(left)
     if left:
-        task.work(topology.shard(left), parts.add, strategy)
+        mine = topology.shard(left)
+        with (
+            progress("finished rows", len(mine)) as advance,
+            (parts / f"rank{topology.rank}.jsonl").open("a") as file,
+        ):
+            for item, rows in task.results(mine, strategy):
+                file.write("\n" + json.dumps([item, rows]))  # a torn line before it stays apart
+                file.flush()
+                advance(1)
     collectives.barrier()
     if topology.is_main:
         write_output(task, parts, output)
     strategy.shut_down()
 
 
-class Parts:
-    """The finished items of one output file on disk, a file for each rank; `prepare` is called by
-    one rank before the others look. All ranks must see the folder.
-    """
+class BatchTask(ABC):
+    """Items to work on, each by itself; made before a model is loaded."""
 
-    def __init__(self, output: Path, *, rank: int) -> None:
-        self.folder = Path(f"{output}.parts")
-        self._file = self.folder / f"rank{rank}.jsonl"
+    samples: Any  # the tokenised data, a sample for each item
 
-    def prepare(self, key: str) -> None:
-        """Keep parts with the same key, throw others away; tell the user."""
-        key_file = self.folder / KEY_FILE
-        if key_file.exists() and json.loads(key_file.read_text()) == key:
-            notice(f"going on with what is done in {self.folder}")
+    def __init__(self, config: BatchInferenceConfig) -> None:
+        """Read and check everything that is small; raise ConfigError with all problems found."""
+        path = config.model.model_name_or_path
+        assert path is not None, "a model is needed"
+        self.config, self.model_path = config, path
+        gathered, data, trust = Gathered(), config.data, config.trust_remote_code
+        facts = gathered.attempt(lambda: load_config(path, trust_remote_code=trust))
+        if facts is not None:
+            gathered.attempt(lambda: self._check_model(facts))
+        tokenizer = gathered.attempt(
+            lambda: load_tokenizer(
+                path,
+                chat_template=data.tokenizer_chat_template,
+                use_fast=not data.disable_fast_tokenizer,
+                trust_remote_code=trust,
+            )
+        )
+        rows = inference_data(config).read(gathered)
+        if rows is not None and tokenizer is not None:
+            self.rows, self.tokenizer = rows, tokenizer
+            gathered.attempt(self._tokenise)
+        gathered.raise_if_any()
+        assert facts is not None, "or else problems were raised"
+        self.model_config = facts
+
+    @abstractmethod
+    def _check_model(self, facts: PretrainedConfig) -> None:
+        """Raise ConfigError for a model that cannot do the task here."""
+
+    @abstractmethod
+    def _tokenise(self) -> None:
+        """Make `samples` of `rows`, with a bar; raises DataError."""
+
+    @abstractmethod
+    def results(
+        self, mine: Sequence[int], strategy: DeepSpeedStrategy
+    ) -> Iterator[tuple[int, list[Row]]]:
+        """Load the model and yield this rank's items with their rows; all ranks call."""
+
+    @property
+    def items(self) -> range:
+        """Return the indices of the items, in the order of their rows in the output."""
+        return range(len(self.samples))
+
+    def columns_of(self, item: int) -> Row:
+        """Return the columns of an item's row, without bytes, which JSON cannot hold."""
+        schema, row = self.rows.features.arrow_schema, self.rows[self.samples.row_ids[item]]
+        return {name: row[name] for name in row if "binary" not in str(schema.field(name).type)}
+
+    @property
+    def key(self) -> str:
+        """A hash of settings, model and data: with another one, other rows would come out."""
+        settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
+        facts = [settings, files_of_model(self.model_path), self.samples.fingerprint]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _longest_first(self, items: Sequence[int], size: int) -> list[list[int]]:
+        """Cut items into batches of like length."""
+        ordered = sorted(items, key=lambda index: -int(self.samples.lengths[index]))
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+class PromptTask(BatchTask):
+    """Prompts that fit, sampled by an engine; every rank has an engine of its own."""
+
+    samples: PromptDataset
+
+    def __init__(self, config: BatchInferenceConfig) -> None:
+        super().__init__(config)
+        rollout, trust = config.rollout, config.trust_remote_code
+        longest, limit = int(self.samples.lengths.max()), num_positions(self.model_config)
+        self.max_model_len = longest + rollout.max_new_tokens
+        if limit is not None and self.max_model_len > limit:
+            raise ConfigError(
+                f"The longest prompt has {longest} tokens; with --max_new_tokens "
+                f"{rollout.max_new_tokens} that is more than the {limit} positions of the model. "
+                "Type a smaller --max_new_tokens or --prompt_max_len."
+            )
+        self._sampling = SamplingSettings(
+            num_samples=rollout.best_of_n,
+            temperature=0.0 if rollout.is_greedy else rollout.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=eos_token_ids(self.model_path, self.tokenizer, trust_remote_code=trust),
+            repetition_penalty=rollout.repetition_penalty,
+        )
+
+    def _check_model(self, facts: PretrainedConfig) -> None:
+        if self.config.eval_task == "generate":
+            check_here(self.config.ds, trains=False)
             return
-        if any(self.folder.glob("rank*.jsonl")):
-            notice(f"{self.folder} belongs to other settings or data: starting anew")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        write_lines(key_file, [json.dumps(key)])
+        check_vllm_is_installed(instead="--eval_task generate, which does without it")
+        refuse_adapter(self.model_path, "--pretrain")
+        check_head_size(head_size(facts), self.model_path, instead="--eval_task generate")
 
-    def read(self) -> dict[int, Rows]:
-        """Return the rows of every finished item, whichever rank did it."""
-        found: dict[int, Rows] = {}
-        for path in sorted(self.folder.glob("rank*.jsonl")):
-            whole, _, _ = path.read_bytes().rpartition(b"\n")  # a killed process may leave half
-            found.update(map(json.loads, whole.splitlines()))
-        return found
+    def _tokenise(self) -> None:
+        form, csft = prompt_format(self.config.data), self.config.csft
+        if csft.enable:
+            form = replace(form, around=wish_template(csft.prompt))
+        self.samples = PromptDataset(self.rows, self.tokenizer, form)
 
-    def drop_torn_line(self) -> None:
-        """Cut off what a killed process left half written in this rank's file."""
-        if self._file.exists():
-            whole = self._file.read_bytes().rpartition(b"\n")
-            os.truncate(self._file, len(whole[0]) + len(whole[1]))
+    @property
+    def items(self) -> range:
+        rollout = self.config.rollout
+        if rollout.iter is None:
+            return range(len(self.samples))
+        return slice_of(len(self.samples), rollout.batch_size, rollout.iter)
 
-    def add(self, results: Mapping[int, Rows]) -> None:
-        """Note finished items; they survive the process from here on."""
-        with self._file.open("a", encoding="utf-8") as file:
-            for index, rows in results.items():
-                file.write(json.dumps([index, rows]) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def results(
+        self, mine: Sequence[int], strategy: DeepSpeedStrategy
+    ) -> Iterator[tuple[int, list[Row]]]:
+        if self.config.eval_task == "generate_vllm":
+            engine = self._vllm_engine()  # also without items: ranks start their engines together
+            try:
+                items = dict(zip(engine.submit(self._requests(mine)), mine, strict=True))
+                for future in as_completed(items):
+                    yield items[future], self._rows_of(items[future], future.result())
+            finally:
+                engine.shutdown()
+        elif mine:
+            num_rows = self.config.micro_batch_size
+            model = load_causal_lm(self.model_path, **load_options(self.config))
+            own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
+            num_prompts = num_rows * BATCHES_IN_CHUNK // self.config.rollout.best_of_n
+            for chunk in self._longest_first(mine, max(num_prompts, 1)):
+                for item, group in zip(chunk, own.generate(self._requests(chunk)), strict=True):
+                    yield item, self._rows_of(item, group)
 
-    def remove(self) -> None:
-        """Clean up once the output is written."""
-        shutil.rmtree(self.folder)
+    def _requests(self, items: Sequence[int]) -> list[GenerationRequest]:
+        """Return requests with seeds far apart: sample k of a prompt takes its seed plus k."""
+        first, step = self.config.seed << 32, self.config.rollout.best_of_n
+        return [
+            GenerationRequest(
+                str(item),
+                self.samples[item].prompt_token_ids,
+                replace(self._sampling, seed=(first + item * step) % 2**SEED_BITS),
+            )
+            for item in items
+        ]
 
+    def _rows_of(self, item: int, group: Sequence[Completion]) -> list[Row]:
+        asked = asked_columns(self.samples.asked(item))
+        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+        return [
+            {**asked, "output": text, "finish_reason": completion.finish_reason}
+            for text, completion in zip(texts, group, strict=True)
+        ]
 
-def unfinished_items(task: BatchTask, parts: Parts, *, say: bool) -> list[int]:
-    """Return the items without a part yet, the same on every rank."""
-    left: list[int] = []
-    if say:
-        say_notices(task.samples.notices)
-        parts.prepare(task.key)
-        done = parts.read()
-        left = [index for index in task.items if index not in done]
-    left = collectives.broadcast_object(left)
-    parts.drop_torn_line()
-    return left
-
-
-def write_output(task: BatchTask, parts: Parts, output: Path) -> None:
-    """Put the rows in input order, through the post-processor, into the file; then clean up."""
-    found = parts.read()
-    rows = [{**task.columns_of(item), **row} for item in task.items for row in found[item]]
-    kept, lines = post_process(rows, task.config.reward)
-    # Dates and the like, which JSON does not know, become their text.
-    write_lines(output, (json.dumps(row, ensure_ascii=False, default=str) for row in kept))
-    for line in [*summary(rows), *lines]:
-        notice(line)
-    notice(f"{len(kept)} rows written to {output}")
-    parts.remove()
-
-
-def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Describe the rewards of scored rows."""
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    if rewards:
-        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
-        yield (
-            f"rewards of {len(rewards)} answers: mean {mean:.3f}, standard deviation {spread:.3f}, "
-            f"from {min(rewards):.3f} to {max(rewards):.3f}"
+    def _vllm_engine(self) -> VLLMEngine:
+        config, num_gpus = self.config, torch.cuda.device_count()
+        return VLLMEngine(
+            VLLMEngineConfig(
+                self.model_path,
+                dtype=DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
+                max_model_len=self.max_model_len,
+                tensor_parallel_size=config.vllm.tensor_parallel_size or max(num_gpus, 1),
+                gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+                enable_prefix_caching=config.vllm.enable_prefix_caching,
+                max_num_seqs=config.vllm.max_num_seqs,
+                seed=config.seed,
+                trust_remote_code=config.trust_remote_code,
+            )
         )
 
 
-def post_process(
-    rows: Sequence[Row], reward: InferenceRewardConfig
-) -> tuple[Sequence[Row], list[str]]:
-    """Return the rows to write, and what a person should know about the others."""
-    if reward.post_processor == "rs":
-        return best_answers(rows), []
-    if reward.post_processor == "iter_dpo":
-        pairs, num_equal = preference_pairs(rows)
-        line = f"{num_equal} prompts were left out: their best and worst answers score the same"
-        return pairs, [line] if num_equal else []
-    if reward.post_processor == "csft":
-        normalize = reward.normalize_enable
-        return rewards_in_prompts(rows, reward.template, normalize=normalize), []
-    return rows, []
+class ScoreTask(BatchTask):
+    """Prompts with responses, scored by a reward model at the last of the tokens that train_rm
+    would have seen.
+    """
+
+    samples: SFTDataset
+
+    def _check_model(self, facts: PretrainedConfig) -> None:
+        check_here(self.config.ds, trains=False)
+        if not is_value_model(facts):
+            raise ConfigError(
+                f"The model at {self.model_path!r} has no value head. Give a trained reward model."
+            )
+
+    def _tokenise(self) -> None:
+        self.samples = SFTDataset(self.rows, self.tokenizer, scored_format(self.config.data))
+
+    def results(
+        self, mine: Sequence[int], strategy: DeepSpeedStrategy
+    ) -> Iterator[tuple[int, list[Row]]]:
+        model = RewardModel.from_pretrained(
+            self.model_path,
+            value_head_prefix=self.config.ds.value_head_prefix,
+            allow_fresh_head=False,
+            **load_options(self.config),
+        )
+        engine = strategy.prepare_eval(model)
+        batches = self._longest_first(mine, self.config.micro_batch_size)
+        num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])
+        # Under ZeRO-3 every forward takes all ranks: a rank that is done scores row 0 again.
+        num_idle = num_forwards - len(batches) if self.config.ds.zero_stage == 3 else 0
+        for number, batch in enumerate([*batches, *[[0]] * num_idle]):
+            examples = [self.samples[item] for item in batch]
+            packed = PackedBatch.from_sequences(
+                [example.token_ids for example in examples],
+                [example.loss_mask for example in examples],
+            )
+            scores = engine(packed.to(engine.device))
+            assert isinstance(scores, Tensor), "RewardModel.forward"
+            if number < len(batches):
+                for item, reward in zip(batch, scores.tolist(), strict=True):
+                    yield item, [self._row(item, reward)]
+
+    def _row(self, item: int, reward: float) -> Row:
+        row_id = self.samples.row_ids[item]
+        if not math.isfinite(reward):
+            raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
+        row, column = self.rows[row_id], self.samples.output_column
+        if column is None:  # the dialogue ends with the response
+            *asked, answer = to_messages(row[self.samples.input_column])
+            return {"input": asked, "output": answer["content"], "reward": reward}
+        return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a text file that is there whole or not at all, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def unfinished_items(task: BatchTask, parts: Path) -> list[int]:
+    """Return the items without rows in `parts`; throw away what other settings or data gave."""
+    if parts.exists():
+        notice(f"going on with what is done in {parts.parent}")
+    elif parts.parent.exists():
+        notice(f"{parts.parent} belongs to other settings or data: starting anew")
+        shutil.rmtree(parts.parent)
+    parts.mkdir(parents=True, exist_ok=True)
+    done = read_parts(parts)
+    return [item for item in task.items if item not in done]
+
+
+def read_parts(parts: Path) -> dict[int, list[Row]]:
+    """Return the rows of every finished item; a line that a killed process left torn is none."""
+    found: dict[int, list[Row]] = {}
+    for path in sorted(parts.glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.update([json.loads(line)])
+    return found
+
+
+def write_output(task: BatchTask, parts: Path, output: Path) -> None:
+    """Put the rows in input order, through the post-processor, into the file; then clean up."""
+    found = read_parts(parts)
+    rows = [{**task.columns_of(item), **row} for item in task.items for row in found[item]]
+    kept = post_process(rows, task.config.reward)
+    temporary = output.with_name(f".{output.name}.tmp")  # the file is there whole or not at all
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
+        for row in kept:  # dates and the like, which JSON does not know, become their text
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    os.replace(temporary, output)
+    if rewards := [row["reward"] for row in rows if "reward" in row]:
+        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+        notice(
+            f"rewards of {len(rewards)} answers: mean {mean:.3f}, standard deviation {spread:.3f}, "
+            f"from {min(rewards):.3f} to {max(rewards):.3f}"
+        )
+    notice(f"{len(kept)} rows written to {output}")
+    shutil.rmtree(parts.parent)
+
+
+def post_process(rows: Sequence[Row], reward: InferenceRewardConfig) -> Sequence[Any]:
+    """Return the rows to write."""
+    if reward.post_processor == "rs":
+        return best_answers(rows)
+    if reward.post_processor == "iter_dpo":
+        pairs, num_equal = preference_pairs(rows)
+        if num_equal:
+            notice(
+                f"{num_equal} prompts were left out: their best and worst answers score the same"
+            )
+        return pairs
+    if reward.post_processor == "csft":
+        return rewards_in_prompts(rows, reward.template, normalize=reward.normalize_enable)
+    return rows
+
+
+def asked_columns(asked: Any) -> Row:
+    """Return the columns of a prompt: a message list, or text as the model read it."""
+    return {"input": asked, RENDERED: True} if isinstance(asked, str) else {"input": asked}
+
+
+def slice_of(num_prompts: int, size: int, iteration: int) -> range:
+    """Return slice number `iteration` of the prompts; after the last, which may be short, the first
+    again.
+
+    Example: of 5 prompts in slices of 2, iterations 0, 1, 2 and 3 are 0-1, 2-3, 4 and 0-1.
+    """
+    num_slices = -(-num_prompts // size)
+    start = iteration % num_slices * size
+    return range(start, min(start + size, num_prompts))
+
+
+def files_of_model(model_path: str) -> list[list[object]]:
+    """Return name, size and time of the files of a local model, which a loop may train anew."""
+    folder = Path(model_path).expanduser()
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -7,6 +7,7 @@ JSON object {error, field, request_id}; nothing that was sent is logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -18,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.kernels import check_here
+from openrlhf.models.support import check_here
 from openrlhf.serving.served_model import Batcher, RefusedError, ServedModel, load_order
 from openrlhf.utils.logging import notice
 
@@ -111,26 +111,23 @@ class RewardService:
         self._weights = config.reward.model_weights
         self._is_cutting = config.data.overlong_texts != "error"
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        self._responses: OrderedDict[str, tuple[bytes, asyncio.Task[Content]]] = OrderedDict()
+        self._responses: OrderedDict[tuple[str, bytes], asyncio.Task[Content]] = OrderedDict()
 
     async def once(self, request_id: str | None, body: bytes) -> Content:
         """Return the response to a body; one that comes again under its id is computed once."""
         if request_id is None:
             return await self.score(body)
-        digest = hashlib.sha256(body).digest()
-        if request_id not in self._responses:
-            task = asyncio.ensure_future(self.score(body))
-            self._responses[request_id] = (digest, task)
+        key = request_id, hashlib.sha256(body).digest()
+        if key not in self._responses:
+            self._responses[key] = asyncio.ensure_future(self.score(body))
             if len(self._responses) > MAX_RESPONSES:
                 self._responses.popitem(last=False)
-        known, task = self._responses[request_id]
-        if known != digest:
-            raise RefusedError(422, "the id was used for another request", "x-request-id")
+        task = self._responses[key]
         try:
             return await asyncio.shield(task)
         finally:
             if task.done() and (task.cancelled() or task.exception() is not None):
-                self._responses.pop(request_id, None)  # it may be tried again
+                self._responses.pop(key, None)  # it may be tried again
 
     async def score(self, body: bytes) -> Content:
         """Return the rewards of a request; raise RefusedError."""
@@ -274,7 +271,11 @@ def serve_rewards(config: ServeRewardConfig) -> None:
     service = RewardService(config, models)
     server = uvicorn.Server(uvicorn_config(build_app(service, token), config.limits))
     notice(f"ready: {address}/get_reward")
-    run_until_signal(server, listener)
+    # uvicorn stops in order at either signal, and raises it again when it has ended.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
     if service.num_given_up:
         raise RewardError(
             f"Requests were left unanswered {config.limits.stop_timeout_s:g} s after the stop. "
@@ -283,21 +284,6 @@ def serve_rewards(config: ServeRewardConfig) -> None:
     num_rows = sum(batcher.num_rows for batcher in service.batchers)
     num_forwards = sum(batcher.num_forwards for batcher in service.batchers)
     notice(f"stopped: {num_rows} texts scored in {num_forwards} forward passes")
-
-
-def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve in this thread. uvicorn stops in order at SIGINT and SIGTERM, and raises them again
-    when it has ended: they are taken then.
-    """
-
-    def take(number: int, frame: FrameType | None) -> None: ...
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:

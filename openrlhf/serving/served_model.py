@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
+from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError, first_line
-from openrlhf.models.families import num_positions
 from openrlhf.models.loading import (
-    LoadOptions,
     default_device_type,
     is_value_model,
     load_config,
+    load_options,
 )
 from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel, RewardScale
@@ -253,18 +252,6 @@ class Batcher:
         except RuntimeError:
             return False
         return True
-
-
-def load_options(config: BatchInferenceConfig | ChatConfig | ServeRewardConfig) -> LoadOptions:
-    """Return how the model of a command that trains nothing is loaded."""
-    ds = config.ds
-    return LoadOptions(
-        attn_implementation=ds.attn_implementation,
-        dtype=ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in_4bit=ds.load_in_4bit,
-        experts_implementation=ds.experts_implementation,
-    )
 
 
 def load_order(config: ServeRewardConfig) -> list[ServedModel]:

@@ -19,7 +19,7 @@ from openrlhf.config.supervised import (
 from openrlhf.datasets.command_data import row_format
 from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
-from openrlhf.serving.batch_tasks import PromptTask
+from openrlhf.serving.batch_inference import PromptTask
 from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,7 @@ from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
-from openrlhf.serving.batch_inference import run_batch_inference
-from openrlhf.serving.batch_tasks import PromptTask, slice_of
+from openrlhf.serving.batch_inference import PromptTask, run_batch_inference, slice_of
 from tests.distributed.spawn import run_ranks
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
@@ -56,25 +56,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_both(folder: Path) -> None:
+def run_both(name: str, folder: Path) -> None:
     """Generate and score as one rank of any world."""
-    size = os.environ["WORLD_SIZE"]
-    run_batch_inference(config_of(folder, "generate", GREEDY, output_path=f"gen{size}.jsonl"))
-    for stage in (0, 3):
+    run_batch_inference(config_of(folder, "generate", GREEDY, output_path=f"gen-{name}.jsonl"))
+    for stage in (0, 3) if name == "two" else (0,):
         paths = {"pretrain": "reward", "dataset": "answers.jsonl"}
         flags = f"--micro_batch_size 2 --zero_stage {stage}"
-        out = f"rm{size}-{stage}.jsonl"
+        out = f"rm-{name}-{stage}.jsonl"
         run_batch_inference(config_of(folder, "rm", flags, output_path=out, **paths))
 
 
 @pytest.fixture(scope="module")
 def both_worlds(folder: Path) -> None:
-    for world_size in (1, 2):
-        run_ranks(run_both, world_size, folder)
+    run_both("one", folder)
+    run_ranks(partial(run_both, "two"), 2, folder)
 
 
 def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: None) -> None:
-    alone, together = (read_rows(folder / f"gen{size}.jsonl") for size in (1, 2))
+    alone, together = (read_rows(folder / f"gen-{size}.jsonl") for size in ("one", "two"))
     assert alone == together
     inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
     assert [row["input"] for row in alone] == inputs
@@ -83,7 +82,7 @@ def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: N
 def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: None) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    for row in read_rows(folder / "gen2.jsonl"):
+    for row in read_rows(folder / "gen-two.jsonl"):
         ids = tokenizer(row["input"], return_tensors="pt").input_ids
         found = model.generate(ids, do_sample=False, max_new_tokens=12)[0, ids.size(1) :]
         assert row["output"] == tokenizer.decode(found, skip_special_tokens=True)
@@ -91,7 +90,7 @@ def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: 
         assert row["finish_reason"] == ("stop" if is_stopped else "length")
 
 
-@pytest.mark.parametrize("name", ["rm1-0", "rm2-0", "rm1-3", "rm2-3"])
+@pytest.mark.parametrize("name", ["rm-one-0", "rm-two-0", "rm-two-3"])
 def test_rewards_are_those_of_transformers_for_any_ranks_and_stage(
     folder: Path, both_worlds: None, name: str
 ) -> None:
@@ -127,13 +126,13 @@ def kill_in_the_middle(command: list[str], parts: Path) -> int:
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:
-        while not (file := parts / "rank0.jsonl").exists() or not file.stat().st_size:
+        while not (files := list(parts.glob("*/rank0.jsonl"))) or not files[0].stat().st_size:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.005)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    return len((parts / "rank0.jsonl").read_text().splitlines())
+    return len(files[0].read_text().splitlines()) - 1
 
 
 @pytest.mark.slow
@@ -145,8 +144,9 @@ def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path)
     num_done = kill_in_the_middle(command, parts)
     assert 0 < num_done < 240
     assert not (folder / "killed.jsonl").exists()
-    with (parts / "rank0.jsonl").open("a") as file:
-        file.write('[17, [{"input": "half a li')
+    [part] = parts.glob("*/rank0.jsonl")
+    with part.open("a") as file:
+        file.write('\n[17, [{"input": "half a li')
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "going on with what is done" in result.stdout
@@ -160,9 +160,8 @@ def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path)
 def test_parts_of_other_settings_are_not_taken(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parts = folder / "anew.jsonl.parts"
-    parts.mkdir()
-    (parts / "key.json").write_text('"of other settings"')
+    parts = folder / "anew.jsonl.parts" / "of-other-settings"
+    parts.mkdir(parents=True)
     (parts / "rank0.jsonl").write_text('[0, [{"input": "stale", "output": "stale"}]]\n')
     run_batch_inference(config_of(folder, "generate", GREEDY, output_path="anew.jsonl"))
     assert "starting anew" in capfd.readouterr().out

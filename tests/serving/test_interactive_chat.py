@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -17,23 +18,30 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
 from openrlhf.errors import ConfigError
-from openrlhf.serving.interactive_chat import AnswerStream, Chat, Turn, printable
+from openrlhf.serving import interactive_chat
+from openrlhf.serving.interactive_chat import HELP, AnswerStream, Chat, say
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
 
 
-def chat_with(model: Path, lines: str, *flags: str) -> tuple[Chat, str]:
-    """Talk with greedy answers; the chat and everything it wrote."""
-    words = ["--pretrain", str(model), *GREEDY.split(), *flags]
-    output = io.StringIO()
-    chat = Chat(parse_config(ChatConfig, words).config, output)
-    chat.talk(io.StringIO(lines))
-    return chat, output.getvalue()
+@pytest.fixture
+def talk(tiny_model_dir, monkeypatch, capsys):
+    """Type lines into a chat, a new one or one that is given; return it and everything it wrote."""
+
+    def talk(lines: str | io.StringIO, *flags: str, chat: Chat | None = None) -> tuple[Chat, str]:
+        words = ["--pretrain", str(tiny_model_dir), *GREEDY.split(), *flags]
+        chat = chat or Chat(parse_config(ChatConfig, words).config)
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines) if isinstance(lines, str) else lines)
+        chat.talk()
+        return chat, capsys.readouterr().out
+
+    return talk
 
 
 def shown(answer: str) -> str:
     """What is written for an answer that fills the context, as those of a random model do."""
-    return f"{printable(answer)} [cut: --max_len 128 is reached]"
+    printable = "".join(c for c in answer if c in "\n\t" or unicodedata.category(c) != "Cc")
+    return f"{printable} [cut: --max_len 128 is reached]"
 
 
 def greedy(model_dir: Path, prompt: str, max_len: int = 128) -> str:
@@ -44,65 +52,63 @@ def greedy(model_dir: Path, prompt: str, max_len: int = 128) -> str:
     return tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
 
 
-def test_an_answer_is_the_models_and_is_remembered_in_the_next_prompt(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "hi\n", "--apply_chat_template")
+def test_an_answer_is_the_models_and_is_remembered_in_the_next_prompt(tiny_model_dir, talk):
+    chat, text = talk("hi\n", "--apply_chat_template")
     first = greedy(tiny_model_dir, "<|user|>hi<|end|><|assistant|>")
     assert f"> {shown(first)}\n> " in text
-    chat.conversation.max_len = 2048
-    ids, num_dropped = chat.conversation.prompt_for("a")
-    assert (chat.conversation.turns, num_dropped) == ([Turn("hi", first)], 0)
+    chat.max_len = 2048
     whole = f"<|user|>hi<|end|><|assistant|>{first}<|end|><|user|>a<|end|><|assistant|>"
-    assert chat.tokenizer.decode(ids) == whole
+    assert chat.tokenizer.decode(chat.prompt_for("a")) == whole
+    assert chat.turns == [("hi", first)]
 
 
-def test_without_a_chat_template_turns_follow_the_input_template(tiny_model_dir):
-    chat, _ = chat_with(tiny_model_dir, "", "--input_template", "Q: {}\nA: ")
-    chat.conversation.turns = [Turn("one", "1"), Turn("two", "2")]
-    ids, _ = chat.conversation.prompt_for("three")
-    assert chat.tokenizer.decode(ids) == "Q: one\nA: 1\nQ: two\nA: 2\nQ: three\nA: "
+def test_without_a_chat_template_turns_follow_the_input_template(talk):
+    chat, _ = talk("", "--input_template", "Q: {}\nA: ")
+    chat.turns = [("one", "1"), ("two", "2")]
+    found = chat.tokenizer.decode(chat.prompt_for("three"))
+    assert found == "Q: one\nA: 1\nQ: two\nA: 2\nQ: three\nA: "
 
 
 @pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit"])
-def test_reset_forgets_and_words_to_leave_end_the_talk_before_the_next_line(tiny_model_dir, word):
-    chat, text = chat_with(tiny_model_dir, f"hi\n/reset\n {word} \nnever\n")
-    assert chat.conversation.turns == []
+def test_reset_forgets_and_words_to_leave_end_the_talk_before_the_next_line(talk, word):
+    chat, text = talk(f"hi\n/reset\n {word} \nnever\n")
+    assert chat.turns == []
     assert "The conversation starts anew." in text and text.endswith("> ")
 
 
-def test_the_end_of_input_and_blank_lines_are_no_turns(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "\n  \n")
-    assert chat.conversation.turns == []
+def test_the_end_of_input_and_blank_lines_are_no_turns(talk):
+    chat, text = talk("\n  \n")
+    assert chat.turns == []
     assert text.endswith("> > > \n")
 
 
-def test_a_command_that_does_not_exist_is_no_turn_but_a_path_is(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "/leave\n/help\n/etc/hosts\n")
-    assert "There is no command /leave. Type /reset to start anew, exit to leave" in text
+def test_a_command_that_does_not_exist_shows_the_help_and_a_path_is_a_turn(talk):
+    chat, text = talk("/leave\n/help\n/etc/hosts\n")
     assert text.count("Type /reset to start anew") == 3  # at the start, and for both
-    assert [turn.line for turn in chat.conversation.turns] == ["/etc/hosts"]
+    assert [line for line, _ in chat.turns] == ["/etc/hosts"]
 
 
-def test_an_answer_cannot_steer_the_terminal():
-    assert printable("a\x1b[31mb\x07\r\nc\td\x9b") == "a[31mb\nc\td"
+def test_an_answer_cannot_steer_the_terminal(capsys):
+    say("a\x1b[31mb\x07\r\nc\td\x9b")
+    assert capsys.readouterr().out == "a[31mb\nc\td"
 
 
-def test_the_oldest_turns_are_dropped_with_a_notice(tiny_model_dir):
-    chat, _ = chat_with(tiny_model_dir, "", "--input_template", "{}")
-    chat.conversation.turns = [Turn("x" * 40, "y" * 9), Turn("z" * 20, "w" * 9)]
+def test_the_oldest_turns_are_dropped_with_a_notice(talk):
+    chat, _ = talk("", "--input_template", "{}")
+    chat.turns = [("x" * 40, "y" * 9), ("z" * 20, "w" * 9)]
     # 50 + 30 tokens of turns and 30 of the line are over 96; 30 + 30 are not.
-    chat._answer("v" * 30)
-    assert "[1 old turn no longer fits and left the conversation]" in chat.output.getvalue()
-    assert [turn.line[0] for turn in chat.conversation.turns] == ["z", "v"]
+    _, text = talk("v" * 30, chat=chat)
+    assert "[turns that no longer fit and left the conversation: 1]" in text
+    assert [line[0] for line, _ in chat.turns] == ["z", "v"]
 
 
-def test_a_line_that_never_fits_is_refused_and_the_talk_goes_on(tiny_model_dir):
-    chat, text = chat_with(tiny_model_dir, "x" * 200 + "\n/exit\n")
+def test_a_line_that_never_fits_is_refused_and_the_talk_goes_on(talk):
+    chat, text = talk("x" * 200 + "\n/exit\n")
     assert "Type a shorter one." in text
-    assert chat.conversation.turns == []
+    assert chat.turns == []
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeypatch):
-    chat, _ = chat_with(tiny_model_dir, "")
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(talk, monkeypatch):
     stream_put, seen = AnswerStream.put, []
 
     def interrupt_third(self, value: torch.Tensor) -> None:
@@ -112,16 +118,13 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tiny_model_dir, monkeyp
             raise KeyboardInterrupt
 
     monkeypatch.setattr(AnswerStream, "put", interrupt_third)
-    chat.talk(io.StringIO("hi\n/reset\n"))
-    text = chat.output.getvalue()
-    assert " [stopped]\n> The conversation starts anew." in text  # the talk went on
+    chat, text = talk("hi\n/help\n")
+    assert f" [stopped]\n> {HELP}" in text  # the talk went on
     assert "Goodbye" not in text
-    assert len(seen) == 4
-    del seen[:]
-    chat.talk(io.StringIO("hi\n"))
-    [turn] = chat.conversation.turns
+    [(_, response)] = chat.turns
     kept = [int(value) for value in seen[1:]]
-    assert chat.tokenizer.decode(kept, skip_special_tokens=True).startswith(turn.answer)
+    assert len(kept) == 3
+    assert chat.tokenizer.decode(kept, skip_special_tokens=True).startswith(response)
 
 
 class Interrupted(io.StringIO):
@@ -134,35 +137,34 @@ class Interrupted(io.StringIO):
         return line
 
 
-def test_ctrl_c_at_the_prompt_ends_the_talk(tiny_model_dir):
-    chat, _ = chat_with(tiny_model_dir, "")
-    chat.talk(Interrupted("hi\n"))
-    assert len(chat.conversation.turns) == 1
-    assert chat.output.getvalue().endswith("> \nGoodbye.\n")
+def test_ctrl_c_at_the_prompt_ends_the_talk(talk):
+    chat, text = talk(Interrupted("hi\n"))
+    assert len(chat.turns) == 1
+    assert text.endswith("> \nGoodbye.\n")
 
 
-def test_text_is_written_word_by_word_and_characters_whole(tiny_tokenizer):
+def test_text_is_written_word_by_word_and_characters_whole(tiny_tokenizer, monkeypatch):
     written: list[str] = []
-    stream = AnswerStream(tiny_tokenizer, written.append)
+    monkeypatch.setattr(interactive_chat, "say", written.append)
+    stream = AnswerStream(tiny_tokenizer, skip_prompt=True)
     stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for token in tiny_tokenizer("a \x1bé!").input_ids:  # é is two tokens
+    for token in tiny_tokenizer("a é!").input_ids:  # é is two tokens
         stream.put(torch.tensor([token]))
     stream.end()
     assert [text for text in written if text] == ["a ", "é!"]
 
 
-def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(tiny_model_dir, tmp_path):
+def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(talk, tmp_path):
     (tmp_path / "start.txt").write_text("Be kind.\n")
     flags = ["--ta_prompt", str(tmp_path / "start.txt"), "--enable_csft"]
-    chat, _ = chat_with(tiny_model_dir, "", *flags, "--apply_chat_template")
-    ids, _ = chat.conversation.prompt_for("hi")
+    chat, _ = talk("", *flags, "--apply_chat_template")
     expected = "<|system|>Be kind.<|end|><|user|>hi<|end|><|assistant|> <rm_score>: 5.00 "
-    assert chat.tokenizer.decode(ids) == expected
+    assert chat.tokenizer.decode(chat.prompt_for("hi")) == expected
 
 
-def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(tiny_model_dir):
+def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(talk):
     with pytest.raises(ConfigError, match=r"--ta_prompt nowhere\.txt cannot be read"):
-        chat_with(tiny_model_dir, "", "--ta_prompt", "nowhere.txt")
+        talk("", "--ta_prompt", "nowhere.txt")
 
 
 def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):

@@ -14,7 +14,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.datasets.tokenized import as_recognised, undecided
-from openrlhf.serving.batch_tasks import PromptTask
+from openrlhf.serving.batch_inference import PromptTask
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
