@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -16,12 +15,13 @@ import tomllib
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import DPOConfig
+from tests.examples.test_scripts import SCRIPTS
 from tests.examples.test_scripts_run import TINY_RL, tiny_variables
+from tests.integration.heads import free_ports
+from tests.source import ROOT
 
 __all__ = ["tiny_variables"]
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples" / "scripts"
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
 RECORDER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$RECORD"\n'
 # Two nodes that are both this machine. A step without --nodelist has a task on each of them.
@@ -64,12 +64,6 @@ def run_script(name: str, *words: str, **variables: str) -> subprocess.Completed
     env = {**os.environ, **variables}
     command = ["bash", str(SCRIPTS / name), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=560, cwd=ROOT)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
@@ -124,7 +118,7 @@ def test_rl_trains_on_a_ray_cluster_of_the_nodes_of_a_slurm_job(install, tiny_va
         **JOB,
         SCRIPT="examples/scripts/train_grpo_hybrid.sh",
         PATH=path,
-        PORT=free_port(),
+        PORT=str(free_ports(1)[0]),
         RAY_ARGS="--num-cpus 4 --object-store-memory 100000000 --dashboard-agent-listen-port 0",
         OUT=str(tmp_path / "run"),
         EXTRA_ARGS=TINY_RL,

@@ -9,21 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.test_scripts import SCRIPTS, TRAINING_SCRIPTS
 from tests.rewards.servers import RewardServer
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
-LOOPS = {
-    "train_rejection_sampling_llama.sh",
-    "train_iterative_dpo_llama.sh",
-    "train_conditional_llama.sh",
-}
-TRAINING_SCRIPTS = sorted(
-    {path.name for path in SCRIPTS.glob("train_*.sh") if not path.is_symlink()}
-    - {"train_llama_slurm.sh", "train_ppo_llama_ray_slurm.sh", *LOOPS}
-)
+
 OWN_ROWS = {
     "train_dpo_llama.sh": "pairs.jsonl",
     "train_dpo_ring_llama.sh": "pairs.jsonl",

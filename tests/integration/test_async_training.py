@@ -91,7 +91,8 @@ def test_an_asynchronous_run_is_bounded_and_balanced(
 ) -> None:
     steps = run(
         FLAGS + "--num_episodes 2 --eval_temperature 0 --eval_n_samples_per_prompt 1 "
-        "--eval_steps 2 --async_queue_size 2",
+        "--eval_steps 2 --async_queue_size 2 --actor_num_gpus_per_node 2 "
+        "--micro_train_batch_size 4",
         eval_dataset=given["prompt_data"],
         **given,
     )

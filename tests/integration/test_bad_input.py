@@ -4,10 +4,6 @@ starts.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,26 +90,6 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     assert message in errors[0]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise ValueError('no such label')", "reward_bad.py:2: ValueError: no such label"),
-        ("return {'rewards': [float('nan')] * len(queries)}", "nan"),
-        ("return {'rewards': [1.0]}", "1 values for"),
-        ("return {'scores': [1.0]}", "no 'rewards'"),
-    ],
-)
-def test_a_reward_that_fails_during_the_run_is_exit_code_3(
-    capsys: pytest.CaptureFixture[str], given: dict, tmp_path: Path, body: str, message: str
-) -> None:
-    path = tmp_path / "reward_bad.py"
-    path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    code, errors = run(capsys, GOOD, **{**given, "remote_rm_url": path})
-    assert code == 3
-    assert len(errors) == 1
-    assert message in errors[0]
-
-
 def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], given: dict) -> None:
     changes = {"pretrain": "/nowhere/model", "n_samples_per_prompt": "1", "label_key": "gold"}
     code, errors = run(capsys, GOOD, **{**given, **changes})
@@ -122,28 +98,3 @@ def test_all_problems_are_one_list(capsys: pytest.CaptureFixture[str], given: di
     assert "--n_samples_per_prompt is 1" in group
     assert "--pretrain /nowhere/model does not exist" in model
     assert "column 'gold' is not in the data set" in label
-
-
-@pytest.mark.slow  # each starts Python with all libraries twice
-@pytest.mark.parametrize("is_silent", [True, False])
-def test_a_hub_that_cannot_be_reached_is_one_line(
-    given: dict, tmp_path: Path, *, is_silent: bool
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        if not is_silent:  # nobody listens there any more
-            server.close()
-        offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-        env = {name: value for name, value in os.environ.items() if name not in offline}
-        env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_ETAG_TIMEOUT": "3"}
-        rows = {"pretrain": given["pretrain"], "dataset": "org/rows@part"}
-        for name, words, missing in (
-            ("train_ppo", argv(GOOD, **{**given, "pretrain": "org/none"}), "model org/none"),
-            ("train_sft", argv("", sizes="", **rows, save_path=tmp_path), "data set org/rows@part"),
-        ):
-            command = [sys.executable, "-m", f"openrlhf.cli.{name}", *words]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-            (line,) = result.stderr.splitlines()
-            assert line.startswith(f"error: {missing} is neither here nor in the hub's cache")
-            assert f"the hub at {endpoint} does not answer" in line
-            assert result.returncode == 2

@@ -53,6 +53,8 @@ def error_of(
     [
         ("time.sleep(1e6)", "did not end in 2 s (--reward_timeout_s)"),
         ("os._exit(1)", "ended its process (exit code 1)"),
+        ("raise ValueError('no such label')", "unruly.py:6: ValueError: no such label"),
+        ("return {'rewards': [float('nan')] * len(queries)}", "nan"),
     ],
 )
 def test_a_reward_that_cannot_be_had_ends_the_run_before_it_trains(

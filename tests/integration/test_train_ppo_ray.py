@@ -59,7 +59,9 @@ def test_ppo_in_hybrid_mode(
 @pytest.mark.parametrize(
     ("model", "estimator", "engines"),
     [
-        ("tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2"),
+        pytest.param(
+            "tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2", marks=pytest.mark.slow
+        ),
         pytest.param(
             "tiny_model_dir",
             "rloo",

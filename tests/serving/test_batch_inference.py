@@ -17,7 +17,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from openrlhf.cli.batch_inference import main, own_gpus, see_own_gpus
+from openrlhf.cli.batch_inference import own_gpus, see_own_gpus
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
@@ -77,6 +77,7 @@ def test_two_ranks_answer_as_one_and_in_input_order(folder: Path, both_worlds: N
     assert alone == together
     inputs = [row["input"] for row in read_rows(folder / "prompts.jsonl")]
     assert [row["input"] for row in alone] == inputs
+    assert not [path.name for path in folder.iterdir() if path.name.endswith((".parts", ".tmp"))]
 
 
 def test_answers_are_the_greedy_ones_of_transformers(folder: Path, both_worlds: None) -> None:
@@ -105,15 +106,6 @@ def test_rewards_are_those_of_transformers_for_any_ranks_and_stage(
         assert row["reward"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_nothing_but_the_output_is_left(folder: Path, both_worlds: None) -> None:
-    left = {path.name for path in folder.iterdir() if "parts" in path.name or "tmp" in path.name}
-    assert left == set()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 def command_of(folder: Path, out: str, flags: str) -> list[str]:
     paths = f"--pretrain {folder}/model --dataset {folder}/many.jsonl --output_path {folder}/{out}"
     module = "openrlhf.cli.batch_inference"
@@ -123,7 +115,7 @@ def command_of(folder: Path, out: str, flags: str) -> list[str]:
 
 def kill_in_the_middle(command: list[str], parts: Path) -> int:
     """Start, wait for the first results on disk, kill -9; answers how many there were."""
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=os.environ, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     try:
         while not (files := list(parts.glob("*/rank0.jsonl"))) or not files[0].stat().st_size:
@@ -147,11 +139,11 @@ def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path)
     [part] = parts.glob("*/rank0.jsonl")
     with part.open("a") as file:
         file.write('\n[17, [{"input": "half a li')
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "going on with what is done" in result.stdout
     straight = command_of(folder, "straight.jsonl", flags)
-    subprocess.run(straight, env=environment(), check=True, capture_output=True, timeout=300)
+    subprocess.run(straight, env=os.environ, check=True, capture_output=True, timeout=300)
     killed = (folder / "killed.jsonl").read_text()
     assert killed == (folder / "straight.jsonl").read_text()
     assert len(killed.splitlines()) == 2 * 240
@@ -178,23 +170,18 @@ def test_samples_of_a_prompt_differ_and_stand_together(folder: Path) -> None:
     assert len({row["output"] for row in rows[:3]}) == 3
 
 
-@pytest.mark.parametrize(
-    ("iteration", "expected"),
-    [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [0, 1]), (5, [4])],
-)
-def test_slices_are_short_at_the_end_and_begin_again(iteration, expected) -> None:
-    assert list(slice_of(5, 2, iteration)) == expected
+def test_slices_are_short_at_the_end_and_begin_again() -> None:
+    expected = [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
+    assert [list(slice_of(5, 2, iteration)) for iteration in range(6)] == expected
 
 
 def test_the_wish_for_a_reward_changes_the_prompt_but_not_the_rows_input(folder: Path) -> None:
     wishes = [{"input": "ab <rm_score>: 9.00 "}]
     write_jsonl(folder / "plain.jsonl", [{"input": "ab"}])
     write_jsonl(folder / "wishes.jsonl", wishes)
-    wish = ["--enable_csft", "--csft_prompt", "<rm_score>: 9.00"]
-    words = ["--eval_task", "generate", "--pretrain", str(folder / "model"), *GREEDY.split()]
-    words += ["--dataset", str(folder / "plain.jsonl"), "--output_path", str(folder / "a.jsonl")]
-    config = parse_config(BatchInferenceConfig, [*words, *wish]).config
-    run_batch_inference(config)
+    config = config_of(folder, "generate", GREEDY, dataset="plain.jsonl", output_path="a.jsonl")
+    wish = config.csft.model_copy(update={"enable": True, "prompt": "<rm_score>: 9.00"})
+    run_batch_inference(config.model_copy(update={"csft": wish}))
     run_batch_inference(
         config_of(folder, "generate", GREEDY, dataset="wishes.jsonl", output_path="b.jsonl")
     )
@@ -224,26 +211,12 @@ def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
     assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
 
 
-def test_a_bad_row_is_named_before_a_model_is_loaded(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_row_is_named_before_a_model_is_loaded(folder: Path, refuse) -> None:
     write_jsonl(folder / "bad.jsonl", [{"input": "a"}, {"input": None}])
-    (folder / "no_weights").mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / "no_weights" / name).write_bytes((folder / "model" / name).read_bytes())
-    paths = {"pretrain": "no_weights", "dataset": "bad.jsonl", "output_path": "no.jsonl"}
-    words = [word for key, name in paths.items() for word in (f"--{key}", str(folder / name))]
-    with pytest.raises(SystemExit) as leaving:
-        main(["--eval_task", "generate", *words])
-    assert leaving.value.code == 2
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[-1].endswith("bad.jsonl: row 2: 'input' is missing, not text")
-
-
-def test_a_language_model_scores_nothing(folder: Path) -> None:
-    config = config_of(folder, "rm", "", dataset="answers.jsonl")
-    with pytest.raises(ConfigError, match="no value head"):
-        run_batch_inference(config)
+    paths = f"--pretrain {folder}/model --dataset {folder}/bad.jsonl --output_path {folder}/no"
+    code, error = refuse("batch_inference", f"--eval_task generate {paths}".split())
+    assert code == 2
+    assert error.splitlines()[-1].endswith("bad.jsonl: row 2: 'input' is missing, not text")
 
 
 def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:
@@ -266,15 +239,23 @@ def test_ranks_take_neighbouring_gpus_each() -> None:
         own_gpus("012", 1, 2)
 
 
-def test_only_ranks_of_generate_vllm_are_left_their_own_gpus(folder: Path) -> None:
-    def seen(task: str, world_size: int) -> str:
-        ranks = {"WORLD_SIZE": str(world_size), "RANK": "1", "LOCAL_RANK": "1"}
-        env = {"CUDA_VISIBLE_DEVICES": "2,5"} | (ranks if world_size > 1 else {})
-        see_own_gpus(config_of(folder, task, ""), env=env)
-        return env["CUDA_VISIBLE_DEVICES"]
-
-    assert seen("generate_vllm", 2) == "5"
-    assert seen("generate_vllm", 1) == seen("generate", 2) == "2,5"
+@pytest.mark.parametrize(
+    ("task", "world_size", "visible", "expected"),
+    [
+        ("generate_vllm", 2, "2,5", "5"),
+        ("generate_vllm", 1, "2,5", "2,5"),
+        ("generate", 2, "2,5", "2,5"),
+        ("generate_vllm", 2, "", ""),  # hidden ones stay hidden
+        ("generate_vllm", 2, "-1", "-1"),
+    ],
+)
+def test_only_ranks_of_generate_vllm_are_left_their_own_gpus(
+    folder: Path, task: str, world_size: int, visible: str, expected: str
+) -> None:
+    env = {"WORLD_SIZE": str(world_size), "RANK": str(world_size - 1), "LOCAL_RANK": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = visible
+    see_own_gpus(config_of(folder, task, ""), env=env)
+    assert env["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_gpus_are_shared_out_before_torch_is_imported() -> None:
@@ -293,17 +274,6 @@ def test_vllm_answers_as_hugging_face_does(tmp_path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=200)
     found = [read_rows(tmp_path / f"{task}.jsonl") for task in ("generate", "generate_vllm")]
     assert found[0] == found[1]
-
-
-def test_hidden_gpus_stay_hidden() -> None:
-    config = parse_config(
-        BatchInferenceConfig,
-        ["--eval_task", "generate_vllm", "--pretrain", "m", "--dataset", "d", "--output_path", "o"],
-    ).config
-    for hidden in ("", "-1"):
-        env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": hidden}
-        see_own_gpus(config, env=env)
-        assert env["CUDA_VISIBLE_DEVICES"] == hidden
 
 
 def test_answers_are_scored_behind_the_prompt_that_the_model_read(folder: Path) -> None:

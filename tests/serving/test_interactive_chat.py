@@ -167,6 +167,7 @@ def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(ta
         talk("", "--ta_prompt", "nowhere.txt")
 
 
+@pytest.mark.slow
 def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
     command += ["--pretrain", str(tiny_model_dir), *GREEDY.split(), "--apply_chat_template"]
