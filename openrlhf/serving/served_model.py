@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
+import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -35,7 +36,7 @@ from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 Row = Sequence[int]  # token ids of one text
-Waiting = deque[tuple[Row, "asyncio.Future[float]"]]  # rows of one request
+Waiting = tuple[int, int, Row, "asyncio.Future[float]"]  # turn, number of its arrival
 SHORTEST = ([0],)  # every vocabulary has a token 0
 
 
@@ -148,17 +149,12 @@ class ServedModel:
 class Batcher:
     """The queue between requests and one model, on one event loop; forwards run in `thread`.
 
-    Rows that arrive while a forward runs join the next one. They are taken from the waiting
-    requests in turn, so a large request does not hold up small ones.
+    Rows that arrive while a forward runs join the next one. The waiting requests give one row each
+    in turn, so a large request does not hold up small ones.
     """
 
     def __init__(
-        self,
-        model: ServedModel,
-        thread: Executor,
-        *,
-        max_rows: int | None,
-        max_tokens: int,
+        self, model: ServedModel, thread: Executor, *, max_rows: int | None, max_tokens: int
     ) -> None:
         self.num_forwards = 0
         self.num_rows = 0  # scored so far
@@ -167,13 +163,15 @@ class Batcher:
         self._thread = thread
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._requests: deque[Waiting] = deque()
+        self._waiting: list[Waiting] = []  # a heap: the rows of the next turn come first
+        self._turn = 0  # of the row that was taken last
+        self._arrivals = itertools.count()
         self._running: asyncio.Task[None] | None = None
 
     @property
     def num_waiting(self) -> int:
         """Return how many rows no forward has taken yet."""
-        return sum(not future.done() for rows in self._requests for _, future in rows)
+        return sum(not future.done() for _, _, _, future in self._waiting)
 
     async def score(self, rows: Sequence[Row]) -> list[float]:
         """Return the score of every row; raise RefusedError for the first that has none.
@@ -181,7 +179,8 @@ class Batcher:
         Cancelling frees its place.
         """
         futures = [asyncio.get_running_loop().create_future() for _ in rows]
-        self._requests.append(deque(zip(rows, futures, strict=True)))
+        for turn, (row, future) in enumerate(zip(rows, futures, strict=True), start=self._turn):
+            heapq.heappush(self._waiting, (turn, next(self._arrivals), row, future))
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._run())
         scores: list[float | RefusedError] = await asyncio.gather(*futures, return_exceptions=True)
@@ -206,22 +205,19 @@ class Batcher:
                 else:
                     future.set_result(score)
 
-    def _next_rows(self) -> Waiting:
-        """Take one row of each request in turn until the forward is full."""
-        taken: Waiting = deque()
+    def _next_rows(self) -> list[tuple[Row, asyncio.Future[float]]]:
+        """Take rows until the forward is full."""
+        taken: list[tuple[Row, asyncio.Future[float]]] = []
         num_tokens = 0
-        while self._requests and len(taken) != self._max_rows:
-            rows = self._requests.popleft()
-            while rows and rows[0][1].done():  # given up
-                rows.popleft()
-            if not rows:
-                continue
-            num_tokens += len(rows[0][0])
+        while self._waiting and len(taken) != self._max_rows:
+            turn, _, row, future = self._waiting[0]
+            num_tokens += 0 if future.done() else len(row)
             if taken and num_tokens > self._max_tokens:
-                self._requests.appendleft(rows)
                 break
-            taken.append(rows.popleft())
-            self._requests.append(rows)
+            heapq.heappop(self._waiting)
+            self._turn = turn
+            if not future.done():  # or else given up
+                taken.append((row, future))
         return taken
 
     def _scores(self, rows: Sequence[Row]) -> list[float | RefusedError]:

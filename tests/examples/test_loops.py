@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 
+from tests.integration.commands import run_command
 from tests.tiny import as_openrlhf_saves, make_tokenizer, write_jsonl
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -117,9 +118,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run_loop(name: str, folder: Path, variables: dict[str, str]) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, **variables, "PATH": path, "OUT": str(folder)}
-    command = ["bash", EXAMPLES / "scripts" / name]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1160)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    run_command("bash", EXAMPLES / "scripts" / name, env=env, timeout=1160)
 
 
 def read_rows(path: Path) -> list[dict]:

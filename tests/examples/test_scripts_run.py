@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.examples.test_scripts import SCRIPTS, TRAINING_SCRIPTS
+from tests.integration.commands import run_command
 from tests.rewards.servers import RewardServer
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
@@ -102,12 +102,10 @@ def own_variables(name: str, folder: Path) -> dict[str, str]:
 def test_a_script_trains_and_exports(name, tiny_variables, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = own_variables(name, Path(tiny_variables["DATA"]).parent)
-    command = ["bash", SCRIPTS / name]
     with RewardServer() as server:
         places = {"PATH": path, "OUT": str(tmp_path), "REWARD_URL": server.url}
         env = {**os.environ, **tiny_variables, **own, **places}
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=560)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        run_command("bash", SCRIPTS / name, env=env, timeout=560)
     is_adapter = name == "train_sft_mixtral_lora.sh"
     assert (
         (tmp_path / ("adapter_model" if is_adapter else "model"))

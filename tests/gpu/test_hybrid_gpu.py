@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import transformers
 
 from openrlhf.utils.tracking import read_metrics
 from tests.gpu.engines import DEVICES
-from tests.integration.commands import PPO_HYBRID, argv
+from tests.integration.commands import PPO_HYBRID, argv, run_command
 from tests.tiny import make_model, make_reward_model, write_jsonl
 
 
@@ -34,12 +32,8 @@ def test_a_hybrid_run_takes_turns_on_one_device_and_agrees_with_its_engine(
         ckpt_path=tmp_path / "ckpt",
         save_steps="2",
     )
-    command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *words]
     visible = {"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {}
-    result = subprocess.run(
-        command, env=os.environ | visible, capture_output=True, text=True, timeout=840
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    run_command("-m", "openrlhf.cli.train_ppo_ray", *words, env=os.environ | visible, timeout=840)
     steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy_loss" in r]
     assert len(steps) == 3
     # The weights of every step reached the engine, asleep before and awake after.

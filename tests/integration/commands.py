@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from openrlhf.utils.tracking import read_metrics
@@ -29,6 +32,23 @@ def argv(flags: str, *, sizes: str = SMALL, **values: Path | str) -> list[str]:
     """The words of a command; values become further flags, so paths may hold spaces."""
     extra = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     return [*flags.split(), *sizes.split(), *extra]
+
+
+def run_command(
+    *words: str | Path, timeout: float = 300, env: dict[str, str] | None = None, code: int = 0
+) -> str:
+    """Run a command, by the Python of the tests if it begins with a flag; return what it said."""
+    python = [sys.executable] if str(words[0]).startswith("-") else []
+    result = subprocess.run(
+        [*python, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env=os.environ if env is None else env,
+    )
+    assert result.returncode == code, result.stdout[-4000:]
+    return result.stdout
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from openrlhf.cli import train_ppo
-from tests.integration.commands import steps_of
+from tests.integration.commands import run_command, steps_of
 from tests.rollout.agent_files import OPENAI_EXECUTOR
 from tests.rollout.test_agent_files import ENV, NEW, OWN_LOOP
 
@@ -67,10 +64,7 @@ def test_agent_commands_of_the_documents_run_from_a_shell(
     name: str, tiny_model_dir: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
     module, words = command(name, tiny_model_dir, prompt_file, tmp_path)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    line = [sys.executable, "-m", f"openrlhf.cli.{module}", *words]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_command("-m", f"openrlhf.cli.{module}", *words, timeout=800)
     check(name, tmp_path)
 
 

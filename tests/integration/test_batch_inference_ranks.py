@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.commands import run_command
 from tests.integration.heads import free_ports
 from tests.integration.test_launchers import environment
 from tests.tiny import make_model, write_jsonl
@@ -27,14 +28,6 @@ def command(launcher: str, flags: str) -> list[str]:
     [port] = free_ports(1)
     name, *words = launcher.format(port=port).split()
     return [str(Path(sys.executable).parent / name), *words, *flags.split()]
-
-
-def run(launcher: str, flags: str) -> str:
-    done = subprocess.run(
-        command(launcher, flags), env=environment(), capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
 
 
 def kill_in_the_middle(words: list[str], parts: Path) -> int:
@@ -63,7 +56,8 @@ def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path:
     parts = tmp_path / "killed.jsonl.parts"
     num_done = kill_in_the_middle(command(TWO, f"{flags} {killed}"), parts)
     assert 0 < num_done < NUM_PROMPTS and not killed.exists()
-    said = run(TWO, f"{flags} {killed}")
+    said = run_command(*command(TWO, f"{flags} {killed}"), env=environment())
     assert "going on with what is done" in said and said.count("160 rows written") == 1
-    run("python -m openrlhf.cli.batch_inference", f"{flags} {straight}")
+    one = [*["-m", "openrlhf.cli.batch_inference"], *flags.split(), straight]
+    run_command(*one, env=environment())
     assert killed.read_text() == straight.read_text() and not parts.exists()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.integration.commands import argv, steps_of
+from tests.integration.commands import argv, run_command, steps_of
 
 FLAGS = "--advantage_estimator group_norm --init_kl_coef 0 --n_samples_per_prompt 2 "
 
@@ -40,14 +38,9 @@ def test_a_temperature_that_one_side_forgot_ends_the_first_step(given: dict) -> 
     """In processes of their own: one that held vLLM and let go of it cannot hold it again."""
     flags = "--vllm_num_engines 1 --enforce_eager --temperature 0.6 --max_samples 4 "
     flags += "--rollout_batch_size 4"
-    command = [sys.executable, "-m", "openrlhf.cli.train_ppo", *argv(FLAGS + flags, **given)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_command("-m", "openrlhf.cli.train_ppo", *argv(FLAGS + flags, **given))
     [step] = steps_of(given["save_path"])
     assert step["vllm_kl"] < 1e-6 and step["logprobs_diff_max"] < 1e-3
     given["save_path"] = given["save_path"].with_name("forgetful")
-    command = [sys.executable, "-c", FORGETFUL, *argv(FLAGS + flags, **given)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert result.returncode == 3, result.stderr[-2000:]
-    said = "engine and trainer disagree about the sampled tokens at step 1"
-    assert said in result.stderr
+    said = run_command("-c", FORGETFUL, *argv(FLAGS + flags, **given), code=3)
+    assert "engine and trainer disagree about the sampled tokens at step 1" in said

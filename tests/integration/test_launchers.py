@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from tests.integration.commands import run_command
 from tests.integration.heads import free_ports
 from tests.tiny import make_model, write_jsonl
 
@@ -79,11 +79,7 @@ def test_a_command_as_it_is_documented_learns(tmp_path: Path, method: str) -> No
     )
     words = [*launched(method, launcher), *names.split(), *flags.format(root=tmp_path).split()]
     words += [*EVERYWHERE.split(), "--input_template", "User: {}\nAssistant: "]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "ranks       2 on" in done.stdout
+    assert "ranks       2 on" in run_command(*words, env=environment(), timeout=500)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "grad_norm" in record]
     assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))

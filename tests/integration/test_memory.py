@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integration.commands import run_command
 from tests.integration.ppo_runs import GRPO, make_inputs, words
 
 NUM_STEPS, SETTLED = 240, 60  # caches and pools fill in the first steps
@@ -39,9 +38,8 @@ def test_the_memory_of_the_driver_does_not_grow_with_the_steps(tmp_path: Path) -
     root = make_inputs(tmp_path)
     flags = f"{GRPO} --init_kl_coef 0 --num_episodes {NUM_STEPS // 3} --eval_steps 20"
     held_out = ("--eval_dataset", str(root / "prompts.jsonl"))
-    argv = [sys.executable, "-c", DRIVER, *words(root, tmp_path / "run", flags, *held_out)]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=800)
-    assert result.returncode == 0, result.stderr[-2000:]
-    sizes = json.loads(result.stdout.splitlines()[-1].removeprefix("SIZES "))
+    said = run_command("-c", DRIVER, *words(root, tmp_path / "run", flags, *held_out), timeout=800)
+    [line] = [line for line in said.splitlines() if line.startswith("SIZES ")]
+    sizes = json.loads(line.removeprefix("SIZES "))
     assert len(sizes) == NUM_STEPS
     assert (sizes[-1] - sizes[SETTLED]) / (NUM_STEPS - SETTLED) < MAX_KIB_A_STEP

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.commands import run_command
 from tests.integration.ppo_runs import (
     GRPO,
     NUM_PROMPTS,
@@ -105,14 +104,9 @@ def test_what_the_same_command_may_change(root: Path, tmp_path: Path, capsys) ->
 def launch(root: Path, run_dir: Path, flags: str, *more: str, num_ranks: int = 2) -> None:
     """One start on Ray with several ranks a role, which generate themselves."""
     ranks = [f"--{role}_num_gpus_per_node={num_ranks}" for role in ("actor", "critic", "ref")]
-    command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
-    result = subprocess.run(
-        [*command, *words(root, run_dir, flags, *more), *ranks, "--vllm_num_engines", "0"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    typed = [*words(root, run_dir, flags, *more), *ranks, "--vllm_num_engines", "0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+    run_command("-m", "openrlhf.cli.train_ppo_ray", *typed, env=env)
 
 
 PROMPT_LOG = r"""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.commands import argv, steps_of
+from tests.integration.commands import argv, run_command, steps_of
 from tests.integration.heads import Head, ray_command, running_head
 from tests.integration.test_interrupt import saved_step, wait_for_a_step
 
@@ -57,15 +55,8 @@ print(json.dumps({"too_large": too_large, "busy": busy, "freed": freed}))
 
 def job(head: Head, command: str, *words: str) -> str:
     """What `ray job` printed; it must succeed."""
-    done = subprocess.run(
-        [ray_command(), "job", command, "--address", head.dashboard, *words],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=head.environment(),
-    )
-    return done.stdout
+    at = ("--address", head.dashboard)
+    return run_command(ray_command(), "job", command, *at, *words, env=head.environment())
 
 
 @pytest.mark.slow
@@ -109,15 +100,9 @@ def test_a_job_trains_in_its_folder_one_that_is_stopped_saves_and_nothing_is_lef
 @pytest.mark.slow
 def test_a_busy_cluster_is_waited_for_until_the_deadline_and_a_small_one_not() -> None:
     with running_head("--num-cpus", "4", "--num-gpus", "2", has_dashboard=False) as head:
-        result = subprocess.run(
-            [sys.executable, "-c", SCENARIO, head.address],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=head.environment(),
-        )
-    assert result.returncode == 0, result.stderr[-3000:]
-    outcome = json.loads(result.stdout.splitlines()[-1])
+        said = run_command("-c", SCENARIO, head.address, timeout=120, env=head.environment())
+    [line] = [line for line in said.splitlines() if line.startswith('{"too_large"')]
+    outcome = json.loads(line)
     too_large, busy, freed = (outcome[name] for name in ("too_large", "busy", "freed"))
     assert too_large["s"] < 1.0 and too_large["code"] == 2
     assert "need 3 x GPU, have 2" in too_large["error"]

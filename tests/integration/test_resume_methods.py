@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.spawn import meet_elsewhere, run_ranks
+from tests.integration.test_same_numbers import make_row
 from tests.stopped_runs import records, stopping_behind
 from tests.tiny import make_model, write_jsonl
 
@@ -43,19 +44,6 @@ CASES = {
     "kd_on_policy": f"kd {SFT} --teacher_model {{root}}/teacher --kd_on_policy "
     "--kd_max_new_tokens 4",
 }
-
-
-def make_row(i: int) -> dict:
-    """A row every method can read."""
-    return {
-        "input": f"{i}+{i}=",
-        "output": str(2 * i),
-        "chosen": str(2 * i),
-        "rejected": "?" * (1 + i % 3),
-        "label": i % 3 != 0,
-        "steps": f"{i}#{2 * i}#",
-        "labels": ["+", "-+"[i % 2]],
-    }
 
 
 def make_inputs(root: Path) -> Path:

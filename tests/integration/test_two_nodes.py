@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 
 import pytest
 
-from tests.integration.commands import argv, steps_of
+from tests.integration.commands import argv, run_command, steps_of
 
 pytestmark = pytest.mark.slow
 
 CALLER = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def run_in_cluster(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that starts a cluster of its own; it must end well."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
-    inherited.pop("CUDA_VISIBLE_DEVICES", None)
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        result = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            env=inherited | CALLER | {"RAY_TMPDIR": folder},
-        )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result
 
 
 # Each node has room for one role: the policy is on the one, its engine on the other.
@@ -75,8 +57,12 @@ def test_weights_reach_an_engine_on_another_machine(way: str, given: dict) -> No
         "--advantage_estimator rloo --n_samples_per_prompt 2 --init_kl_coef 0 "
         "--actor_learning_rate 1e-3 --rollout_batch_size 4 "
     )
-    result = run_in_cluster(TRAINING, *argv(flags + way, **given))
-    [nodes] = [line.split()[1:] for line in result.stdout.splitlines() if line[:5] == "NODES"]
+    unwanted = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
+    inherited = {k: v for k, v in os.environ.items() if k not in unwanted}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        env = inherited | CALLER | {"RAY_TMPDIR": folder}
+        said = run_command("-c", TRAINING, *argv(flags + way, **given), timeout=400, env=env)
+    [nodes] = [line.split()[1:] for line in said.splitlines() if line[:5] == "NODES"]
     assert sorted(nodes) == ["127.0.0.2", "127.0.0.3"]
     records = steps_of(given["save_path"])
     assert len(records) > 1

@@ -9,16 +9,12 @@ import math
 import pickle
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.config.serving import ServerLimitsConfig
-from openrlhf.serving.reward_server import read_request
-from openrlhf.serving.served_model import RefusedError
 from tests.serving.served import JSON, serving, unharmed, wait_until
 from tests.tiny import make_reward_model
 
@@ -103,14 +99,6 @@ def test_a_bad_body_is_refused_and_its_field_is_named(served, name, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_deep_nesting_is_refused_in_a_moment():
-    for body in (deep(100_000), b"[" * 100_000):
-        start = time.monotonic()
-        with pytest.raises(RefusedError):
-            read_request(body, ServerLimitsConfig())
-        assert time.monotonic() - start < 0.05
-
-
 @pytest.mark.parametrize(
     "ids",
     [
@@ -132,11 +120,7 @@ def test_what_looks_bad_but_is_text_is_scored(served):
     answer = served.ask({**full, "model": "judge"}).json()
     assert answer["ids"] == ["id-1"]
     assert list(answer["models"]) == ["judge"]
-
-
-def test_no_texts_have_no_rewards(served):
-    answer = served.ask({"query": []})
-    assert (answer.status_code, answer.json()["rewards"]) == (200, [])
+    assert served.rewards() == []
 
 
 @pytest.mark.parametrize(
