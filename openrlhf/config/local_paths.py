@@ -31,18 +31,14 @@ def named_things(config: CommandConfig) -> Iterator[tuple[Option, str, list[str]
 
 def path_problems(config: CommandConfig) -> Iterator[str]:
     """Yield a line for every file or folder that is named and not there, with its flag."""
+    # The root of checkpoints matters if it is named, or written to without being named.
+    is_written = isinstance(config, RunConfig) and config.ckpt.save_steps > 0
     for option, opens, names in named_things(config):
-        if option.path == "ckpt.path" and not _writes_checkpoints(config):
+        if option.path == "ckpt.path" and not (is_written or is_given(config, "ckpt.path")):
             continue
         find = _output_problems if opens in OUTPUTS else _problems
         for name in names:
             yield from find(opens, name, f"{option.flag} {name}")
-
-
-def _writes_checkpoints(config: CommandConfig) -> bool:
-    """Return True if the root of checkpoints is named, or written to without being named."""
-    is_written = isinstance(config, RunConfig) and config.ckpt.save_steps > 0
-    return is_written or is_given(config, "ckpt.path")
 
 
 def reads_from(config: CommandConfig, folder: Path) -> bool:

@@ -47,7 +47,10 @@ def looking_up(kind: str, name: str) -> Iterator[None]:
 
 @cache
 def why_unreachable() -> str | None:
-    """Return why the hub cannot be used, or None. Asked once in the life of a process."""
+    """Return why the hub cannot be used, or None. Asked once in the life of a process.
+
+    Where it does not answer, the libraries of this process and of its children use the cache alone.
+    """
     from huggingface_hub import constants  # noqa: PLC0415 - for hub ids alone
 
     if constants.HF_HUB_OFFLINE:
@@ -56,19 +59,12 @@ def why_unreachable() -> str | None:
     if trouble is None:
         return None
     reason = f"the hub at {constants.ENDPOINT} does not answer ({trouble})"
-    go_offline(reason)
-    return reason
-
-
-def go_offline(reason: str) -> None:
-    """Make the libraries of this process, and those of its children, use the cache alone."""
-    from huggingface_hub import constants  # noqa: PLC0415
-
     os.environ |= {"HF_HUB_OFFLINE": "1", UNREACHABLE: reason}
     constants.HF_HUB_OFFLINE = True
     # It copies the switch when it is imported.
     if (config := sys.modules.get("datasets.config")) is not None:
         vars(config)["HF_HUB_OFFLINE"] = True
+    return reason
 
 
 def _ask(endpoint: str, limit_s: float) -> str | None:

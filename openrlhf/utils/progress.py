@@ -38,7 +38,7 @@ class _Bars(rich.progress.Progress):
 
     def make_tasks_table(self, tasks: Iterable[rich.progress.Task]) -> Any:
         """Leave out what has only just begun."""
-        return super().make_tasks_table([task for task in tasks if _lasts(task)])
+        return super().make_tasks_table([task for task in tasks if (task.elapsed or 0) >= DELAY_S])
 
     def begin(self, description: str, total: int | None) -> rich.progress.TaskID:
         """Add a bar; start drawing with the first."""
@@ -57,10 +57,6 @@ class _Bars(rich.progress.Progress):
 
 _shared: list[_Bars] = []  # made for the first bar
 _hidden: list[bool] = []  # filled by `hide_bars`
-
-
-def _lasts(task: rich.progress.Task) -> bool:
-    return (task.elapsed or 0.0) >= DELAY_S
 
 
 def hide_bars() -> None:

@@ -72,7 +72,9 @@ def load_tokenizer(
             "(tokenizer.json, tokenizer_config.json), or give a folder that has them."
         )
     if chat_template:
-        tokenizer.chat_template = _template_text(chat_template)
+        if not is_template_text(chat_template):
+            chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None:
         own = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
         tokenizer.pad_token = own or tokenizer.convert_ids_to_tokens(0)
@@ -323,12 +325,6 @@ def _folder_with_tokenizer(name_or_path: str) -> str:
     base = base_of_adapter(name_or_path)
     has_own = (Path(name_or_path).expanduser() / "tokenizer_config.json").is_file()
     return name_or_path if base is None or has_own else _folder_with_tokenizer(base)
-
-
-def _template_text(chat_template: str) -> str:
-    if is_template_text(chat_template):
-        return chat_template
-    return Path(chat_template).expanduser().read_text(encoding="utf-8")
 
 
 def _configured_eos(model_name_or_path: str, trust_remote_code: bool) -> list[int | None]:
