@@ -54,12 +54,6 @@ class PromptCursor:
         self._move_to(self.episode, self.position + len(drawn))
         return drawn
 
-    def num_batches(self, batch_size: int) -> int:
-        """Return the number of draws of `batch_size` in the whole run; the last of an episode may
-        be smaller.
-        """
-        return self.num_episodes * -(-self.sampler.num_rows // batch_size)
-
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint keeps, as plain numbers."""
         return {

@@ -147,16 +147,16 @@ class CheckpointStore:
         """
         staged = self.folders(step, prefix=manifest.TEMPORARY)
         if staged.export.exists():
-            self._seal(staged.export, step, {})
+            self._seal(staged.export, step)
         if state is not None:
             manifest.write_json(staged.states / STATE, state)
-            self._seal(staged.states, step, {})
+            self._seal(staged.states, step)
         self.discard(step)
 
-    def commit_best(self, step: int, facts: Mapping[str, object]) -> None:
+    def commit_best(self, step: int) -> None:
         """Make the staged best model count; the one before is removed afterwards."""
         before = list(self.root.glob(_BEST))
-        final = self._seal(self.folders(step, prefix=manifest.TEMPORARY).best, step, facts)
+        final = self._seal(self.folders(step, prefix=manifest.TEMPORARY).best, step)
         self.discard(step)
         for path in before:
             if path != final:
@@ -175,16 +175,6 @@ class CheckpointStore:
             for path in self._kept(step):
                 manifest.remove(path)
 
-    def best(self) -> dict[str, Any] | None:
-        """Return the manifest of the best model; None where there is none that is whole."""
-        found = []
-        for path in self.root.glob(_BEST):
-            try:
-                found.append(manifest.verify(path, contents=False))
-            except CheckpointError as error:
-                warn(f"{error} The best model {path.name} is damaged and passed over.")
-        return max(found, key=lambda facts: int(facts["step"]), default=None)
-
     def find(self, step: int) -> Path | None:
         """Return the folder that keeps a step, a model before resumable states, if there is one."""
         return next((path for path in reversed(self.folders(step)) if path.is_dir()), None)
@@ -202,9 +192,9 @@ class CheckpointStore:
     def _kept(self, step: int) -> list[Path]:
         return [path for path in self.folders(step)[:2] if path.is_dir()]
 
-    def _seal(self, staged: Path, step: int, facts: Mapping[str, object]) -> Path:
+    def _seal(self, staged: Path, step: int) -> Path:
         final = self.root / staged.name.removeprefix(manifest.TEMPORARY)
-        manifest.seal(staged, final, {**facts, "step": step, "libraries": library_versions()})
+        manifest.seal(staged, final, {"step": step, "libraries": library_versions()})
         manifest.verify(final, contents=False)
         return final
 
@@ -369,14 +359,14 @@ class RunCheckpoints:
         how = "" if config.load_enable else " with --load_checkpoint"
         return f"it was saved in {config.path}. To go on, type the same command{how}"
 
-    def save_best(self, step: int, export: Callable[[Path], None], facts: Mapping) -> bool:
+    def save_best(self, step: int, export: Callable[[Path], None]) -> bool:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
         try:
             staged = on_main(lambda: self.store.stage(step))
             together(lambda: export(staged.best))
-            on_main(lambda: self.store.commit_best(step, facts))
+            on_main(lambda: self.store.commit_best(step))
         except CheckpointError as error:
             if is_main():
                 self.store.discard(step)

@@ -16,7 +16,7 @@ from typing import Any
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import KLConfig, PPOConfig
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, Saved, open_checkpoints
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.manifest import TEMPORARY
 from openrlhf.errors import CheckpointError, ConfigError
@@ -158,13 +158,20 @@ class PPOCheckpoints:
         self.phases = phases
         self.kept: dict[str, Any] | None = None  # what was last saved or loaded
         self.best_metric = best_metric  # None: the best model is not kept
-        self.best = None if best_metric is None else together(self._best_so_far)
 
     def resume(self, state: RunState) -> None:
-        """Put models, optimizers, random numbers and the controller where they were."""
-        saved = self.opened.saved
-        if saved is None:
-            return
+        """Put models, optimizers, random numbers and the controller where they were; move the best
+        model of another run, or by another metric, aside.
+        """
+        if self.opened.saved is not None:
+            self._load(self.opened.saved, state)
+        is_known = [found.name for found in state.evaluations[:1]] == [self.best_metric]
+        if self.best_metric is not None and not is_known:
+            aside = together(self.opened.store.set_best_aside)
+            if aside is not None:
+                warn(f"the best model of another run, or by another metric, was moved to {aside}.")
+
+    def _load(self, saved: Saved, state: RunState) -> None:
         has_same_ranks: list[bool] = []
         with progress("loading the checkpoint"):
             for group in self.groups.values():
@@ -227,31 +234,14 @@ class PPOCheckpoints:
         self.kept = content if is_saved else self.kept
         return is_saved
 
-    def keep_best(self, global_step: int, values: Mapping[str, float]) -> None:
-        """After an evaluation of the policy as it is: keep it if it is the best so far."""
-        value = values.get(self.best_metric or "")
-        if value is None or (self.best is not None and value <= self.best["value"]):
-            return
-        best = {"metric": self.best_metric, "value": value}
+    def keep_best(self, evaluation: Evaluation) -> None:
+        """Keep the model of an evaluation, which is the best so far, in place of the one before."""
         actor = self.groups["actor"]
         with self.phases.turn:  # scoring and training are in turn on shared devices
             is_saved = self.opened.save_best(
-                global_step,
+                evaluation.step,
                 lambda path: actor.call(PolicyModelActor.export_policy, str(path)),
-                best,
             )
         if is_saved:
-            self.best = best
-            notice(f"best so far: {self.best_metric} {value:.4g} at step {global_step}")
-
-    def _best_so_far(self) -> dict[str, Any] | None:
-        """Return the best evaluation so far; one of another run, or by another metric, is moved
-        aside with its model.
-        """
-        store = self.opened.store
-        best = store.best()
-        if self.opened.saved is not None and (best or {}).get("metric") == self.best_metric:
-            return best
-        if (aside := store.set_best_aside()) is not None:
-            warn(f"the best model of another run, or by another metric, was moved to {aside}.")
-        return None
+            name, step, value, _ = evaluation
+            notice(f"best so far: {name} {value:.4g} at step {step}")

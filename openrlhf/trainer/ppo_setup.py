@@ -142,11 +142,17 @@ def prepare_inputs(
 
 
 def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
-    """Return the exact numbers of steps and updates for `num_prompts` prompts an episode."""
-    samples = config.rollout.n_samples_per_prompt
+    """Return the exact numbers of steps and updates for `num_prompts` prompts an episode: a step
+    has fewer at the end of an episode, or only at the very end where generation runs ahead.
+    """
+    size, num_episodes = config.rollout.batch_size, config.train.num_episodes
+    if config.train.async_enable:
+        num_prompts, num_episodes = num_prompts * num_episodes, 1
+    sizes = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
+    samples, train = config.rollout.n_samples_per_prompt, config.train
     updates = [
-        num_updates_per_rollout(n * samples, config.train.batch_size, config.train.max_epochs)
-        for n in step_sizes(config, num_prompts)
+        num_updates_per_rollout(n * samples, train.batch_size, train.max_epochs)
+        for n in sizes * num_episodes
     ]
     frozen = max(config.critic.freezing_steps, 0)
     return Schedule(
@@ -155,17 +161,6 @@ def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
         num_critic_updates=sum(updates),
         updates_per_rollout=max(updates),
     )
-
-
-def step_sizes(config: PPOConfig, num_prompts: int) -> list[int]:
-    """Return the prompts of every step: fewer at the end of an episode, or only at the very
-    end where generation runs ahead into the next episode.
-    """
-    size, num_episodes = config.rollout.batch_size, config.train.num_episodes
-    if config.train.async_enable:
-        num_prompts, num_episodes = num_prompts * num_episodes, 1
-    sizes = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
-    return sizes * num_episodes
 
 
 def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:

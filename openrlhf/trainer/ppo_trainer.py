@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
@@ -31,6 +31,7 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
+    STDERR,
     RunClock,
     eval_line,
     hints,
@@ -77,7 +78,7 @@ class PPOTrainer:
         prompts, texts = parts.inputs.prompts, parts.inputs.texts
         order = EpochSampler(len(prompts), seed)
         cursor = PromptCursor(order, num_episodes=config.train.num_episodes)
-        self.num_steps = cursor.num_batches(size)  # at most
+        self.num_steps = parts.inputs.schedule.num_steps  # at most
         self.sampler = StepSampler(
             prompts,
             cursor,
@@ -116,10 +117,12 @@ class PPOTrainer:
                 continue
             state.sampler.settle(self.trained_groups)
             self.report(state.global_step, metrics, rollouts)
-            if self.is_eval_step(state.global_step):
+            every = self.config.eval.steps
+            if self.is_over or (every > 0 and state.global_step % every == 0):
                 self.evaluate(state.global_step)
             self.save_if_due()
-            self.stop_if_asked()
+            if stopping.is_asked() and not self.is_over:
+                self.stop()
         self.log(state.global_step)
         self.check_has_learnt()
         if state.evaluated_step != state.global_step:
@@ -173,23 +176,12 @@ class PPOTrainer:
 
     def generate_unless_stopped(self, metrics: Metrics) -> list[Rollout]:
         """Generate the next step's samples; leave them when the user asks to stop."""
-        before = self.state.sampler.state_dict()
         try:
             with stopping.leavable():
                 return self.generate(self.state.global_step + 1, metrics)
         except KeyboardInterrupt:
             if stopping.is_overdue():  # the policy may still generate: it cannot be saved
                 raise
-            self.undo_draw(before)
-            self.stop()
-
-    def undo_draw(self, before: dict[str, Any]) -> None:
-        """Put the prompts of a step back that was left."""
-        self.sampler.load_state_dict(before)
-
-    def stop_if_asked(self) -> None:
-        """End the run between two steps if the user asked for it."""
-        if stopping.is_asked() and not self.is_over:
             self.stop()
 
     def stop(self) -> NoReturn:
@@ -205,9 +197,14 @@ class PPOTrainer:
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
         rollouts, sampling = self.parts.rollouts, self.parts.inputs.sampling
-        with self.parts.phases.rollout():
-            stream = rollouts.open_stream(sampling)
-            samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
+        before = self.sampler.state_dict()
+        try:
+            with self.parts.phases.rollout():
+                stream = rollouts.open_stream(sampling)
+                samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
+        except KeyboardInterrupt:
+            self.sampler.load_state_dict(before)  # the prompts of the step come again
+            raise
         metrics.merge(samples.metrics)
         self.say_failed(samples.failed)
         return samples.rollouts
@@ -312,24 +309,26 @@ class PPOTrainer:
         self.parts.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
         pass_1 = next((name for name in values if name.endswith("_pass1")), None)
-        if (name := self.parts.checkpoints.best_metric or pass_1) in values:
-            self.state.note_evaluation(Evaluation.of(name, global_step, values))
-        self.parts.checkpoints.keep_best(global_step, values)
+        if (name := inputs.best_metric or pass_1) in values:
+            evaluation = Evaluation(name, global_step, values[name], values.get(name + STDERR))
+            self.state.note_evaluation(evaluation)
+            if inputs.best_metric is not None and evaluation == self.state.evaluations[1]:
+                self.parts.checkpoints.keep_best(evaluation)
         return values
 
-    def is_eval_step(self, global_step: int) -> bool:
-        """Return True if evaluation follows this step."""
-        every = self.config.eval.steps
-        return self.is_over or (every > 0 and global_step % every == 0)
-
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
-        """Refuse samples that were not made by the policy as it is now."""
+        """Refuse samples that are further behind the policy than allowed, or of several versions
+        unasked.
+        """
+        train, now = self.config.train, self.state.weight_version
+        limit = train.async_queue_size if train.async_enable else 0
         for rollout in rollouts:
-            if bool((rollout.weight_versions != self.state.weight_version).any()):
+            versions = sorted(set(rollout.weight_versions.tolist()))
+            is_mixed = len(versions) > 1 and not train.partial_rollout_enable
+            if is_mixed or any(not 0 <= now - version <= limit for version in versions):
                 raise EngineError(
-                    f"sample {rollout.sample_id} was sampled under weights "
-                    f"{sorted(set(rollout.weight_versions.tolist()))}, "
-                    f"the policy is at {self.state.weight_version}"
+                    f"sample {rollout.sample_id} was sampled under weights {versions}, the policy "
+                    f"is at {now}, and {limit} behind is allowed"
                 )
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:

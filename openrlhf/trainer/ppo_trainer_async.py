@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.kept_groups import SampleOrigin
 from openrlhf.rollout.rollout_queue import RolloutQueue
@@ -32,18 +31,15 @@ class PPOTrainerAsync(PPOTrainer):
 
     def __init__(self, config: PPOConfig, parts: PPOParts, *, wait_s: float = WAIT_S) -> None:
         super().__init__(config, parts)
-        self.limits = async_limits(config)
         self.queue = RolloutQueue(
             self.sampler,
             parts.rollouts,
             SampleOrigin(parts.inputs.sampling, reward_origin(config)),
-            self.limits,
+            async_limits(config),
             wait_s=wait_s,
             say=notice,
         )
         self.state.sampler = self.queue
-        num_prompts = config.train.num_episodes * len(parts.inputs.prompts)
-        self.num_steps = -(-num_prompts // self.limits.batch_size)
 
     def fit(self) -> None:
         with self.queue:
@@ -61,28 +57,12 @@ class PPOTrainerAsync(PPOTrainer):
         metrics.merge(staleness_metrics(rollouts, self.state.weight_version))
         return rollouts
 
-    def undo_draw(self, before: dict[str, Any]) -> None:
-        """Do nothing: what has no outcome yet is generated again, or kept."""
-
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights once no running sample would be of two versions, or under
         running samples.
         """
         with self.queue.syncing():
             super().broadcast_to_vllm()
-
-    def check_versions(self, rollouts: Sequence[Rollout]) -> None:
-        """Refuse samples that are further behind than allowed, or of several versions unasked."""
-        limit = self.limits.max_staleness
-        for rollout in rollouts:
-            versions = sorted(set(rollout.weight_versions.tolist()))
-            is_mixed = len(versions) > 1 and not self.limits.keeps_running
-            is_late = any(not 0 <= self.state.weight_version - v <= limit for v in versions)
-            if is_mixed or is_late:
-                raise EngineError(
-                    f"sample {rollout.sample_id} was sampled under weights {versions}, the policy "
-                    f"is at {self.state.weight_version}, and {limit} behind is allowed"
-                )
 
     def report(self, global_step: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
         """Report a step with what generation and the queue noted meanwhile."""

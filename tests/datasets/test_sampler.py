@@ -29,7 +29,7 @@ def test_draws_give_every_row_once_per_episode_and_never_span_two(num_rows, batc
         by_episode[episode] += cursor.draw(batch_size)
         num_draws += 1
     assert sorted(by_episode[0]) == sorted(by_episode[1]) == list(range(num_rows))
-    assert num_draws == cursor.num_batches(batch_size)
+    assert num_draws == 2 * -(-num_rows // batch_size)
     assert cursor.draw(batch_size) == []
 
 

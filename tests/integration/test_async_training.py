@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from openrlhf.cli import train_ppo_ray
 from openrlhf.errors import NumericsError
+from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.utils.tracking import read_metrics
 from tests.integration.commands import argv, steps_of
@@ -69,7 +71,8 @@ def check(steps: list[dict[str, float]], trainer: PPOTrainerAsync, *, limit: int
     ledger = trainer.sampler.ledger
     num_prompts = ledger.num_drawn
     assert ledger.outcomes == {"trained": num_prompts} and not ledger.pending
-    assert len(steps) == trainer.num_steps == math.ceil(num_prompts / trainer.limits.batch_size)
+    batch_size = trainer.queue.limits.batch_size
+    assert len(steps) == trainer.num_steps == math.ceil(num_prompts / batch_size)
     assert trainer.state.weight_version == len(steps)
     found = histogram(steps)
     assert sum(found.values()) == 2 * num_prompts
@@ -132,18 +135,18 @@ def test_a_run_that_was_ended_goes_on_with_what_was_pending(
 @contextmanager
 def at_step(step: int, act: Callable[[], None]) -> Iterator[None]:
     """A block in which something is done once, when a step is trained on."""
-    settle = PPOTrainerAsync.settle
+    settle, steps = RolloutQueue.settle, itertools.count(1)
 
-    def settle_and_act(trainer: PPOTrainerAsync) -> None:
-        settle(trainer)
-        if trainer.state.global_step == step:
+    def settle_and_act(queue: RolloutQueue, trained_groups: set[int]) -> None:
+        settle(queue, trained_groups)
+        if next(steps) == step:
             act()
 
-    PPOTrainerAsync.settle = settle_and_act  # type: ignore[method-assign]
+    RolloutQueue.settle = settle_and_act  # type: ignore[method-assign]
     try:
         yield
     finally:
-        PPOTrainerAsync.settle = settle  # type: ignore[method-assign]
+        RolloutQueue.settle = settle  # type: ignore[method-assign]
 
 
 def workers(title: str) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,15 +40,15 @@ def test_a_stopped_process_is_named_and_the_run_ends(
     who: str,
 ) -> None:
     monkeypatch.setattr(watch, "SAY_AFTER_S", 5.0)
-    settle, stopped = PPOTrainer.settle, list[psutil.Process]()
+    report, stopped = PPOTrainer.report, list[psutil.Process]()
 
-    def settle_and_stop(trainer: PPOTrainer) -> None:
-        settle(trainer)
-        if trainer.state.global_step == 2:
+    def report_and_stop(trainer: PPOTrainer, global_step: int, *args: Any) -> None:
+        report(trainer, global_step, *args)
+        if global_step == 2:
             stopped.append(workers(title)[-1])
             stopped[0].send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(PPOTrainer, "settle", settle_and_stop)
+    monkeypatch.setattr(PPOTrainer, "report", report_and_stop)
     with pytest.raises(SystemExit) as ended:
         train_ppo_ray.main(argv(FLAGS, **given, train_batch_size="16"))
     said = capsys.readouterr().err

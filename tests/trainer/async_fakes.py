@@ -17,6 +17,7 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
+from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
@@ -227,6 +228,8 @@ def make_trainer(
             texts=None,
             sampling=sampling,
             eval_sampling=sampling,
+            schedule=make_schedule(config, num_prompts),
+            best_metric=None,
         ),
         groups={"actor": FakeActor(world), **critic},  # type: ignore[dict-item]
         engines=["engine"],  # type: ignore[list-item]
@@ -237,8 +240,6 @@ def make_trainer(
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
             is_due=lambda state, is_last: False,
-            keep_best=lambda step, values: None,
-            best_metric=None,
             opened=SimpleNamespace(store=SimpleNamespace(find=lambda step: None)),
         ),
         tracker=Records(),  # type: ignore[arg-type]

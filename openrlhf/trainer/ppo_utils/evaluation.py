@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from openrlhf.utils.logging import STDERR
@@ -21,11 +21,6 @@ class Evaluation(NamedTuple):
     step: int
     value: float
     stderr: float | None = None  # None: of a single prompt
-
-    @classmethod
-    def of(cls, name: str, step: int, values: Mapping[str, float]) -> Evaluation:
-        """Take a pass rate and its standard error from an evaluation's metrics."""
-        return cls(name, step, values[name], values.get(name + STDERR))
 
     def __str__(self) -> str:
         error = "" if self.stderr is None else f" ±{self.stderr:.3f}"
