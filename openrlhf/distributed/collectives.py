@@ -76,6 +76,8 @@ def init_process_group(
     distributed_c10d.default_pg_nccl_timeout = timeout
     os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
     if not dist.is_initialized():
+        # vLLM, in an engine of this process, ends a world without DeepSpeed's knowing of it.
+        deepspeed.utils.groups._release_process_group_references()
         # A world of one meets in its own memory: no port to race for.
         store = dist.HashStore() if topology.world_size == 1 else None
         dist.init_process_group(

@@ -288,3 +288,16 @@ def test_a_checkpoint_of_other_trained_weights_is_refused(tmp_path: Path) -> Non
     make_engine(0, frozen=0, seed=1).save_states(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"0\.bias is trained in one of the two only"):
         make_engine(0, frozen=1, seed=1).load_states(tmp_path / "model")
+
+
+def train_in_two_worlds(folder: Path) -> int:
+    for _ in range(2):
+        strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=0), seed=1)
+        strategy.setup()
+        strategy.prepare_train(make_model(), OPTIM, num_updates=NUM_STEPS)
+        torch.distributed.destroy_process_group()  # as vLLM does when its engine ends
+    return 2
+
+
+def test_a_trainer_starts_where_somebody_else_has_closed_the_groups(tmp_path: Path) -> None:
+    assert run_ranks(train_in_two_worlds, 1, tmp_path) == [2]
