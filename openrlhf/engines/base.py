@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
-
-from openrlhf.errors import WeightSyncError
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,9 @@ class WeightBucket:
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # byte offset of each tensor
     num_bytes: int
-    # {place: handle} for a node or GPU, {"object": reference} in Ray's store, {} when broadcast
-    handle: dict[str, object]
-
-
-@dataclass(frozen=True)
-class SyncReceipt:
-    """An engine's proof of what it holds after an update."""
-
-    weight_version: int
-    fingerprints: dict[str, int]  # of the received tensors, by Hugging Face parameter name
-    is_cache_reset: bool
+    # {place: handle} for a node or GPU, {} when broadcast, {"object": reference} in Ray's store,
+    # {"bytes": array} once it was fetched from there
+    handle: dict[str, Any]
 
 
 class RolloutEngine(Protocol):
@@ -123,8 +113,10 @@ class RolloutEngine(Protocol):
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket."""
 
-    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
-        """Make the new weights live, drop the prefix cache, and say what is held now."""
+    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
+        """Make the new weights live and drop the prefix cache; return the fingerprints of the
+        tensors that came, by Hugging Face parameter name.
+        """
 
     def sleep(self) -> None:
         """Give device memory back (weights and cache); weights must be sent before it samples."""
@@ -137,12 +129,3 @@ class RolloutEngine(Protocol):
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-
-
-def refuse_running(num_running: int) -> None:
-    """Raise WeightSyncError when requests run that new weights would change under way."""
-    if num_running:
-        raise WeightSyncError(
-            f"{num_running} requests are running, and new weights would come in the middle of "
-            "them. Wait for them first, or send the weights with keep_running."
-        )

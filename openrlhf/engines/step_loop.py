@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,12 +20,8 @@ from openrlhf.utils.threads import telling
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class _Item:
-    """Something for the thread to do, and the futures that fail when it never will."""
-
-    run: Callable[[], None]
-    futures: list[Future[Any]]
+# Something for the thread to do, and the futures that fail when it never will.
+Item = tuple[Callable[[], None], list[Future[Any]]]
 
 
 class StepLoop:
@@ -39,10 +34,10 @@ class StepLoop:
     def __init__(self, make_stepper: Callable[[], Any], name: str) -> None:
         """Start the thread; it makes the stepper itself, so that no other thread computes."""
         self.name = name
-        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self.num_steps = 0  # done since the start
-        self._is_paused = False
+        self.is_paused = False  # set by commands; requests are still taken and wait
         self._is_closing = False
         self._death: BaseException | None = None
         self._lock = threading.Lock()  # held to put into the inbox or to close it
@@ -62,7 +57,7 @@ class StepLoop:
                 self._add(future, request)
 
         futures = [future for future, _ in pairs]
-        self._put(_Item(add, futures))
+        self._put(add, futures)
         return futures
 
     def call(self, command: Callable[[], Answer]) -> Answer:
@@ -73,26 +68,18 @@ class StepLoop:
             with telling(future.set_exception):
                 future.set_result(command())
 
-        self._put(_Item(run, [future]))
+        self._put(run, [future])
         return future.result()
 
     @property
     def is_busy(self) -> bool:
         """Return True while requests wait and the loop is not paused; from any thread."""
-        return bool(self._waiting) and not self._is_paused
+        return bool(self._waiting) and not self.is_paused
 
     @property
     def num_waiting(self) -> int:
         """Requests that were taken and not answered (from a command)."""
         return len(self._waiting)
-
-    def pause(self) -> None:
-        """Stop stepping (from a command); requests are still taken and wait."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Step again (from a command)."""
-        self._is_paused = False
 
     def fail_waiting(self, message: str) -> None:
         """Fail every request that was not answered (from a command)."""
@@ -114,28 +101,29 @@ class StepLoop:
                 self._waiting.pop(key).cancel()
 
         with contextlib.suppress(EngineError):  # a loop that is down has forgotten them all
-            self._put(_Item(run, []))
+            self._put(run, [])
 
     def close(self) -> None:
         """Fail what waits, end the thread and wait for it."""
+
+        def close() -> None:
+            self._is_closing = True
+
         with contextlib.suppress(EngineError):
-            self._put(_Item(self._close, []))
+            self._put(close, [])
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, run: Callable[[], None], futures: list[Future[Any]]) -> None:
         with self._lock:
             if self._is_closing:
                 raise self._error()
-            self._inbox.put(item)
+            self._inbox.put((run, futures))
 
     def _error(self) -> EngineError:
         error = EngineError(f"{self.name} is down: {self._death or 'it was shut down'}")
         error.__cause__ = self._death
         return error
-
-    def _close(self) -> None:
-        self._is_closing = True
 
     def _add(self, future: Future[Any], request: Any) -> None:
         key = str(self._num_requests)
@@ -157,7 +145,7 @@ class StepLoop:
         with telling(self._die):
             while not self._is_closing:
                 self._take_inbox()
-                if not self._is_paused and self.stepper.has_work():
+                if not self.is_paused and self.stepper.has_work():
                     for key, result in self.stepper.step():
                         self._waiting.pop(key).set_result(result)
                     self.num_steps += 1
@@ -168,10 +156,11 @@ class StepLoop:
 
     def _take_inbox(self) -> None:
         """Run all that is in the inbox; wait for something when there is nothing else to do."""
-        is_idle = self._is_paused or not self.stepper.has_work()
+        is_idle = self.is_paused or not self.stepper.has_work()
         with contextlib.suppress(queue.Empty):
             while not self._is_closing:
-                self._inbox.get(block=is_idle).run()
+                run, _ = self._inbox.get(block=is_idle)
+                run()
                 is_idle = False
 
     def _end(self) -> None:
@@ -180,7 +169,7 @@ class StepLoop:
         unanswered = list(self._waiting.values())
         with contextlib.suppress(queue.Empty):
             while True:
-                unanswered += self._inbox.get(block=False).futures
+                unanswered += self._inbox.get(block=False)[1]
         for future in unanswered:
             future.set_exception(self._error())
         self._waiting.clear()

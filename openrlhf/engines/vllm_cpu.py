@@ -33,7 +33,7 @@ def adapt_settings(settings: dict[str, Any]) -> None:
     settings["enable_sleep_mode"] = False
     # Compiling takes minutes and gains little: remove when it does not.
     settings["enforce_eager"] = True
-    settings["block_size"] = settings["block_size"] or BLOCK_SIZE
+    settings["block_size"] = BLOCK_SIZE
     # A piece of a prompt makes vLLM turn its request's generator back, which torch has for GPUs
     # only, and with seeds the engine would die: remove when torch's CPU generator can do it.
     settings["enable_chunked_prefill"] = False
@@ -60,13 +60,6 @@ def limit_cache(vllm_config: Any) -> None:
     needed = num_blocks * cache.block_size * values_per_token * model.dtype.itemsize
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cache.kv_cache_memory_bytes = int(min(needed, CACHE_FRACTION * free))
-
-
-def set_num_threads(num_threads: int | None) -> None:
-    """Compute with so many threads; None leaves it as it is."""
-    if num_threads is not None and is_cpu():
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)
-        torch.set_num_threads(num_threads)
 
 
 def before_reload(model: nn.Module) -> None:

@@ -24,10 +24,8 @@ from openrlhf.engines.base import (
     SHARED_MEMORY,
     Completion,
     GenerationRequest,
-    SyncReceipt,
     WeightBucket,
     WeightRoute,
-    refuse_running,
 )
 from openrlhf.engines.step_loop import StepLoop
 from openrlhf.errors import ConfigError, EngineError, WeightSyncError
@@ -55,16 +53,13 @@ class VLLMEngineConfig:
     enable_prefix_caching: bool = True  # samples of a prompt share its computation
     enforce_eager: bool = False
     max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
     enable_sleep: bool = False
     weight_route: WeightRoute = SHARED_MEMORY
-    num_threads: int | None = None  # of this process, on a CPU
     # Of a tensor parallel engine: "ray" (GPUs only), or vLLM's own processes.
     distributed_executor_backend: str = "mp"
     device_index: int = 0  # of the engine's GPU among those that the process sees
-    block_size: int | None = None  # tokens of a cache block: prompts are shared in such pieces
 
 
 def check_vllm_is_installed(*, instead: str) -> None:
@@ -86,7 +81,8 @@ class VLLMEngine:
         self.weight_version = 0
         self._is_current = True  # False from the begin to the end of a weight update
         self._update_failed = False
-        set_environment(config)
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import vllm  # noqa: F401, PLC0415 - takes seconds, and reads the environment just set
 
         self._loop = StepLoop(lambda: VLLMStepper(config), "vLLM engine")
@@ -96,7 +92,7 @@ class VLLMEngine:
         """Sample for all requests with continuous batching; answers in the order of the requests.
 
         Waits while weights are replaced. Log-probs are those before top-p. Raises EngineError when
-        the engine is down, a prompt does not fit, or this vLLM cannot report them with top_p < 1.
+        the engine is down or a prompt does not fit.
         """
         return [future.result() for future in self.submit(requests)]
 
@@ -133,7 +129,7 @@ class VLLMEngine:
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group; wait until all are there."""
-        self._loop.call(lambda: self._stepper.init_weight_transfer(init_info))
+        self._loop.call(lambda: self._rpc("init_weight_transfer_engine", init_info=init_info))
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
         """Pause, and get ready for buckets. Requests in flight keep their tokens, and their keys
@@ -145,36 +141,57 @@ class VLLMEngine:
         """
 
         def begin() -> None:
-            if self._is_current and not keep_running:
-                refuse_running(self._loop.num_waiting)
-            self._loop.pause()
+            if self._is_current and not keep_running and self._loop.num_waiting:
+                raise WeightSyncError(
+                    f"{self._loop.num_waiting} requests are running, and new weights would come in "
+                    "the middle of them"
+                )
+            self._loop.is_paused = True
             self._is_current = False
-            self._guarded(self._stepper.begin)
+            self._guarded(start)
+
+        def start() -> None:  # also over an update that failed
+            self._rpc("abandon_weight_update")
+            self._rpc("start_weight_update")
 
         self._loop.call(begin)
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket; raises WeightSyncError for an unknown tensor."""
-        self._loop.call(lambda: self._guarded(lambda: self._stepper.load(bucket)))
+        info = {"bucket": bucket}
+        self._loop.call(
+            lambda: self._guarded(lambda: self._rpc("update_weights", update_info=info))
+        )
 
-    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
-        """Make the new weights live, drop every cached prefix, and say what is held now.
+    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
+        """Make the new weights live and drop every cached prefix; return the fingerprints of the
+        tensors that came.
 
-        Raises WeightSyncError when a parameter is missing.
+        Raises WeightSyncError when a parameter is missing or does not hold what came.
         """
 
-        def finish() -> SyncReceipt:
-            fingerprints = self._stepper.finish(weight_version)
+        def finish() -> dict[str, int]:
+            self._rpc("finish_weight_update")
+            if not self._stepper.check_held(self._rpc("held_sums")):
+                warn_once("what the engine holds after a sync cannot be compared for this model")
+            vllm_engine = self._stepper.engine
+            if not vllm_engine.reset_prefix_cache(reset_running_requests=True):
+                raise WeightSyncError("the engine could not drop its prefix cache")
+            vllm_engine.set_weight_version(str(weight_version))
+            fingerprints: dict[str, int]
+            fingerprints, *others = self._rpc("weight_fingerprints")
+            if any(other != fingerprints for other in others):
+                raise WeightSyncError("the workers of the engine received different tensors")
             self.weight_version = weight_version
             self._is_current, self._update_failed = True, False
             self._resume_if_ready()
-            return SyncReceipt(weight_version, fingerprints, is_cache_reset=True)
+            return fingerprints
 
         return self._loop.call(lambda: self._guarded(finish))
 
     def sleep(self) -> None:
         """Give device memory back (weights and cache). Nothing is sampled until weights have been
-        sent again and all memory is there.
+        sent again and all memory is there. On a CPU vLLM only notes that it sleeps.
 
         Raises EngineError while requests are in flight.
         """
@@ -182,8 +199,8 @@ class VLLMEngine:
         def sleep() -> None:
             if self._stepper.has_work():
                 raise EngineError("the engine cannot sleep while requests are in flight")
-            self._loop.pause()
-            self._stepper.sleep()
+            self._loop.is_paused = True
+            self._stepper.engine.sleep(level=2)  # weights are dropped, not copied: they are sent
             self._is_current = False
 
         self._loop.call(sleep)
@@ -193,7 +210,7 @@ class VLLMEngine:
         wanted = None if tags is None else list(tags)
 
         def wake_up() -> None:
-            self._stepper.wake_up(wanted)
+            self._stepper.engine.wake_up(wanted)
             self._resume_if_ready()
 
         self._loop.call(wake_up)
@@ -204,8 +221,12 @@ class VLLMEngine:
         self._stepper.shutdown()
 
     def _resume_if_ready(self) -> None:
-        if self._is_current and not self._stepper.is_sleeping:
-            self._loop.resume()
+        if self._is_current and not self._stepper.engine.is_sleeping():
+            self._loop.is_paused = False
+
+    def _rpc(self, method: str, **options: object) -> Any:
+        """Call a method of every worker; return the results, by worker."""
+        return self._stepper.engine.collective_rpc(method, kwargs=options)
 
     def _guarded(self, command: Any) -> Any:
         """Run a part of an update; when it fails nothing is served until a whole one has come."""
@@ -217,13 +238,6 @@ class VLLMEngine:
             self._update_failed = True
             self._loop.fail_waiting(f"a weight update failed: {error}")
             raise
-
-
-def set_environment(config: VLLMEngineConfig) -> None:
-    """Set what vLLM reads when it is imported, but for variables that are set already."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    vllm_cpu.set_num_threads(config.num_threads)
 
 
 def forget_closed_groups() -> None:
@@ -266,7 +280,7 @@ class VLLMStepper:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.engine.set_weight_version("0")
         self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
-        self.has_full_logprobs = all(self.engine.collective_rpc("report_full_logprobs"))
+        self.engine.collective_rpc("report_full_logprobs")
 
     def add(self, key: str, request: GenerationRequest) -> None:
         """Hand a request to vLLM."""
@@ -275,11 +289,6 @@ class VLLMStepper:
             raise EngineError(
                 f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 to "
                 f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
-            )
-        if request.sampling.top_p < 1 and not self.has_full_logprobs:
-            raise EngineError(
-                f"--top_p is {request.sampling.top_p}, and vLLM {self.vllm.__version__} can only "
-                "report log-probs of what top-p leaves. Use --top_p 1 or another version of vLLM."
             )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         params = self._sampling_params(request)
@@ -307,51 +316,6 @@ class VLLMStepper:
         self.engine.abort_request(unwanted)
         for key in unwanted:
             self.num_greedy_copies.pop(key, None)
-
-    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Tell every worker how to meet the trainer."""
-        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
-
-    def begin(self) -> None:
-        """Start an update in every worker, also over an update that failed."""
-        self.engine.collective_rpc("abandon_weight_update")
-        self.engine.collective_rpc("start_weight_update")
-
-    def load(self, bucket: WeightBucket) -> None:
-        """Give one bucket to every worker."""
-        info = {"bucket": bucket}
-        self.engine.collective_rpc("update_weights", kwargs={"update_info": info})
-
-    def finish(self, weight_version: int) -> dict[str, int]:
-        """End the update and drop the prefix cache; answers what every worker received."""
-        self.engine.collective_rpc("finish_weight_update")
-        if not self.check_held(self.engine.collective_rpc("held_sums")):
-            warn_once("what the engine holds after a sync cannot be compared for this model")
-        if not self.engine.reset_prefix_cache(reset_running_requests=True):
-            raise WeightSyncError("the engine could not drop its prefix cache")
-        self.engine.set_weight_version(str(weight_version))
-        first, *others = self.engine.collective_rpc("weight_fingerprints")
-        if any(other != first for other in others):
-            raise WeightSyncError(
-                "the workers of a tensor parallel engine received different tensors"
-            )
-        return first
-
-    def sleep(self) -> None:
-        """Free device memory. The weights are dropped, not copied: they are sent again anyway.
-
-        On a CPU vLLM only notes that it sleeps.
-        """
-        self.engine.sleep(level=2)
-
-    def wake_up(self, tags: list[str] | None) -> None:
-        """Take device memory again, all or a part."""
-        self.engine.wake_up(tags)
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Return True while any device memory is away."""
-        return self.engine.is_sleeping()
 
     def shutdown(self) -> None:
         """End the workers.
@@ -396,8 +360,7 @@ def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
 
     own = asdict(config)
-    for name in ("num_threads", "weight_route"):
-        del own[name]
+    del own["weight_route"]
     own["enable_sleep_mode"] = own.pop("enable_sleep")
     if config.tensor_parallel_size == 1:
         own["distributed_executor_backend"] = "uni"

@@ -27,16 +27,13 @@ class FullLogprobs(nn.Module):
         return sampled_R, logprobs_RV
 
 
-def report_full_logprobs(sampler: Any) -> bool:
-    """Make a sampler report log-probs as they are before top-p; answers whether it is one we know.
-
-    Known are the samplers of both model runners of vLLM 0.32.
+def report_full_logprobs(sampler: Any) -> None:
+    """Make a sampler report log-probs as they are before top-p; those of both model runners of vLLM
+    0.32 are known.
     """
     if hasattr(sampler, "topk_topp_sampler"):
         sampler.topk_topp_sampler = FullLogprobs(sampler.topk_topp_sampler)
-        return True
-    if not hasattr(sampler, "_sample_random"):
-        return False
+        return
     sample = sampler._sample_random
 
     def sample_and_keep_logits(logits_RV: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -45,4 +42,3 @@ def report_full_logprobs(sampler: Any) -> bool:
         return sampled_R, whole_RV
 
     sampler._sample_random = sample_and_keep_logits
-    return True

@@ -41,7 +41,6 @@ from openrlhf.utils.tensors import bit_sum, checksum
 
 BACKEND = "openrlhf"
 WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
-MAX_NAMES_SHOWN = 5
 WORD_BYTES = 8
 
 
@@ -126,7 +125,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_cpu.after_reload(self.model)
         if absent:
-            raise WeightSyncError(f"incomplete update: missing {_some(absent)}")
+            raise WeightSyncError(f"incomplete update: {len(absent)} missing, e.g. {absent[0]}")
         self.known_names = frozenset(self.fingerprints)
 
     def shutdown(self) -> None:
@@ -203,9 +202,9 @@ class ReceiptExtension:
         """Return what the plain parameters hold and should hold."""
         return self.weight_transfer_engine.held_sums()  # type: ignore[attr-defined]
 
-    def report_full_logprobs(self) -> bool:
-        """Report log-probs as they are before top-p; return False if this vLLM cannot."""
-        return report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+    def report_full_logprobs(self) -> None:
+        """Report log-probs as they are before top-p."""
+        report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
 
 
 def check_held(workers: Sequence[dict[str, HeldSum]]) -> int:
@@ -271,8 +270,3 @@ def _is_part(layer: nn.Module, param: Tensor) -> bool:
 def _is_cut_between_words(layer: nn.Module, param: Tensor) -> bool:
     has_copies = isinstance(layer, QKVParallelLinear) and layer.num_kv_head_replicas > 1
     return not has_copies and param.shape[-1] * param.element_size() % WORD_BYTES == 0
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

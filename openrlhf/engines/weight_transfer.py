@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,35 +28,6 @@ GROUP_TIMEOUT = timedelta(seconds=600)
 Handle = tuple[Any, ...]  # opens a buffer in another process of the same place
 
 
-class BufferMemory(Protocol):
-    """Memory that other processes of the same place can open."""
-
-    device: torch.device
-    bucket_bytes: int
-
-    @property
-    def place(self) -> str:
-        """The node or GPU; processes in one place open each other's buffers."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return a buffer of at least `num_bytes`, (n,) uint8."""
-
-    def export(self, buffer: Tensor) -> Handle:
-        """Return the handle of a buffer; export each buffer once."""
-
-    def open(self, handle: Handle) -> Tensor:
-        """Open a buffer that another process exported, (n,) uint8."""
-
-    def synchronize(self) -> None:
-        """Wait until all copies into and out of buffers are done."""
-
-    def release(self, buffers: list[Tensor]) -> None:
-        """Give buffers back that no reader needs any more."""
-
-    def close(self) -> None:
-        """Let go of the buffers that were opened; the update they belong to is over."""
-
-
 class HostMemory:
     """Shared memory of one node. Readers open its descriptor through /proc, so it has no name and
     ends with the processes that use it.
@@ -65,10 +35,7 @@ class HostMemory:
 
     device = torch.device("cpu")
     bucket_bytes = 64 << 20
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []  # new pages cost more than the copy into them
-        self._opened: dict[Handle, Tensor] = {}
+    is_kept = True  # between updates: new pages cost more than the copy into them
 
     @property
     def place(self) -> str:
@@ -77,12 +44,7 @@ class HostMemory:
         return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a released buffer that is large enough, or a new one; raise WeightSyncError where
-        the node has no room.
-        """
-        fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
-        if fitting:
-            return self._free.pop(fitting[0])
+        """Return a new buffer, (n,) uint8; raise WeightSyncError where the node has no room."""
         num_free = shutil.disk_usage("/dev/shm").free
         if num_free < num_bytes:
             raise WeightSyncError(
@@ -97,32 +59,29 @@ class HostMemory:
         return (os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
 
     def open(self, handle: Handle) -> Tensor:
-        """Map the buffer, once for all buckets that come in it."""
-        if handle not in self._opened:
-            if len(self._opened) == NUM_BUFFERS:  # the writer has a larger one in its place
-                del self._opened[next(iter(self._opened))]
-            self._opened[handle] = _mapped(*handle)
-        return self._opened[handle]
+        """Map a buffer that another process exported, (n,) uint8."""
+        pid, descriptor, inode, num_bytes = handle
+        path = f"/proc/{pid}/fd/{descriptor}"
+        try:
+            with open(path, "r+b", buffering=0) as file:
+                if os.fstat(file.fileno()).st_ino != inode:
+                    raise WeightSyncError(f"a bucket of weights is gone: {path} is something else")
+                return _flat(torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), num_bytes))
+        except OSError as error:
+            raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error
 
     def synchronize(self) -> None:
         """Copies of a CPU are done when the call returns."""
-
-    def release(self, buffers: list[Tensor]) -> None:
-        """Keep them for the next update."""
-        self._free += buffers
-
-    def close(self) -> None:
-        """Keep the mappings: the writer uses the same buffers again."""
 
 
 class CudaMemory:
     """Memory of one GPU, opened in other processes through CUDA IPC."""
 
     bucket_bytes = 256 << 20
+    is_kept = False  # other models need it
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index or 0)
-        self._opened: dict[Handle, Tensor] = {}
 
     @property
     def place(self) -> str:
@@ -130,7 +89,7 @@ class CudaMemory:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a new buffer; torch keeps freed memory itself."""
+        """Return a new buffer, (n,) uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def export(self, buffer: Tensor) -> Handle:
@@ -141,30 +100,18 @@ class CudaMemory:
         return tuple(reduce_tensor(buffer)[1])
 
     def open(self, handle: Handle) -> Tensor:
-        """Open the buffer, once for all buckets that come in it."""
+        """Open a buffer that another process exported, (n,) uint8."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor  # noqa: PLC0415 - as above
 
-        if handle not in self._opened:
-            # The seventh argument is the index of the GPU, which is another one in this process.
-            arguments = (*handle[:6], self.device.index, *handle[7:])
-            self._opened[handle] = rebuild_cuda_tensor(*arguments)
-        return self._opened[handle]
+        # The seventh argument is the index of the GPU, which is another one in this process.
+        return rebuild_cuda_tensor(*handle[:6], self.device.index, *handle[7:])
 
     def synchronize(self) -> None:
         """Wait for the stream that copies are queued on."""
         torch.cuda.current_stream(self.device).synchronize()
 
-    def release(self, buffers: list[Tensor]) -> None:
-        """Free them once their readers have let go."""
-        buffers.clear()
-        torch.cuda.ipc_collect()
 
-    def close(self) -> None:
-        """Let go of the writer's memory, which it frees then."""
-        self._opened.clear()
-
-
-def memory_of(device: torch.device) -> BufferMemory:
+def memory_of(device: torch.device) -> HostMemory | CudaMemory:
     """Return the memory of a device that buffers are shared in."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
@@ -188,93 +135,71 @@ class BroadcastGroup:
         self._group.broadcast([data], options).wait()
 
 
-@dataclass
-class Packed:
-    """Named tensors in a buffer, on their way to become a bucket."""
-
-    buffer: Tensor | None
-    # name, dtype, shape and offset of each
-    entries: list[tuple[str, str, tuple[int, ...], int]] = field(default_factory=list)
-    num_bytes: int = 0
-
-    @property
-    def data(self) -> Tensor:
-        """The bytes that are in use, (num_bytes,) uint8."""
-        assert self.buffer is not None
-        return self.buffer[: self.num_bytes]
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor to the end of the buffer, if there is one."""
-        begin = align(self.num_bytes)
-        self.num_bytes = begin + tensor.nbytes
-        if self.buffer is not None:
-            self.buffer[begin : self.num_bytes].copy_(as_bytes(tensor))
-        self.entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), begin))
-
-    def bucket(self, handle: dict[str, object]) -> WeightBucket:
-        """Return the bucket of these tensors."""
-        names, dtypes, shapes, offsets = zip(*self.entries, strict=True)
-        return WeightBucket(names, dtypes, shapes, offsets, self.num_bytes, handle)
-
-
 class BucketBuffers:
     """The writer's side: two buffers that tensors are packed into in turn. A rank that nobody reads
     from packs nothing, but walks through the same buckets.
     """
 
-    def __init__(self, memory: BufferMemory, *, is_used: bool = True) -> None:
+    def __init__(self, memory: HostMemory | CudaMemory, *, is_used: bool = True) -> None:
         self.memory = memory
         self.is_used = is_used
         self.bucket_bytes = memory.bucket_bytes
-        self._buffers: list[Tensor | None] = [None] * NUM_BUFFERS
-        self._handles: list[Handle | None] = [None] * NUM_BUFFERS
-        self._turn = 0
+        self._buffers: list[Tensor] = []  # the one that is filled comes last
+        self._handles: dict[int, Handle] = {}  # by address: each buffer is exported once
 
-    def pack(self, tensors: NamedTensors) -> Iterator[Packed]:
-        """Fill buffers of about `bucket_bytes`; each is overwritten when the next but one is asked
-        for. A tensor that is larger travels alone.
+    def pack(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
+        """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
+        next but one is asked for. A tensor that is larger travels alone.
         """
-        packed: Packed | None = None
+        entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        num_bytes = 0
         for name, tensor in tensors:
-            is_full = (
-                packed is not None and align(packed.num_bytes) + tensor.nbytes > self.bucket_bytes
-            )
-            if packed is not None and is_full:
-                yield self._finished(packed)
-            if packed is None or is_full:
-                packed = Packed(self._next_buffer(tensor.nbytes))
-            packed.add(name, tensor)
-        if packed is not None:
-            yield self._finished(packed)
+            begin = align(num_bytes)
+            if entries and begin + tensor.nbytes > self.bucket_bytes:
+                yield self._finished(entries, num_bytes)
+                entries, begin = [], 0
+            if self.is_used and not entries:
+                self._turn(tensor.nbytes)
+            num_bytes = begin + tensor.nbytes
+            if self.is_used:
+                self._buffers[-1][begin:num_bytes].copy_(as_bytes(tensor))
+            entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), begin))
+        if entries:
+            yield self._finished(entries, num_bytes)
 
     def handle(self) -> dict[str, Handle]:
         """Return {place: handle} of the buffer filled last; empty on a rank that packs nothing."""
-        buffer = self._buffers[self._turn]
-        if buffer is None:
+        if not self.is_used:
             return {}
-        handle = self._handles[self._turn] or self.memory.export(buffer)
-        self._handles[self._turn] = handle
-        return {self.memory.place: handle}
+        buffer = self._buffers[-1]
+        if buffer.data_ptr() not in self._handles:
+            self._handles[buffer.data_ptr()] = self.memory.export(buffer)
+        return {self.memory.place: self._handles[buffer.data_ptr()]}
 
     def release(self) -> None:
-        """Give the memory back until the next update."""
-        buffers = [buffer for buffer in self._buffers if buffer is not None]
-        self._buffers = [None] * NUM_BUFFERS
-        self._handles = [None] * NUM_BUFFERS
-        self.memory.release(buffers)
+        """Give device memory back until the next update, once the readers have let go."""
+        if not self.memory.is_kept:
+            self._buffers, self._handles = [], {}
+            torch.cuda.ipc_collect()
 
-    def _finished(self, packed: Packed) -> Packed:
-        if self.is_used:
-            self.memory.synchronize()
-        return packed
+    def _finished(
+        self, entries: list[tuple[str, str, tuple[int, ...], int]], num_bytes: int
+    ) -> tuple[WeightBucket, Tensor]:
+        names, dtypes, shapes, offsets = zip(*entries, strict=True)
+        bucket = WeightBucket(names, dtypes, shapes, offsets, num_bytes, {})
+        if not self.is_used:
+            return bucket, torch.empty(0, dtype=torch.uint8)
+        self.memory.synchronize()
+        return bucket, self._buffers[-1][:num_bytes]
 
-    def _next_buffer(self, num_bytes: int) -> Tensor | None:
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        buffer = self._buffers[self._turn]
-        if self.is_used and (buffer is None or len(buffer) < num_bytes):
+    def _turn(self, num_bytes: int) -> None:
+        """Take the other buffer, or a new one where there is none or it is too small."""
+        buffer = self._buffers.pop(0) if len(self._buffers) == NUM_BUFFERS else None
+        if buffer is None or len(buffer) < num_bytes:
+            if buffer is not None:
+                self._handles.pop(buffer.data_ptr(), None)
             buffer = self.memory.allocate(max(num_bytes, self.bucket_bytes))
-            self._buffers[self._turn], self._handles[self._turn] = buffer, None
-        return buffer
+        self._buffers.append(buffer)
 
 
 class BucketReader:
@@ -284,7 +209,8 @@ class BucketReader:
         self.device = device
         self.memories = {memory.device.type: memory for memory in (HostMemory(), memory_of(device))}
         self._group: BroadcastGroup | None = None
-        self._received: Tensor | None = None  # what a broadcast is received into
+        self._received = torch.empty(0)  # what a broadcast is received into
+        self._opened: dict[Handle, Tensor] = {}
 
     def join(self, group: BroadcastGroup) -> None:
         """Receive from this group from now on."""
@@ -302,23 +228,25 @@ class BucketReader:
 
     def close(self) -> None:
         """Let go of the writer's memory at the end of an update."""
-        for memory in self.memories.values():
-            memory.close()
-        self._received = None
+        self._opened.clear()
+        self._received = torch.empty(0)
 
     def _bytes(self, bucket: WeightBucket) -> Tensor:
         if self._group is not None:
-            if self._received is None or len(self._received) < bucket.num_bytes:
+            if len(self._received) < bucket.num_bytes:
                 self._received = torch.empty(
                     bucket.num_bytes, dtype=torch.uint8, device=self._group.device
                 )
-            data = self._received[: bucket.num_bytes]
-            self._group.broadcast(data)
+            self._group.broadcast(data := self._received[: bucket.num_bytes])
             return data
+        if "bytes" in bucket.handle:
+            return torch.tensor(bucket.handle["bytes"])
         for memory in self.memories.values():
             handle: Any = bucket.handle.get(memory.place)
             if handle is not None:
-                return memory.open(handle)[: bucket.num_bytes]
+                if handle not in self._opened:
+                    self._opened[handle] = memory.open(handle)
+                return self._opened[handle][: bucket.num_bytes]
         raise WeightSyncError(
             "no rank of the trainer shares memory with this engine. Give the actor as many devices "
             "as the engines, leave out --colocate_all_models, or type --vllm_sync_with_ray."
@@ -327,14 +255,3 @@ class BucketReader:
 
 def _flat(storage: Any) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _mapped(pid: int, descriptor: int, inode: int, num_bytes: int) -> Tensor:
-    path = f"/proc/{pid}/fd/{descriptor}"
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino != inode:
-                raise WeightSyncError(f"a bucket of weights is gone: {path} is something else")
-            return _flat(torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), num_bytes))
-    except OSError as error:
-        raise WeightSyncError(f"a bucket of weights cannot be opened: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from openrlhf.engines.base import (
     GenerationRequest,
     RolloutEngine,
     SamplingSettings,
-    SyncReceipt,
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
@@ -86,8 +86,8 @@ def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterato
     """The tensors in shared memory."""
     buffers = BucketBuffers(HostMemory())
     buffers.bucket_bytes = bucket_bytes
-    for packed in buffers.pack(tensors):
-        yield packed.bucket(dict(buffers.handle()))
+    for bucket, _ in buffers.pack(tensors):
+        yield replace(bucket, handle=dict(buffers.handle()))
 
 
 def send(
@@ -97,7 +97,7 @@ def send(
     *,
     bucket_bytes: int = 2**20,
     keep_running: bool = False,
-) -> SyncReceipt:
+) -> dict[str, int]:
     engine.begin_weight_update(keep_running=keep_running)
     for bucket in buckets(tensors, bucket_bytes):
         engine.receive_bucket(bucket)

@@ -13,7 +13,6 @@ from openrlhf.engines.base import (
     SHARED_MEMORY,
     Completion,
     GenerationRequest,
-    SyncReceipt,
     WeightBucket,
 )
 from openrlhf.engines.own_generate import OwnGenerate
@@ -54,10 +53,10 @@ class ReceivingModel(OwnGenerate):
             parameters[name].copy_(tensor)
             self._received[name] = fingerprint(parameters[name])
 
-    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         self._reader.close()
         self.weight_version = weight_version
-        return SyncReceipt(weight_version, self._received, is_cache_reset=True)
+        return self._received
 
     def sleep(self) -> None: ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from openrlhf.engines.own_generate import OwnGenerate
 from tests.engines.helpers import (
@@ -81,12 +80,3 @@ def test_a_seed_repeats_itself_in_any_company(model):
     in_company = OwnGenerate(model, max_num_rows=5).generate([*others, seeded])[-1]
     assert [a.token_ids for a in in_company] == [a.token_ids for a in alone]
     assert alone[0].token_ids != alone[1].token_ids
-
-
-def test_a_batch_ends_within_the_positions_of_the_model():
-    """Prompts of 30 and 2 tokens with 2 and 30 to come: together they would need 60 positions."""
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config)
-    requests = [request(range(10, 40), max_new_tokens=2), request((5, 6), max_new_tokens=30)]
-    answers = OwnGenerate(model).generate(requests)
-    assert [len(answer.token_ids) for [answer] in answers] == [2, 30]

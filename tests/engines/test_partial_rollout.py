@@ -70,9 +70,8 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
         several = engine.submit([request(num_samples=3, **settings), request(seed=5, **settings)])
         for version in (1, 2):
             watched = sampled(engine, 20, **settings)
-            receipt = send(engine, weights(models[version]), version, keep_running=True)
-            assert receipt.is_cache_reset
-            assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(models[version])}
+            received = send(engine, weights(models[version]), version, keep_running=True)
+            assert received == {n: fingerprint(t) for n, t in weights(models[version])}
         answers = [answer for future in several for answer in future.result(60)]
         assert len(answers) == 4 and len({answer.token_ids for answer in answers}) == 4
         for answer in answers:

@@ -96,9 +96,8 @@ def three_updates(engine: VLLMEngine, trained) -> None:
     assert engine_greedy(engine) == greedy(trained)
     for version, bucket_bytes in [(1, 2**26), (2, 2**15), (3, 2**17)]:
         shake(trained, version)
-        receipt = send(engine, weights(trained), version, bucket_bytes=bucket_bytes)
-        assert receipt.fingerprints == {n: fingerprint(t) for n, t in weights(trained)}
-        assert (receipt.weight_version, receipt.is_cache_reset) == (version, True)
+        received = send(engine, weights(trained), version, bucket_bytes=bucket_bytes)
+        assert received == {n: fingerprint(t) for n, t in weights(trained)}
         assert engine_greedy(engine) == greedy(trained)
         [[answer]] = engine.generate([request(max_new_tokens=8)])
         assert answer.weight_version == version
@@ -159,7 +158,7 @@ def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
     some_layer = "model.layers.1.self_attn.k_proj.weight"
     with restored(engine, model, 0):
         send(engine, named, 1)
-        with pytest.raises(WeightSyncError, match=f"missing {some_layer}"):
+        with pytest.raises(WeightSyncError, match=f"1 missing, e.g. {some_layer}"):
             send(engine, [pair for pair in named if pair[0] != some_layer], 2)
         with pytest.raises(EngineError, match="half of a failed weight update"):
             engine.generate([request(max_new_tokens=1)])
@@ -201,11 +200,7 @@ class SecondSampler:
 
 def test_the_second_runner_takes_log_probs_of_logits_that_nothing_was_cut_from() -> None:
     sampler = SecondSampler()
-    assert report_full_logprobs(sampler)
+    report_full_logprobs(sampler)
     sampled, logits = sampler._sample_random(LOGITS.clone(), torch.tensor([0.3]))
     assert sampled.tolist() == [2]
     assert torch.equal(logits, LOGITS)
-
-
-def test_an_unknown_sampler_is_left_alone() -> None:
-    assert not report_full_logprobs(object())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
@@ -54,10 +55,10 @@ def test_another_process_reads_what_was_written(way):
     buffers = writer()
     for version in range(3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
-        for packed in buffers.pack(tensors):
-            ours.send(packed.bucket({} if group else dict(buffers.handle())))
+        for bucket, data in buffers.pack(tensors):
+            ours.send(bucket if group else replace(bucket, handle=dict(buffers.handle())))
             if group:
-                group.broadcast(packed.data)
+                group.broadcast(data)
             assert ours.recv() == {name: fingerprint(tensor) for name, tensor in tensors}
         buffers.release()
     ours.send(None)
@@ -69,8 +70,7 @@ def test_tensors_lie_at_multiples_of_64_bytes_and_a_large_one_alone():
     large = ("large", torch.full((40,), 2.0))
     found = [
         (bucket.names, bucket.offsets, bucket.num_bytes)
-        for packed in writer(128).pack([*WEIGHTS, large, WEIGHTS[0]])
-        if (bucket := packed.bucket({}))
+        for bucket, _ in writer(128).pack([*WEIGHTS, large, WEIGHTS[0]])
     ]
     assert found == [
         (("a", "odd"), (0, 64), 66),

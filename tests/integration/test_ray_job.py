@@ -45,10 +45,10 @@ def timed_place(demands, deadline_s):
     return {"roles": sorted(slots), "s": time.monotonic() - start}
 
 
-too_large = timed_place([RoleDemand("actor", 3, "actor")], 20.0)
-busy = timed_place(demands, 3.0)
+too_large = timed_place([RoleDemand("actor", 3, "actor")], 20)
+busy = timed_place(demands, 3)
 threading.Timer(1.5, remove_placement_group, [other_job]).start()
-freed = timed_place(demands, 20.0)
+freed = timed_place(demands, 20)
 print(json.dumps({"too_large": too_large, "busy": busy, "freed": freed}))
 """
 

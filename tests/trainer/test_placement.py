@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,10 +105,11 @@ def test_threads_of_a_process_are_the_cores_of_its_node_over_the_processes_on_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cores = {"large": 192.0, "small": 24.0}
-    bundles = {"state": "CREATED", "bundles_to_node_id": {0: "large", 1: "large", 2: "small"}}
+    bundles = {"bundles_to_node_id": {0: "large", 1: "large", 2: "small"}}
+    placed = SimpleNamespace(wait=lambda seconds: True)
     nodes = [{"NodeID": name, "Resources": {"CPU": count}} for name, count in cores.items()]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    monkeypatch.setattr(placement, "placement_group", lambda *_, **options: object())
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **options: placed)
     monkeypatch.setattr(placement, "placement_group_table", lambda _: bundles)
     demands = [RoleDemand("actor", 3, "all"), RoleDemand("vllm", 1, "all", bundles_per_rank=2)]
     view = ClusterView(num_gpus=3, num_cpus=216, max_gpus_per_node=2)

@@ -51,12 +51,13 @@ def pools() -> list[Pool]:
 
 
 @pytest.fixture
-def source(pools: list[Pool]) -> Iterator[NodePools]:
+def source(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> Iterator[NodePools]:
     own, other = pools
 
     def remote(batch: RewardBatch) -> Awaitable[RewardResult]:
         return other.score(batch)
 
+    monkeypatch.setattr("ray.kill", lambda handle: None)
     node = Node("node 1", SimpleNamespace(score=SimpleNamespace(remote=remote)))
     with closing(NodePools(own, [node], limit_s=5.0)) as source:  # type: ignore[arg-type]
         yield source

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines.base import NamedTensors, SyncReceipt, WeightBucket, WeightRoute
+from openrlhf.engines.base import NamedTensors, WeightBucket, WeightRoute
 from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader, HostMemory
 from openrlhf.errors import WeightSyncError
 from openrlhf.trainer.ray import weight_sync
 from openrlhf.trainer.ray.cluster import weight_route
 from openrlhf.trainer.ray.placement import ClusterView, role_counts
 from openrlhf.trainer.ray.weight_sync import (
-    FetchedBuckets,
     HandleTransport,
     WeightTransport,
+    fetched,
     make_transport,
     send_weights,
 )
@@ -78,7 +78,7 @@ class FakeEngine:
     def __init__(self, way: str = "handles", fault: str = "") -> None:
         self.weight_route = WeightRoute(way)
         self.fault = fault
-        self.reader, self.fetcher = BucketReader(CPU), FetchedBuckets()
+        self.reader = BucketReader(CPU)
         self.held: dict[str, torch.Tensor] = {}
         self.buckets: list[tuple[str, ...]] = []
 
@@ -96,16 +96,13 @@ class FakeEngine:
         if self.fault == "broken":
             raise WeightSyncError(f"no room for {bucket.names[0]}")
         self.buckets.append(bucket.names)
-        if "object" in bucket.handle:
-            bucket = self.fetcher.fetched(bucket)
-        for name, tensor in self.reader.read(bucket):
+        for name, tensor in self.reader.read(fetched(bucket)):
             if not (self.fault == "drop" and name == "b"):
                 self.held[name] = tensor + 1 if self.fault == "corrupt" else tensor.clone()
 
-    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
-        prints = {name: fingerprint(tensor) for name, tensor in self.held.items()}
-        version = weight_version - (self.fault == "stale")
-        return SyncReceipt(version, prints, is_cache_reset=self.fault != "cache")
+    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
+        self.reader.close()
+        return {name: fingerprint(tensor) for name, tensor in self.held.items()}
 
 
 def connected(engines: list[FakeEngine]) -> WeightTransport:
@@ -132,10 +129,8 @@ def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("drop", "vllm-1 on node n did not receive 1 tensors, e.g. b"),
-        ("corrupt", "vllm-1 on node n: 6 tensors differ from the trainer's, e.g. a"),
-        ("stale", "vllm-1 on node n holds weight version 2, sent 3"),
-        ("cache", "vllm-1 on node n kept its prefix cache"),
+        ("drop", "vllm-1 on node n: 1 tensors differ .* or did not come, e.g. b"),
+        ("corrupt", "vllm-1 on node n: 6 tensors differ from the trainer's .* e.g. a"),
         ("broken", "no room for a"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 import ray
 import torch
@@ -26,11 +25,10 @@ from openrlhf.trainer.ray.placement import (
     role_counts,
     view_cluster,
 )
-from openrlhf.trainer.ray.reward_nodes import NodePools, run_nodes, start_pool_actors
+from openrlhf.trainer.ray.reward_nodes import NodePools, on_every_node
 from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch, Watched
-from openrlhf.utils.logging import notice
 from openrlhf.utils.progress import progress
 
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
@@ -105,8 +103,7 @@ class RayCluster(LocalCluster):
         self.policy_dtype = policy_dtype(config, has_gpus=self.has_gpus)
         self.groups: list[RayActorGroup] = []
         self.engines: list[RayEngine] = []
-        self.reward_pools: NodePools | None = None
-        self.reward_actors: list[Any] = []
+        self.rewards: RewardSource | None = None
         self.watch = Watch()
         # Phases take turns: one role at a time may use all cores. Engines and trainer, where both
         # run at once, share them.
@@ -123,10 +120,10 @@ class RayCluster(LocalCluster):
         get on is raised as that.
         """
         self.watch.close()
-        if self.reward_pools is not None:
-            self.reward_pools.close()
+        if isinstance(self.rewards, NodePools):
+            self.rewards.close()
         ranks = [handle for group in self.groups for handle in group.handles]
-        for handle in [*self.reward_actors, *ranks, *(e.handle for e in self.engines)]:
+        for handle in [*ranks, *(engine.handle for engine in self.engines)]:
             ray.kill(handle)
         places = [slot.group for slots in self.slots.values() for slot in slots]
         for group in {group.id: group for group in places}.values():
@@ -160,13 +157,11 @@ class RayCluster(LocalCluster):
         return list(self.engines)
 
     def on_every_node(self, source: RewardSource) -> RewardSource:
-        nodes = run_nodes([slot for slots in self.slots.values() for slot in slots])
-        if not isinstance(source, FunctionPool) or len(nodes) == 1:
-            return source
-        self.reward_actors = start_pool_actors(source, nodes[1:])
-        self.reward_pools = NodePools.of(source, self.reward_actors)
-        notice(f"reward function on {len(nodes)} nodes, {source.settings.num_workers} workers each")
-        return self.reward_pools
+        if isinstance(source, FunctionPool):
+            places = [slot for slots in self.slots.values() for slot in slots]
+            source = on_every_node(source, places)
+        self.rewards = source
+        return source
 
     def wait_until_up(self) -> None:
         with progress("starting workers", len(self.groups) + len(self.engines)) as advance:

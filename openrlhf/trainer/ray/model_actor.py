@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,14 +43,11 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, counter
 
-Worker = TypeVar("Worker")
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-def frees_cache(
-    method: Callable[Concatenate[Worker, Args], Result],
-) -> Callable[Concatenate[Worker, Args], Result]:
+def frees_cache(method: Callable[Args, Result]) -> Callable[Args, Result]:
     """Give cached device memory back after a method of a worker.
 
     Torch keeps freed memory for its own process; other roles and the engines on this device need
@@ -58,8 +55,8 @@ def frees_cache(
     """
 
     @wraps(method)
-    def freeing(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        result = method(self, *args, **kwargs)
+    def freeing(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        result = method(*args, **kwargs)
         torch.cuda.empty_cache()
         return result
 

@@ -23,7 +23,7 @@ from openrlhf.rewards.workers import LOAD_TIMEOUT_S, FunctionPool, PoolSettings
 from openrlhf.trainer.ray.launcher import get, worker_environment
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import node_address
-from openrlhf.utils.logging import warn
+from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.user_code import code_digest
 
 GRACE_S = 30.0  # over what a pool may take for a batch, until its node is called lost
@@ -84,15 +84,9 @@ class NodePools(RewardSource):
         self._num_places = pool.settings.num_workers  # on a node
         self._room = asyncio.Condition()
 
-    @classmethod
-    def of(cls, pool: FunctionPool, handles: Sequence[Any]) -> NodePools:
-        """Join the local pool and those of the actors; raises ConfigError for a node without the
-        file.
-        """
-        nodes = [
-            Node(get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S), h) for h in handles
-        ]
-        return cls(pool, nodes, LOAD_TIMEOUT_S + pool.settings.timeout_s + GRACE_S)
+    async def release(self) -> None:
+        for node in self._nodes[1:]:
+            ray.kill(node.handle)
 
     @property
     def has_room(self) -> bool:
@@ -125,22 +119,21 @@ class NodePools(RewardSource):
         return scored
 
 
-def run_nodes(slots: Sequence[Slot]) -> list[str]:
-    """Return the ids of the nodes that a run has places on, the controller's own first."""
+def on_every_node(pool: FunctionPool, slots: Sequence[Slot]) -> FunctionPool | NodePools:
+    """Return the pool joined with one like it on every other node that a run has places on; raises
+    ConfigError for a node without the file.
+    """
     own = ray.get_runtime_context().get_node_id()
     groups = {slot.group.id: slot.group for slot in slots}.values()
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
-    placed = {node for table in tables for node in table.values()}
-    return [own, *sorted(placed - {own})]
-
-
-def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
-    """Start an actor with a pool like this one on each of the nodes; does not wait for them."""
+    others = sorted({node for table in tables for node in table.values()} - {own})
+    if not others:
+        return pool
     settings = pool.settings
     log_dir = settings.log_dir.resolve() if settings.log_dir else None
     paths = list(dict.fromkeys([pool.path, str(Path(pool.path).expanduser().resolve())]))
     digest = code_digest(pool.path)
-    return [
+    handles = [
         ray.remote(PoolActor)
         .options(
             num_cpus=0,  # its workers compete with the run's own processes, as they do on one node
@@ -149,5 +142,8 @@ def start_pool_actors(pool: FunctionPool, nodes: Sequence[str]) -> list[Any]:
             runtime_env={"env_vars": worker_environment(1)},
         )
         .remote(paths, digest, replace(settings, log_dir=log_dir and log_dir / f"node-{node[:8]}"))
-        for node in nodes
+        for node in others
     ]
+    nodes = [Node(get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S), h) for h in handles]
+    notice(f"reward function on {1 + len(nodes)} nodes, {settings.num_workers} workers each")
+    return NodePools(pool, nodes, LOAD_TIMEOUT_S + settings.timeout_s + GRACE_S)

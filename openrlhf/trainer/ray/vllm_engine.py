@@ -14,7 +14,6 @@ from openrlhf.engines.base import (
     SHARED_MEMORY,
     Completion,
     GenerationRequest,
-    SyncReceipt,
     WeightBucket,
     WeightRoute,
 )
@@ -23,7 +22,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
-from openrlhf.trainer.ray.weight_sync import FetchedBuckets
+from openrlhf.trainer.ray.weight_sync import fetched
 from openrlhf.utils.logging import redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -35,7 +34,6 @@ class LLMRayActor(VLLMEngine):
     def __init__(self, config: VLLMEngineConfig, name: str, run_dir: str) -> None:
         redirect_framework_logs(run_dir, name, capture_streams=True)
         super().__init__(replace(config, device_index=own_gpu()))
-        self._buckets = FetchedBuckets()
 
     def ready(self) -> str:
         """Answer once the engine is up: the address of its node."""
@@ -48,9 +46,7 @@ class LLMRayActor(VLLMEngine):
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket, which may lie in Ray's object store."""
-        if "object" in bucket.handle:
-            bucket = self._buckets.fetched(bucket)
-        super().receive_bucket(bucket)
+        super().receive_bucket(fetched(bucket))
 
     async def call(self, method: str, *args: object, **options: object) -> Any:
         """Run a method of this class in a thread, while the event loop takes requests."""
@@ -64,7 +60,6 @@ class RayEngine:
     handle: Any
     name: str
     weight_route: WeightRoute = SHARED_MEMORY
-    timeout_s: float = CALL_TIMEOUT_S
     node: str = ""  # address of the engine's node; empty until it is up
 
     @property
@@ -74,7 +69,7 @@ class RayEngine:
 
     def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
         reference = self.handle.call.remote(method.__name__, *args, **options)
-        return get(reference, self.who, self.timeout_s)
+        return get(reference, self.who, CALL_TIMEOUT_S)
 
     def ready(self) -> None:
         """Wait until the engine is up."""
@@ -103,7 +98,7 @@ class RayEngine:
     def receive_bucket(self, bucket: WeightBucket) -> None:
         self._call(LLMRayActor.receive_bucket, bucket)
 
-    def finish_weight_update(self, weight_version: int) -> SyncReceipt:
+    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         return self._call(LLMRayActor.finish_weight_update, weight_version)  # type: ignore[no-any-return]
 
     def sleep(self) -> None:

@@ -10,25 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 import torch
+from torch import Tensor
 
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
-from openrlhf.engines.base import (
-    NamedTensors,
-    RolloutEngine,
-    SyncReceipt,
-    WeightBucket,
-)
-from openrlhf.engines.weight_transfer import (
-    BroadcastGroup,
-    BucketBuffers,
-    HostMemory,
-    Packed,
-    memory_of,
-)
+from openrlhf.engines.base import NamedTensors, RolloutEngine, WeightBucket
+from openrlhf.engines.weight_transfer import BroadcastGroup, BucketBuffers, memory_of
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
@@ -38,34 +28,37 @@ Result = TypeVar("Result")
 
 
 class WeightTransport:
-    """Packs weights into buckets that engines can read. All ranks of the trainer make one."""
+    """Packs weights on rank 0 into buckets that engines can read. All ranks of the trainer make
+    one, and go through the buckets of every update.
+    """
 
-    def __init__(self, buffers: BucketBuffers) -> None:
-        self.buffers = buffers
+    def __init__(self, device: torch.device, *, is_used: bool | None = None) -> None:
+        """`is_used`: this rank's buffers are read; None: those of rank 0 are."""
+        self.buffers = BucketBuffers(
+            memory_of(device), is_used=rank() == 0 if is_used is None else is_used
+        )
 
-    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Packed]]:
+    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yield buckets and their bytes, which stay until the next but one is asked for."""
-        for packed in self.buffers.pack(tensors):
-            yield packed.bucket(self.address(packed)), packed
+        for bucket, data in self.buffers.pack(tensors):
+            yield replace(bucket, handle=self.address(data)), data
 
-    def address(self, packed: Packed) -> dict[str, object]:
+    def address(self, data: Tensor) -> dict[str, Any]:
         """Return how engines find the bytes."""
         raise NotImplementedError
 
-    def push(self, packed: Packed) -> None:
+    def push(self, data: Tensor) -> None:
         """Send the bytes of a bucket that every engine was told to receive."""
 
-    def wait_for_peers(self) -> None:
-        """Wait until engines have read from all ranks."""
+    def finish(self) -> None:
+        """Give the memory back; engines have let go of it."""
+        self.buffers.release()
 
     def follow(self, tensors: NamedTensors) -> None:
-        """Take part in the gathering, on a rank other than 0."""
-        for _ in tensors:
+        """Take part in an update, on a rank other than 0."""
+        for _ in self.buckets(tensors):
             pass
-
-    def close(self) -> None:
-        """Give the memory back at the end of an update."""
-        self.buffers.release()
+        self.finish()
 
 
 class HandleTransport(WeightTransport):
@@ -76,18 +69,16 @@ class HandleTransport(WeightTransport):
 
     def __init__(self, device: torch.device, *, num_readers: int) -> None:
         """`num_readers`: engine workers, which share devices with the first ranks."""
-        memory = memory_of(device)
-        is_first_here = all_gather_object(memory.place).index(memory.place) == rank()
-        is_used = is_first_here and rank() < num_readers
-        super().__init__(BucketBuffers(memory, is_used=is_used))
+        place = memory_of(device).place
+        is_first_here = all_gather_object(place).index(place) == rank()
+        super().__init__(device, is_used=is_first_here and rank() < num_readers)
 
-    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Packed]]:
-        """Yield buckets; every rank must iterate."""
-        for bucket, packed in super().buckets(tensors):
-            yield bucket, packed
+    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
+        for bucket, data in super().buckets(tensors):
+            yield bucket, data
             barrier()  # rank 0 is here once engines have read the bucket before this one
 
-    def address(self, packed: Packed) -> dict[str, object]:
+    def address(self, data: Tensor) -> dict[str, Any]:
         """Return {place: handle} of all ranks; none returns before all have filled their buffer."""
         return {
             place: handle
@@ -95,26 +86,13 @@ class HandleTransport(WeightTransport):
             for place, handle in part.items()
         }
 
-    def wait_for_peers(self) -> None:
-        """Meet the other ranks; rank 0 comes once engines have read the last bucket."""
-        barrier()
-
-    def follow(self, tensors: NamedTensors) -> None:
-        """Pack the same buckets for the engine beside this rank."""
-        try:
-            for _ in self.buckets(tensors):
-                pass
-            self.wait_for_peers()
-        finally:
-            self.close()
+    def finish(self) -> None:
+        barrier()  # rank 0 is here once engines have let go of the last bucket
+        super().finish()
 
 
 class BroadcastTransport(WeightTransport):
     """Rank 0 broadcasts each bucket to the workers of all engines."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(BucketBuffers(memory_of(device)))
-        self.group: BroadcastGroup | None = None
 
     def connect(
         self, engines: Sequence[RolloutEngine], *, host: str, port: int, workers_per_engine: int
@@ -142,44 +120,31 @@ class BroadcastTransport(WeightTransport):
         finally:
             pool.shutdown(wait=False)
 
-    def address(self, packed: Packed) -> dict[str, object]:
+    def address(self, data: Tensor) -> dict[str, Any]:
         """Engines need no address: they wait for the broadcast."""
         return {}
 
-    def push(self, packed: Packed) -> None:
-        """Broadcast to the workers of all engines."""
-        assert self.group is not None
-        self.group.broadcast(packed.data)
+    def push(self, data: Tensor) -> None:
+        self.group.broadcast(data)
 
 
 class ObjectTransport(WeightTransport):
     """Each bucket is an object of Ray's store, for nodes between which no group can form."""
 
-    def __init__(self) -> None:
-        super().__init__(BucketBuffers(HostMemory()))
-
-    def address(self, packed: Packed) -> dict[str, object]:
+    def address(self, data: Tensor) -> dict[str, Any]:
         """Put a copy into the store; Ray takes it once to every other node with an engine."""
-        return {"object": ray.put(packed.data.numpy())}
+        return {"object": ray.put(data.numpy())} if rank() == 0 else {}
 
 
-class FetchedBuckets:
-    """The engine's side of `ObjectTransport`: lays objects where its workers can open them."""
-
-    def __init__(self) -> None:
-        self.memory = HostMemory()
-        self._buffer: torch.Tensor | None = None
-
-    def fetched(self, bucket: WeightBucket) -> WeightBucket:
-        """Return the bucket in memory of this node; valid until the next one is fetched."""
-        try:
-            content = ray.get(bucket.handle["object"], timeout=FETCH_TIMEOUT_S)
-        except ray.exceptions.RayError as error:
-            raise WeightSyncError(f"a bucket of weights did not come: {error}") from error
-        if self._buffer is None or len(self._buffer) < bucket.num_bytes:
-            self._buffer = self.memory.allocate(max(bucket.num_bytes, HostMemory.bucket_bytes))
-        self._buffer.numpy()[: bucket.num_bytes] = content
-        return replace(bucket, handle={self.memory.place: self.memory.export(self._buffer)})
+def fetched(bucket: WeightBucket) -> WeightBucket:
+    """Return the bucket with its bytes, if they lie in Ray's object store."""
+    if "object" not in bucket.handle:
+        return bucket
+    try:
+        content = ray.get(bucket.handle["object"], timeout=FETCH_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        raise WeightSyncError(f"a bucket of weights did not come: {error}") from error
+    return replace(bucket, handle={"bytes": content})
 
 
 def make_transport(
@@ -193,7 +158,7 @@ def make_transport(
     [route] = {engine.weight_route for engine in engines}
     buffers_on = device if route.device_type == "cuda" else torch.device("cpu")
     if route.way == "objects":
-        return ObjectTransport()
+        return ObjectTransport(buffers_on)
     if route.way == "handles":
         return HandleTransport(buffers_on, num_readers=len(engines) * workers_per_engine)
     transport = BroadcastTransport(buffers_on)
@@ -211,11 +176,11 @@ def send_weights(
     transport: WeightTransport,
     keep_running: bool = False,
 ) -> dict[str, int]:
-    """Send full named tensors to all engines and check every receipt; return the fingerprint of
-    each tensor.
+    """Send full named tensors to all engines and compare the fingerprints of what each received;
+    return the fingerprint of each tensor.
 
-    Raise WeightSyncError for a receipt that does not show them, and when requests run, unless
-    `keep_running`: then they go on under the new weights.
+    Raise WeightSyncError naming the first difference, and when requests run, unless `keep_running`:
+    then they go on under the new weights.
     """
     sent: dict[str, int] = {}
     pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
@@ -224,20 +189,24 @@ def send_weights(
             [pool.submit(e.begin_weight_update, keep_running=keep_running) for e in engines]
         )
         pending: list[Future[None]] = []
-        for bucket, packed in transport.buckets(_noted(tensors, sent)):
+        for bucket, data in transport.buckets(_noted(tensors, sent)):
             all_results(pending)
             pending = [pool.submit(engine.receive_bucket, bucket) for engine in engines]
-            pending.append(pool.submit(transport.push, packed))
+            pending.append(pool.submit(transport.push, data))
         all_results(pending)
-        transport.wait_for_peers()
         receipts = all_results(
             [pool.submit(engine.finish_weight_update, weight_version) for engine in engines]
         )
+        transport.finish()
     finally:
-        transport.close()
         pool.shutdown(wait=False)
-    for engine, receipt in zip(engines, receipts, strict=True):
-        check_receipt(receipt, sent, weight_version, engine_name=engine.who)
+    for engine, received in zip(engines, receipts, strict=True):
+        wrong = [name for name, value in sent.items() if received.get(name) != value]
+        if wrong:
+            raise WeightSyncError(
+                f"{engine.who}: {len(wrong)} tensors differ from the trainer's or did not come, "
+                f"e.g. {wrong[0]}"
+            )
     return sent
 
 
@@ -250,28 +219,6 @@ def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
         if call in done:
             call.result()
     return [call.result() for call in calls]
-
-
-def check_receipt(
-    receipt: SyncReceipt, sent: dict[str, int], weight_version: int, *, engine_name: str
-) -> None:
-    """Raise WeightSyncError, naming the first difference, unless the receipt proves the update."""
-    if receipt.weight_version != weight_version:
-        raise WeightSyncError(
-            f"{engine_name} holds weight version {receipt.weight_version}, sent {weight_version}"
-        )
-    if not receipt.is_cache_reset:
-        raise WeightSyncError(f"{engine_name} kept its prefix cache over a weight update")
-    missing = sent.keys() - receipt.fingerprints.keys()
-    if missing:
-        raise WeightSyncError(
-            f"{engine_name} did not receive {len(missing)} tensors, e.g. {sorted(missing)[0]}"
-        )
-    wrong = [name for name, value in sent.items() if receipt.fingerprints[name] != value]
-    if wrong:
-        raise WeightSyncError(
-            f"{engine_name}: {len(wrong)} tensors differ from the trainer's, e.g. {wrong[0]}"
-        )
 
 
 def _noted(tensors: NamedTensors, fingerprints: dict[str, int]) -> NamedTensors:
