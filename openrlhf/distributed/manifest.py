@@ -51,19 +51,16 @@ def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = {name: (e["size"], e["sha256"]) for name, e in manifest["files"].items()}
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is not a complete checkpoint: no {MANIFEST}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error}).") from None
-    found = set(_files_in(path))
-    for name in sorted(found | set(files)):
-        if name not in files:
-            raise CheckpointError(f"{path / name} is not in the manifest.")
-        size = (path / name).stat().st_size if name in found else None
-        if size != files[name][0]:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error!r})."
+        ) from None
+    found = {name: (path / name).stat().st_size for name in _files_in(path)}
+    for name in sorted(found.keys() | files.keys()):
+        expected = files[name][0] if name in files else None
+        if found.get(name) != expected:
             raise CheckpointError(
-                f"{path / name}: {'missing' if size is None else f'{size} bytes'}, "
-                f"the manifest says {files[name][0]} bytes."
+                f"{path / name}: {found.get(name, 'no')} bytes, the manifest says {expected}."
             )
     names = sorted(files) if contents else []
     for name, digest in zip(names, _digests(path, names), strict=True):

@@ -11,7 +11,8 @@ schedule's value at k; after the last update the rate stands at the schedule's e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -30,38 +31,27 @@ EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Return trained parameters in a decayed group and one without decay: biases and the weights of
-    norms.
+def parameter_groups(model: nn.Module, optim: OptimizerConfig) -> list[Group]:
+    """Return trained parameters in groups: hidden matrices, which are Muon's, first; those without
+    decay, biases and the weights of norms, last. With Muon, mark its parameters.
     """
-    decayed, undecayed, matrices = [], [], ids_of_matrices(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (decayed if id(parameter) in matrices else undecayed).append(parameter)
-    if weight_decay == 0.0:  # one flat buffer a group under ZeRO: a split would cost for nothing
-        return [{"params": decayed + undecayed, "weight_decay": 0.0}]
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def muon_groups(model: nn.Module, groups: Sequence[Group], optim: OptimizerConfig) -> list[Group]:
-    """Return parameter groups cut in hidden matrices (first) and the rest, and mark parameters."""
-    hidden = ids_of_matrices(model) - set(map(id, embeddings_and_heads(model)))
-    adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
-    muon = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
-    halves: dict[bool, list[Group]] = {True: [], False: []}
-    for group in groups:
-        for parameter in group["params"]:
-            parameter.use_muon = id(parameter) in hidden
-        for use_muon, settings in ((True, muon), (False, adam)):
-            params = [p for p in group["params"] if p.use_muon is use_muon]
-            if params:
-                own = {"params": params, "use_muon": use_muon}
-                halves[use_muon].append({**group, **settings, **own})
-    return halves[True] + halves[False]
+    adam, is_muon = optim.adam, optim.optim == "muon"
+    matrices = ids_of_matrices(model)
+    hidden = matrices - set(map(id, embeddings_and_heads(model))) if is_muon else set()
+    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.use_muon = id(parameter) in hidden
+        # Without decay one flat buffer under ZeRO: a split would cost for nothing.
+        has_decay = adam.weight_decay == 0.0 or id(parameter) in matrices
+        parts.setdefault((not parameter.use_muon, not has_decay), []).append(parameter)
+    groups = []
+    for (is_adams, has_none), params in sorted(parts.items(), key=itemgetter(0)):
+        own = {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps}
+        if not is_adams:
+            own = {"lr": optim.muon.lr, "momentum": optim.muon.momentum}
+        group = {"params": params, "weight_decay": 0.0 if has_none else adam.weight_decay, **own}
+        groups.append({**group, "use_muon": not is_adams} if is_muon else group)
+    return groups
 
 
 def embeddings_and_heads(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -84,10 +74,9 @@ def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -
     """Return torch's fused AdamW, which is as fast as DeepSpeed's own with nothing to compile; or
     DeepSpeed's Muon, with that for the rest.
     """
-    groups = parameter_groups(model, optim.adam.weight_decay)
+    groups = parameter_groups(model, optim)
     if optim.optim == "adam":
-        adam = optim.adam
-        return torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=optim.adam.lr, fused=True)
     # Imports and would compile Newton-Schulz kernels: only where Muon is used.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
 
@@ -95,7 +84,7 @@ def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -
     if not is_cuda:  # compiling for a CPU takes longer than it saves, and needs a C++ compiler
         torch.compiler.set_stance("force_eager")
     optimizer = MuonWithAuxAdam(
-        muon_groups(model, groups, optim),
+        groups,
         adam_optimizer=torch.optim.AdamW,
         adam_optimizer_kwargs={"fused": True},
     )

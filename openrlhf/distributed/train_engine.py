@@ -138,18 +138,44 @@ class TrainEngine:
             self.engine.reload_states(non_blocking=False)
 
     def save_states(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into `folder`; all ranks call, all or none raise
-        CheckpointError.
+        """Write trained weights, optimizer and schedule into `folder`; all ranks call, all or none
+        raise CheckpointError.
+
+        Frozen weights, such as the base of an adapter, are left out: a start loads them.
         """
-        facts = {
+        facts = _facts_of(self.engine) | {
             "schedule": self.schedule.state_dict(),
             "num_skipped_steps": self.num_skipped_steps,
         }
-        save_states(self.engine, folder, facts)
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            tp_rank, dp_rank = _place(self.engine)
+            if dp_rank == 0 or self.zero_stage > 0:  # ZeRO 0: every rank holds all
+                torch.save(_content(self.engine), folder / f"tp{tp_rank}-dp{dp_rank}.pt")
+            if collectives.is_main():
+                manifest.write_json(folder / ENGINE, facts)
+
+        collectives.together(write)
 
     def load_states(self, folder: Path) -> None:
-        """Take up weights, optimizer and schedule from `folder`; as `save_states`."""
-        facts = load_states(self.engine, folder, is_universal=self.use_universal_ckpt)
+        """Take up weights, optimizer and schedule from `folder`; all ranks call. If one finds a
+        reason to refuse, all raise CheckpointError.
+        """
+        engine, is_universal = self.engine, self.use_universal_ckpt
+        facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
+        zero = engine.optimizer
+        if self.zero_stage == 3:
+            zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
+        collectives.together(lambda: _take_up(engine, folder))
+        if self.zero_stage > 0:
+            vars(zero.loss_scaler).update(facts["loss_scaler"])
+        if self.zero_stage in (1, 2):
+            zero.update_lp_params()
+        if self.zero_stage == 3:
+            for part in _parts(engine):
+                part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
+            zero.checkpoint_event_epilogue()
         self.schedule.load_state_dict(facts["schedule"])
         self.num_skipped_steps = facts["num_skipped_steps"]
 
@@ -224,48 +250,6 @@ class Part(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         """Return the numbers of this part in a tensor that is as long as `flat`."""
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
-
-
-def save_states(engine: DeepSpeedEngine, folder: Path, facts: dict[str, object]) -> None:
-    """Write trained weights and optimizer into `folder`, `facts` (JSON) beside them; all ranks
-    call. If one rank fails, all raise CheckpointError.
-
-    Frozen weights, such as the base of an adapter, are left out: a start loads them.
-    """
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tp_rank, dp_rank = _place(engine)
-        if dp_rank == 0 or engine.zero_optimization_stage() > 0:  # ZeRO 0: every rank holds all
-            torch.save(_content(engine), folder / f"tp{tp_rank}-dp{dp_rank}.pt")
-        if collectives.is_main():
-            manifest.write_json(folder / ENGINE, _facts_of(engine) | facts)
-
-    collectives.together(write)
-
-
-def load_states(
-    engine: DeepSpeedEngine, folder: Path, *, is_universal: bool = False
-) -> dict[str, Any]:
-    """Restore weights and optimizer from `folder`; return the facts saved with them.
-
-    All ranks call; if one finds a reason to refuse, all raise CheckpointError. `is_universal`
-    allows another number of ranks or ZeRO stage to have written it.
-    """
-    facts = collectives.together(lambda: _read_facts(engine, folder, is_universal=is_universal))
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        zero.checkpoint_event_prologue()  # splits the parameters that are kept whole
-    collectives.together(lambda: _take_up(engine, folder))
-    if stage > 0:
-        vars(zero.loss_scaler).update(facts["loss_scaler"])
-    if stage in (1, 2):
-        zero.update_lp_params()
-    if stage == 3:
-        for part in _parts(engine):
-            part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
-        zero.checkpoint_event_epilogue()
-    return facts
 
 
 def _content(engine: DeepSpeedEngine) -> dict[str, dict[str, Any]]:

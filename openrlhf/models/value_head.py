@@ -112,9 +112,6 @@ class RewardModel(ScalarHeadModel):
 class RewardLearner(RewardModel):
     """A reward model in training, with the router losses of a mixture of experts when asked."""
 
-    def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
-        super().__init__(model, with_aux_loss=with_aux_loss)
-
     def forward(self, batch: PackedBatch) -> RewardTerms:
         """Return rewards and the router losses."""
         return self.scores_at(batch, last_tokens(batch))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, MuonConfig, OptimizerConfig
-from openrlhf.distributed.optimizer import muon_groups, parameter_groups
+from openrlhf.distributed.optimizer import parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
@@ -127,7 +127,7 @@ def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> N
     for load, head in ((load_causal_lm, "lm_head"), (load_sequence_model, "score")):
         model = load(path)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = muon_groups(model, parameter_groups(model, 0.1), OPTIM)
+        groups = parameter_groups(model, OPTIM)
         by_optimizer = [
             {names[id(p)] for group in groups if group["use_muon"] is flag for p in group["params"]}
             for flag in (True, False)

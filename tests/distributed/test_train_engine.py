@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.distributed.optimizer import muon_groups, parameter_groups
+from openrlhf.distributed.optimizer import parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
@@ -55,12 +55,13 @@ def test_biases_and_norms_do_not_decay_whatever_their_shape() -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         decayed, undecayed = (
             {names[id(parameter)] for parameter in group["params"]}
-            for group in parameter_groups(model, 0.1)
+            for group in parameter_groups(model, OPTIM)
         )
         assert not [name for name in decayed if "norm" in name or name.endswith("bias")]
         stacked = [name for name in undecayed if model.get_parameter(name).ndim > 1]
         assert len(stacked) == num_stacked
-        in_muon = muon_groups(model, parameter_groups(model, 0.0), OPTIM)[0]["params"]
+        muon = OPTIM.model_copy(update={"optim": "muon"})
+        in_muon = parameter_groups(model, muon)[0]["params"]
         assert in_muon and not {names[id(parameter)] for parameter in in_muon} & undecayed
 
 
@@ -75,7 +76,7 @@ def loss_of(model: object, samples: Tensor) -> Tensor:
 def plain_loop(dtype: torch.dtype) -> tuple[list[float], list[Tensor], list[Tensor]]:
     """Gradient norms, first gradients and final weights of a bare torch loop over whole batches."""
     model = make_model()
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(model, OPTIM), lr=1e-2)
     norms, first = [], []
     for step in range(NUM_STEPS):
         for group in optimizer.param_groups:
