@@ -18,9 +18,8 @@ from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.errors import ConfigError
-from openrlhf.models.distillation import Student, Teacher, as_head
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.kd_trainer import KDTrainer, make_answers
+from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head, make_answers
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_model
