@@ -141,26 +141,22 @@ class CheckpointStore:
 
     def commit(self, step: int, state: Mapping[str, object] | None) -> None:
         """Make the staged folders count; `state` is what a resumed run reads, None where it could
-        not resume and only the model is kept.
+        not resume and only a model is kept. The best model takes the place of the one before.
 
-        The model goes first: a run that dies between the two writes it again.
+        Models go first: a run that dies between the two writes it again.
         """
         staged = self.folders(step, prefix=manifest.TEMPORARY)
         if staged.export.exists():
             self._seal(staged.export, step)
+        if staged.best.exists():
+            final = self._seal(staged.best, step)
+            for path in list(self.root.glob(_BEST)):
+                if path != final:
+                    manifest.remove(path)
         if state is not None:
             manifest.write_json(staged.states / STATE, state)
             self._seal(staged.states, step)
         self.discard(step)
-
-    def commit_best(self, step: int) -> None:
-        """Make the staged best model count; the one before is removed afterwards."""
-        before = list(self.root.glob(_BEST))
-        final = self._seal(self.folders(step, prefix=manifest.TEMPORARY).best, step)
-        self.discard(step)
-        for path in before:
-            if path != final:
-                manifest.remove(path)
 
     def discard(self, step: int) -> None:
         """Remove what was staged for a step."""
@@ -366,7 +362,7 @@ class RunCheckpoints:
         try:
             staged = on_main(lambda: self.store.stage(step))
             together(lambda: export(staged.best))
-            on_main(lambda: self.store.commit_best(step))
+            on_main(lambda: self.store.commit(step, None))
         except CheckpointError as error:
             if is_main():
                 self.store.discard(step)

@@ -1,8 +1,7 @@
 """The policy: log-probs and entropy of target tokens from any causal language model, packed.
 
 Logits of a whole batch never exist: the LM head is applied in chunks, only at positions that
-predict a target. Exports use `Actor.model`, the plain Hugging Face model; the actor adds no entry
-to a state dict.
+predict a target. Exports use `Actor.model`, the plain Hugging Face model.
 """
 
 from __future__ import annotations
@@ -52,12 +51,6 @@ class ChunkedHead(nn.Module):
     def forward(self, read: Callable[..., tuple[Tensor, ...]], *args: object) -> tuple[Tensor, ...]:
         """Return what `read` makes of the head, last hidden states and other arguments."""
         return read(self, *args)
-
-    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
-        """The parameters are the model's; they are saved there, once."""
-
-    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        """Loading into the model's parameters loads these."""
 
 
 def logit_transform(config: PretrainedConfig) -> tuple[float, float | None]:
