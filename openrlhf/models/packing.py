@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -78,10 +77,10 @@ class PackedRow:
         return cu_keys, max(self.max_length, self.seq_lengths[0] + self.num_earlier)
 
     @cached_property
-    def rest(self) -> PackedRow | None:
-        """Return the row without its first sequence; None where it has only one."""
-        lengths = self.seq_lengths[1:]
-        return PackedRow.of_lengths(lengths, self.cu_seqlens.device) if lengths else None
+    def whole(self) -> PackedRow:
+        """Return the row with all tokens of its first sequence."""
+        lengths = (self.seq_lengths[0] + self.num_earlier, *self.seq_lengths[1:])
+        return PackedRow.of_lengths(lengths, self.cu_seqlens.device)
 
     def attention(
         self, q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, options: ScoreOptions
@@ -190,16 +189,13 @@ def causal_attention(
     block_size = max(QUERY_BLOCK, window)
     if window >= length:
         block_size = max(1, min(QUERY_BLOCK, MAX_MASK_ELEMENTS // length))
-    attend = band_attention
-    if num_earlier and torch.is_grad_enabled():  # masks of long keys are not kept, but made anew
-        attend = partial(checkpoint, band_attention, use_reentrant=False)
     outputs = []
     for start in range(0, num_queries, block_size):
         end = min(start + block_size, num_queries)
         queries = range(num_earlier + start, num_earlier + end)
         keys = range(max(0, queries.start - window + 1), queries.stop)
         k, v = (x[:, :, keys.start : keys.stop] for x in (k_BkSD, v_BkSD))
-        outputs.append(attend(q_BhQD[:, :, start:end], k, v, queries, keys, options))
+        outputs.append(band_attention(q_BhQD[:, :, start:end], k, v, queries, keys, options))
     return torch.cat(outputs, dim=2)
 
 
@@ -303,17 +299,12 @@ def row_attention(
 def sdpa_row_attention(
     q_ThD: Tensor, k_TkD: Tensor, v_TkD: Tensor, row: PackedRow, options: ScoreOptions
 ) -> Tensor:
-    """Compute `row_attention` by SDPA; a sequence that began earlier is a call of its own."""
+    """Compute `row_attention` by SDPA; earlier tokens get queries too, which count for nothing."""
     if not row.num_earlier:
         return grouped_attention(q_ThD, k_TkD, v_TkD, row.layout, options)
-    first, key_end = row.seq_lengths[0], row.seq_lengths[0] + row.num_earlier
-    parts = (q_ThD[:first], k_TkD[:key_end], v_TkD[:key_end])
-    q, k, v = (x.transpose(0, 1)[None] for x in parts)
-    output_ThD = causal_attention(q, k, v, options)[0].transpose(0, 1)
-    if row.rest is None:
-        return output_ThD
-    parts = (q_ThD[first:], k_TkD[key_end:], v_TkD[key_end:])
-    return torch.cat([output_ThD, grouped_attention(*parts, row.rest.layout, options)])
+    q_ShD = F.pad(q_ThD, (0, 0, 0, 0, row.num_earlier, 0))
+    output_ShD = grouped_attention(q_ShD, k_TkD, v_TkD, row.whole.layout, options)
+    return output_ShD[row.num_earlier :]
 
 
 def packed_attention_forward(  # noqa: PLR0913 - the signature transformers calls
