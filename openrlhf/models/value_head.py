@@ -17,6 +17,7 @@ from typing_extensions import Self, Unpack
 
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import PackedModel, unwrap_peft
+from openrlhf.models.adapters import SCALE_FIELDS
 from openrlhf.models.loading import LoadOptions, load_sequence_model
 from openrlhf.utils.packing import PackedBatch
 
@@ -31,17 +32,12 @@ class RewardScale:
     @classmethod
     def of(cls, config: PretrainedConfig) -> RewardScale:
         """Read `mean` and `std`; missing or unusable ones are a ConfigError."""
-        fields = config.to_dict()
-        mean, std = fields.get("mean"), fields.get("std")
-        if mean is None or std is None:
-            raise ConfigError(
-                "--normalize_reward: the reward model's config has no mean and std. "
-                "Train it with train_rm, add both to its config.json, or drop the flag."
-            )
-        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        mean, std = (config.to_dict().get(name) for name in SCALE_FIELDS)
+        if None in (mean, std) or not (math.isfinite(mean) and math.isfinite(std) and std > 0):
             raise ConfigError(
                 f"--normalize_reward: mean {mean} and std {std} in the reward model's config are "
-                "unusable: both must be finite and std above 0."
+                "unusable. Train it with train_rm, write both to its config.json (std above 0), or "
+                "leave the flag out."
             )
         return cls(float(mean), float(std))
 

@@ -137,7 +137,7 @@ def test_tokens_that_one_of_both_lacks_are_no_other_vocabulary_where_they_have_a
     ("flags", "change", "said"),
     [
         ("--reward_pretrain {policy}", {}, "{policy} has no value head. Give a reward model"),
-        ("--normalize_reward", {"mean": None}, "has no mean and std"),
+        ("--normalize_reward", {"mean": None}, "mean None and std .* are unusable"),
         ("--normalize_reward", {"std": 0.0}, "std above 0"),
     ],
 )
