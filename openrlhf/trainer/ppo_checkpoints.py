@@ -18,12 +18,12 @@ from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import KLConfig, PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, Saved, open_checkpoints
 from openrlhf.distributed.collectives import together
-from openrlhf.distributed.manifest import TEMPORARY
+from openrlhf.distributed.run_folder import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import Evaluation, noteworthy
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.model_actor import TrainedWorker
@@ -35,7 +35,7 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 
 RUN = "run"  # the controller's own state, in state.json
-PLAIN = ("global_step", "weight_version", "evaluated_step", "num_unlogged", "history")
+PLAIN = ("global_step", "weight_version", "num_unlogged", "history")
 
 
 @dataclass
@@ -47,7 +47,6 @@ class RunState:
     texts: TextMixer | None = None  # pre-training text that is mixed in
     global_step: int = 0  # steps done
     weight_version: int = 0  # of the policy; counts its updates
-    evaluated_step: int | None = None  # the last one
     # The first, the best and the last one of the pass rate by which the best model is chosen.
     evaluations: list[Evaluation] = field(default_factory=list)
     history: list[Mapping[str, float]] = field(default_factory=list)  # as far as hints look
@@ -67,11 +66,6 @@ class RunState:
             self.kl_coef = adaptive_kl_coef(
                 self.kl_coef, kl, target=target, horizon=horizon, num_samples=num_samples
             )
-
-    def note_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation for the comparison at the end."""
-        same = [found for found in self.evaluations if found.name == evaluation.name]
-        self.evaluations = noteworthy([*same, evaluation])
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON; taken between two steps."""
@@ -121,25 +115,15 @@ def check_is_shared(
     config: PPOConfig, opened: RunCheckpoints, groups: Mapping[str, WorkerGroup]
 ) -> None:
     """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
-    ckpt = config.ckpt
-    if ckpt.save_steps <= 0 and ckpt.best_metric_key in ("", "none") and opened.saved is None:
+    if not config.ckpt.uses_root:
         return
     root = opened.store.root
-    probe = root / f"{TEMPORARY}probe-{os.getpid()}"
-
-    def touch() -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-
-    together(touch)
     try:
         for role in TRAINED_ROLES:
             if role in groups:
-                groups[role].call(TrainedWorker.check_sees, str(probe))
+                groups[role].call(TrainedWorker.check_sees, str(root / HOLDER))
     except CheckpointError as error:
-        raise ConfigError(str(error).replace(str(probe), f"--ckpt_path {root}")) from error
-    finally:
-        probe.unlink(missing_ok=True)
+        raise ConfigError(str(error).replace(str(root / HOLDER), f"--ckpt_path {root}")) from error
 
 
 class PPOCheckpoints:

@@ -294,7 +294,7 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         }
         gathered.attempt(partial(refuse_unsupported, facts, name, config.ds, **needs))
         if name in config.reward.model_paths:
-            gathered.attempt(partial(_check_head, config, name))
+            gathered.attempt(partial(_check_head, config, name, facts))
         if name in readers:
             gathered.attempt(partial(_check_positions, config, name, facts))
     policy = found[path]
@@ -335,11 +335,10 @@ def check_tokens(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def _check_head(config: PPOConfig, path: str) -> None:
+def _check_head(config: PPOConfig, path: str, facts: PretrainedConfig) -> None:
     """Refuse a reward model without a value head, or without a scale to normalise by."""
     if base_of_adapter(path) is not None:  # both are known when it is merged
         return
-    facts = load_config(path, trust_remote_code=config.trust_remote_code)
     if not is_value_model(facts):
         raise ConfigError(
             f"--reward_pretrain {path} has no value head. Give a reward model, such as train_rm "

@@ -21,7 +21,12 @@ from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
 from openrlhf.trainer.ppo_setup import RunInputs
-from openrlhf.trainer.ppo_utils.evaluation import Evaluation, evaluation_metrics, has_fallen
+from openrlhf.trainer.ppo_utils.evaluation import (
+    Evaluation,
+    evaluation_metrics,
+    has_fallen,
+    noteworthy,
+)
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, UpdateStep, plan_updates
@@ -39,7 +44,6 @@ from openrlhf.utils.logging import (
     notice,
     short_name,
     step_line,
-    warn_once,
 )
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
@@ -125,7 +129,7 @@ class PPOTrainer:
                 self.stop()
         self.log(state.global_step)
         self.check_has_learnt()
-        if state.evaluated_step != state.global_step:
+        if [found.step for found in state.evaluations[-1:]] != [state.global_step]:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
         self.parts.tracker.close()
@@ -294,7 +298,6 @@ class PPOTrainer:
 
     def evaluate(self, global_step: int) -> dict[str, float]:
         """pass@n and pass@1 on the evaluation prompts; logged."""
-        self.state.evaluated_step = global_step
         inputs, prompts = self.parts.inputs, self.parts.inputs.eval_prompts
         if prompts is None:
             return {}
@@ -311,7 +314,8 @@ class PPOTrainer:
         pass_1 = next((name for name in values if name.endswith("_pass1")), None)
         if (name := inputs.best_metric or pass_1) in values:
             evaluation = Evaluation(name, global_step, values[name], values.get(name + STDERR))
-            self.state.note_evaluation(evaluation)
+            same = [found for found in self.state.evaluations if found.name == name]
+            self.state.evaluations = noteworthy([*same, evaluation])
             if inputs.best_metric is not None and evaluation == self.state.evaluations[1]:
                 self.parts.checkpoints.keep_best(evaluation)
         return values
@@ -334,12 +338,7 @@ class PPOTrainer:
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree in the first step that compares them."""
         limit, name = self.parts.max_mismatch_kl, self.mismatch_metric
-        if self.is_compared or "vllm_kl" not in metrics:
-            return
-        if name not in metrics:
-            warn_once(
-                "engine and trainer are not compared yet: all samples are older than the policy"
-            )
+        if self.is_compared or name not in metrics:
             return
         self.is_compared = True
         if metrics[name] > limit:

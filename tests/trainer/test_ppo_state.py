@@ -31,8 +31,8 @@ def test_a_run_goes_on_where_its_state_was_taken() -> None:
     state.adapt_kl_coef(kl=1.0, num_samples=10)
     state.global_step, state.weight_version = 2, 3
     state.history = [{"entropy": 0.5, "reward": 0.1}]
-    for step, value in enumerate((0.5, 0.75, 0.25)):
-        state.note_evaluation(Evaluation("p", step, value, 0.1))
+    values = enumerate((0.5, 0.75, 0.25))
+    state.evaluations = [Evaluation("p", step, value, 0.1) for step, value in values]
     state.unlogged.add("reward", 0.25)
     state.num_unlogged = 1
     found = make()

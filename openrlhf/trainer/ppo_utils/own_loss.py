@@ -20,10 +20,7 @@ def find_policy_loss(name: str) -> PolicyLoss:
     """
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    found = import_function(name)
-    if isinstance(found, PolicyLoss):
-        return found
-    function = cast(Callable[..., PolicyLossTerms], found)
+    function = cast(Callable[..., PolicyLossTerms], import_function(name))
     place = name.rpartition(":")[0]
     path = place if place.endswith(".py") else inspect.getsourcefile(function) or place
 
