@@ -167,11 +167,6 @@ FILES = {
     "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-12], " cannot be read: Compressed file"),
     "cut parquet": ("a.parquet", cut_parquet, " is damaged: "),
     "100 MB in a line": ("a.jsonl", GOOD + b'{"input": "' + b"x" * 10**8, ":2: a line of over"),
-    "a dangling link": (
-        "a.jsonl",
-        lambda path: path.symlink_to("nowhere.jsonl"),
-        " is a link to nowhere.jsonl, which does not exist. ",
-    ),
 }
 
 
