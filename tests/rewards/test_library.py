@@ -473,8 +473,9 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
 )
 def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None) -> None:
     start = time.monotonic()
-    result = run_python(program, limits=CodeLimits(timeout_s=1, memory_mib=256, file_mib=1))
-    assert time.monotonic() - start < 10
+    timeout_s = 1 if told is None else 30
+    result = run_python(program, limits=CodeLimits(timeout_s, memory_mib=256, file_mib=1))
+    assert time.monotonic() - start < 60
     assert len(result.stdout) <= 10_000
     if told is None:
         assert result.exit_code is None
