@@ -76,8 +76,6 @@ def init_process_group(
     distributed_c10d.default_pg_nccl_timeout = timeout
     os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed insists on it
     if not dist.is_initialized():
-        # vLLM, in an engine of this process, ends a world without DeepSpeed's knowing of it.
-        deepspeed.utils.groups._release_process_group_references()
         # A world of one meets in its own memory: no port to race for.
         store = dist.HashStore() if topology.world_size == 1 else None
         dist.init_process_group(
@@ -87,6 +85,13 @@ def init_process_group(
             world_size=topology.world_size,
             timeout=timeout,
         )
+    # vLLM, in an engine of this process, closes and opens worlds without DeepSpeed's knowing of it.
+    groups = deepspeed.utils.groups
+    if (
+        groups._WORLD_GROUP is not None
+        and groups._WORLD_GROUP not in distributed_c10d._world.pg_map
+    ):
+        groups._release_process_group_references()
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(
             dist_backend=backend,
