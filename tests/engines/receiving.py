@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import BucketReader
 from openrlhf.utils.tensors import fingerprint
 
@@ -24,7 +22,6 @@ from openrlhf.utils.tensors import fingerprint
 class ReceivingModel(OwnGenerate):
     who = "the engine"
     weight_route = SHARED_MEMORY
-    sample = VLLMEngine.sample
 
     def __init__(self, path: Path | str, dtype: torch.dtype) -> None:
         super().__init__(
@@ -33,13 +30,9 @@ class ReceivingModel(OwnGenerate):
         self._reader = BucketReader(torch.device("cpu"))
         self._received: dict[str, int] = {}
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
-        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
-        for future, answer in zip(futures, self.generate(requests), strict=True):
-            future.set_result(answer)
-        return futures
-
-    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None: ...
+    async def sample(self, request: GenerationRequest) -> list[Completion]:
+        [answer] = self.generate([request])
+        return answer
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None: ...
 

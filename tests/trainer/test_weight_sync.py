@@ -207,10 +207,7 @@ def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_ran
         transport.buffers.bucket_bytes = 128
         tensors = of_rank.get(rank, WEIGHTS)
         for version in (1, 2):
-            if rank == 0:
-                send_weights(tensors, engines, version, transport=transport)
-            else:
-                transport.follow(tensors)
+            send_weights(tensors, engines, version, transport=transport)
         return transport.buffers.is_used
 
     with ThreadPoolExecutor(3) as pool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 import ray
 import torch
@@ -34,7 +34,7 @@ from openrlhf.utils.progress import progress
 SEED_STRIDE = 1_000_003  # between the seeds of engines that start at one step and at the next
 
 
-class LocalCluster:
+class LocalCluster(AbstractContextManager["LocalCluster"]):
     """One rank of every role and at most one engine, in this process."""
 
     def __init__(self, config: PPOConfig, run_dir: str, resume_step: int = 0) -> None:
@@ -46,15 +46,7 @@ class LocalCluster:
         self.counts = RoleCounts(ranks, config.vllm.num_engines or 0)
         self.engine: VLLMEngine | None = None
 
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """End engines and the distributed runtime."""
         if self.engine is not None:
             self.engine.shutdown()
@@ -110,12 +102,7 @@ class RayCluster(LocalCluster):
         num_at_once = 2 if config.train.async_enable else 1
         self.slots = place(self.counts.demands, cluster, num_roles_at_once=num_at_once)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """End all processes and give the places back; an error that came of ending one that did not
         get on is raised as that.
         """
@@ -128,6 +115,7 @@ class RayCluster(LocalCluster):
         places = [slot.group for slots in self.slots.values() for slot in slots]
         for group in {group.id: group for group in places}.values():
             remove_placement_group(group)
+        _, error, _ = raised
         if self.watch.failure is not None and isinstance(error, OpenRLHFError):
             raise self.watch.failure from error
 

@@ -208,7 +208,6 @@ class PolicyModelActor(TrainedWorker):
         they are refused.
         """
         start = time.monotonic()
-        rank = self.strategy.topology.rank
         if self.transport is None:
             self.transport = make_transport(
                 engines,
@@ -216,17 +215,13 @@ class PolicyModelActor(TrainedWorker):
                 device=self.engine.device,
                 endpoint=self.master_endpoint,
             )
-        tensors = stored_parameters(self.engine.module)
-        if rank == 0:
-            send_weights(
-                tensors,
-                engines,
-                self.weight_version,
-                transport=self.transport,
-                keep_running=keep_running,
-            )
-        else:
-            self.transport.follow(tensors)
+        send_weights(
+            stored_parameters(self.engine.module),
+            engines,
+            self.weight_version,
+            transport=self.transport,
+            keep_running=keep_running,
+        )
         return time.monotonic() - start
 
     @frees_cache

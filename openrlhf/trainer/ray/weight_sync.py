@@ -54,12 +54,6 @@ class WeightTransport:
         """Give the memory back; engines have let go of it."""
         self.buffers.release()
 
-    def follow(self, tensors: NamedTensors) -> None:
-        """Take part in an update, on a rank other than 0."""
-        for _ in self.buckets(tensors):
-            pass
-        self.finish()
-
 
 class HandleTransport(WeightTransport):
     """Engine workers open the buffer of the trainer rank on their own GPU or node.
@@ -177,12 +171,17 @@ def send_weights(
     keep_running: bool = False,
 ) -> dict[str, int]:
     """Send full named tensors to all engines and compare the fingerprints of what each received;
-    return the fingerprint of each tensor.
+    every rank calls. Return the fingerprint of each tensor on rank 0.
 
     Raise WeightSyncError naming the first difference, and when requests run, unless `keep_running`:
     then they go on under the new weights.
     """
     sent: dict[str, int] = {}
+    if rank() > 0:
+        for _ in transport.buckets(tensors):
+            pass
+        transport.finish()
+        return sent
     pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
     try:
         all_results(
