@@ -32,7 +32,6 @@ REMEDIES = {
     "code": "the path of a .py file",
     "template": "the template itself, or the path of a .jinja file",
     "file": "the path of a file",
-    "json": "the path of a JSON file of DeepSpeed",
     "folder": "the path of a folder",
     "output": "the path of a folder that can be written",
     "output_file": "the path of a file that can be written",

@@ -6,12 +6,10 @@ the hub; what is in a file is the business of whoever reads it.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from openrlhf.config.base import DATA_SUFFIXES, REMEDIES, Option, is_blank, is_given, value_at, walk
 from openrlhf.config.common import CommandConfig, RunConfig
@@ -92,15 +90,10 @@ def _problems(opens: str, name: str, typed: str) -> Iterator[str]:
         problem = "does not exist"
     elif opens in ("model", "models") and not any((path / file).is_file() for file in MODEL_FILES):
         problem = "holds no config.json"
-    elif opens in ("code", "template", "file", "json") and not path.is_file():
+    elif opens in ("code", "template", "file") and not path.is_file():
         problem = "is a folder"
     elif opens == "folder" and not path.is_dir():
         problem = "is a file"
-    elif opens == "json":
-        try:
-            read_json_object(path)
-        except ValueError as error:
-            problem = str(error)
     if problem:
         yield f"{typed} {problem}. Type {REMEDIES[opens]}."
 
@@ -120,23 +113,10 @@ def _output_problems(opens: str, name: str, typed: str) -> Iterator[str]:
         yield f"{typed} cannot be written: {place}: {error.strerror}. Type {remedy}."
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise ValueError, the end of a sentence on the file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError("holds no JSON object")
-    return found
-
-
 def _path_of(opens: str, name: str) -> Path | None:
     """Return the path a name stands for; None for a hub id, a URL, a module or a text."""
     path = _expanded(name)
-    if opens in ("file", "json", "folder"):
+    if opens in ("file", "folder"):
         return path
     if opens == "template":
         return None if is_template_text(name) else path

@@ -11,12 +11,15 @@ schedule's value at k; after the last update the rate stands at the schedule's e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
@@ -92,64 +95,50 @@ def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -
     return optimizer
 
 
-class LearningRate:
-    """The schedule of one optimizer over `num_updates` updates: base rate times a factor of the
-    updates done, for each parameter group.
+def make_schedule(optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: int) -> LambdaLR:
+    """Return the schedule of one optimizer over `num_updates` updates; past the end the rate
+    stays.
     """
+    # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
+    from transformers import get_scheduler  # noqa: PLC0415
 
-    def __init__(self, optimizer: Optimizer, optim: OptimizerConfig, *, num_updates: int) -> None:
-        # PEFT and bitsandbytes come along: seconds, which frozen models need not wait for.
-        from transformers import get_scheduler  # noqa: PLC0415
+    name, ratio = optim.lr_scheduler, optim.min_lr_ratio
+    decay = {"num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates))}
+    kwargs = {
+        "cosine_with_min_lr": {"min_lr_rate": ratio},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": ratio},
+        "polynomial": {"lr_end": ratio * optim.adam.lr},
+        "warmup_stable_decay": {"min_lr_ratio": ratio, **decay},
+    }
+    # Rounded down: a run of a few updates must not spend its first one at a rate of 0.
+    schedule: LambdaLR = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=int(optim.lr_warmup_ratio * num_updates),
+        num_training_steps=num_updates,
+        scheduler_specific_kwargs=kwargs.get(name, {}),
+    )
+    last = num_updates - (name in EARLY_SCHEDULERS)
+    schedule.lr_lambdas = [partial(_held, factor, last) for factor in schedule.lr_lambdas]
+    return schedule
 
-        name, ratio = optim.lr_scheduler, optim.min_lr_ratio
-        decay = {"num_decay_steps": max(1, int(WSD_DECAY_RATIO * num_updates))}
-        kwargs = {
-            "cosine_with_min_lr": {"min_lr_rate": ratio},
-            "cosine_warmup_with_min_lr": {"min_lr_rate": ratio},
-            "polynomial": {"lr_end": ratio * optim.adam.lr},
-            "warmup_stable_decay": {"min_lr_ratio": ratio, **decay},
-        }
-        # Rounded down: a run of a few updates must not spend its first one at a rate of 0.
-        scheduler = get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=int(optim.lr_warmup_ratio * num_updates),
-            num_training_steps=num_updates,
-            scheduler_specific_kwargs=kwargs.get(name, {}),
+
+def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
+    return factor(min(num_done, last))
+
+
+def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Take up where `state_dict` was taken, at the peak rate of then; another one is said.
+
+    The shape and the length are this schedule's own.
+    """
+    saved, own = state["base_lrs"], schedule.base_lrs
+    if saved != own and collectives.is_main():
+        warn(
+            f"the checkpoint's learning rate goes on: its peak is {saved[0]:g}, and "
+            f"{own[0]:g} of this command has no effect. Start anew to change it."
         )
-        self.num_done = 0
-        self._last_step = num_updates - (name in EARLY_SCHEDULERS)
-        self._groups = optimizer.param_groups
-        self._base_lrs, self._factors = list(scheduler.base_lrs), scheduler.lr_lambdas
-
-    @property
-    def value(self) -> float:
-        """The rate the next update uses (of the first parameter group)."""
-        return float(self._groups[0]["lr"])
-
-    def step(self) -> None:
-        """Note one update; past the end the rate stays."""
-        self._stand_at(self.num_done + 1)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position and the base rates, plain numbers."""
-        return {"num_done": self.num_done, "base_lrs": self._base_lrs}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up where `state_dict` was taken, at the peak rate of then; another one is said.
-
-        The shape and the length are this schedule's own.
-        """
-        saved, own = state["base_lrs"], self._base_lrs
-        if saved != own and collectives.is_main():
-            warn(
-                f"the checkpoint's learning rate goes on: its peak is {saved[0]:g}, and "
-                f"{own[0]:g} of this command has no effect. Start anew to change it."
-            )
-        self._base_lrs = saved
-        self._stand_at(state["num_done"])
-
-    def _stand_at(self, num_done: int) -> None:
-        self.num_done, place = num_done, min(num_done, self._last_step)
-        for group, base_lr, factor in zip(self._groups, self._base_lrs, self._factors, strict=True):
-            group["lr"] = base_lr * factor(place)
+    schedule.load_state_dict(state)
+    groups = schedule.optimizer.param_groups
+    for group, peak, factor in zip(groups, saved, schedule.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(schedule.last_epoch)

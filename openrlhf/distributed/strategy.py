@@ -3,8 +3,7 @@ and DeepSpeed's configuration from our flags.
 
 Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
 Gradient accumulation is ours (boundaries are set by hand), so DeepSpeed sees micro-batch 1 and one
-accumulation step. A user's own JSON is merged in: its "auto" values are filled, extra keys kept,
-contradictions to flags named.
+accumulation step.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
-from openrlhf.config.local_paths import read_json_object
 from openrlhf.distributed import collectives
 from openrlhf.distributed.collectives import (
     RANK_TIMEOUT_S,
@@ -31,7 +28,7 @@ from openrlhf.distributed.collectives import (
     init_process_group,
     shut_down,
 )
-from openrlhf.distributed.optimizer import LearningRate, make_optimizer
+from openrlhf.distributed.optimizer import make_optimizer, make_schedule
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
@@ -45,27 +42,6 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # DeepSpeed's; buckets are allocated, so small models get smaller ones.
 DEFAULT_BUCKET_SIZE = 500_000_000
-
-# Keys of a user's file that a flag decides; another value there is a contradiction.
-FLAG_OF_KEY = {
-    "zero_optimization.stage": "--zero_stage",
-    "zero_optimization.zero_hpz_partition_size": "--zpg",
-    "zero_optimization.overlap_comm": "--overlap_comm",
-    "zero_optimization.offload_optimizer.device": "--adam_offload",
-    "gradient_clipping": "--max_norm",
-    "bf16.enabled": "--ds.param_dtype",
-    "fp16.enabled": "--ds.param_dtype",
-    "data_types.grad_accum_dtype": "--grad_accum_dtype",
-    "optimizer.type": "--optim",
-    "optimizer.params.lr": "--learning_rate",
-    "optimizer.params.betas": "--adam_betas",
-    "optimizer.params.eps": "--adam.eps",
-    "optimizer.params.weight_decay": "--l2",
-    # DeepSpeed is handed micro-batches that are cut already.
-    "train_micro_batch_size_per_gpu": "--micro_train_batch_size",
-    "gradient_accumulation_steps": "--train_batch_size",
-    "train_batch_size": "--train_batch_size",
-}
 
 
 @dataclass(frozen=True)
@@ -114,11 +90,12 @@ class DeepSpeedStrategy:
         set_seed(self.seed, full_determinism=self.full_determinism)
         self.device = init_process_group(self.topology, rank_timeout_s=self.rank_timeout_s)
         if self.topology.dp_size < self.topology.world_size:
-            self.dp_group = _own_group(self.topology.dp_groups(), self.topology.rank)
-            cp_group = _own_group(self.topology.cp_groups(), self.topology.rank)
-            if cp_group is not None and self.topology.cp_size > 1:
+            sizes = (self.topology.dp_size, self.topology.cp_size, self.topology.tp_size)
+            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+            self.dp_group = mesh.get_group("dp")
+            if self.topology.cp_size > 1:
                 stride = self.ds.ring_attn_head_stride
-                self.context = ContextGroup(cp_group, self.ds.cp_mode, stride)
+                self.context = ContextGroup(mesh.get_group("cp"), self.ds.cp_mode, stride)
 
     def shut_down(self) -> None:
         """Leave the process group; nothing of this strategy can be used afterwards."""
@@ -152,7 +129,7 @@ class DeepSpeedStrategy:
             engine.compile()
         return TrainEngine(
             engine,
-            LearningRate(optimizer, optim, num_updates=num_updates),
+            make_schedule(optimizer, optim, num_updates=num_updates),
             max_norm=math.inf if optim.optim == "muon" else optim.max_norm,
             device=self.device,
             use_universal_ckpt=self.ds.use_universal_ckpt,
@@ -255,34 +232,17 @@ def is_quantized(model: nn.Module) -> bool:
     return getattr(base_model_of(hf_model_of(model)), "is_quantized", False) is True
 
 
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    own = None
-    for ranks in groups:  # every rank creates every group, in the same order
-        group = dist.new_group(ranks)
-        own = group if rank in ranks else own
-    return own
-
-
 def training_config(
     ds: DeepSpeedConfig, optim: OptimizerConfig, facts: ModelFacts
 ) -> dict[str, object]:
     """Return the DeepSpeed configuration of a model that is trained."""
     stage = effective_stage(ds, facts)
-    config = {
-        **_common(ds, facts, stage),
-        "gradient_clipping": optim.max_norm,
-        "optimizer": _optimizer(optim),
-    }
+    config = {**_common(ds, facts, stage), "gradient_clipping": optim.max_norm}
     if ds.deepcompile:
         config["compile"] = {"deepcompile": True}
-    if ds.config:
-        config["zero_optimization"]["stage"] = ds.zero_stage
-        config = merge_user_config(config, ds.config)
-        config["zero_optimization"]["stage"] = stage
     if ds.tensor_parallel_size > 1:  # the layers are split before DeepSpeed sees them
         config["tensor_parallel"] = {"autotp_size": ds.tensor_parallel_size}
-        config.pop("train_batch_size", None)  # it would count the ranks of a part each
-    del config["optimizer"]  # it is made outside
+        del config["train_batch_size"]  # it would count the ranks of a part each
     if optim.optim == "muon":  # whose steps would be what is clipped
         config["gradient_clipping"] = 0.0
         if stage == 3:  # whole gradients, or DeepSpeed refuses
@@ -309,28 +269,11 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
     fp32 and check them.
     """
-    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
+    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile
     if facts.dtype != torch.float32:
         return max(2, ds.zero_stage)
     is_alone = facts.num_copies == 1 and ds.zero_stage < 3
     return 0 if is_alone and not needs_zero else ds.zero_stage
-
-
-def merge_user_config(config: Mapping[str, object], path: str) -> dict[str, object]:
-    """Lay a user's JSON over ours: "auto" takes our value, other keys win, contradictions to flags
-    are errors.
-    """
-    try:
-        user = read_json_object(Path(path))
-    except ValueError as error:
-        raise ConfigError(f"--deepspeed_config {path} {error}. Mend the file.") from None
-    problems = list(_contradictions(dict(_leaves(config)), dict(_leaves(user)), path))
-    if problems:
-        raise ConfigError(problems)
-    user.pop("scheduler", None)  # every value in it was "auto": the schedule is ours
-    merged = _fill(config, user)
-    merged.pop("train_batch_size", None)
-    return merged
 
 
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
@@ -378,43 +321,3 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
             "sub_group_size": DEFAULT_BUCKET_SIZE * 2,
         }
     return zero
-
-
-def _optimizer(optim: OptimizerConfig) -> dict[str, object]:
-    """Return the section that a user's file may repeat."""
-    adam = optim.adam
-    params = {"betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay}
-    if optim.optim == "adam":
-        return {"type": "AdamW", "params": {"lr": adam.lr, **params}}
-    return {"type": "Muon", "params": {"lr": optim.muon.lr, "adam_lr": adam.lr, **params}}
-
-
-def _contradictions(
-    ours: Mapping[str, object], user: Mapping[str, object], path: str
-) -> Iterator[str]:
-    """Yield a line for each key of a user's file with another value than its flag gives."""
-    for key, value in user.items():
-        is_schedule = key.startswith("scheduler.params.")
-        flag = "--lr_scheduler" if is_schedule else FLAG_OF_KEY.get(key)
-        own = None if is_schedule else ours.get(key, value)
-        if flag is not None and value not in ("auto", own):
-            yield f'{path}: {key} is {value}, but {flag} decides it: write "auto" there.'
-
-
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-def _fill(ours: Mapping[str, object], user: Mapping[str, object]) -> dict[str, object]:
-    filled = dict(ours)
-    for key, value in user.items():
-        mine = ours.get(key)
-        if isinstance(value, Mapping):
-            filled[key] = _fill(mine if isinstance(mine, Mapping) else {}, value)
-        elif value != "auto":
-            filled[key] = value
-    return filled

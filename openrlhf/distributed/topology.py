@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank: of 8 = 2 dp x 2 cp x 2 tp, rank 5 is dp 1, cp 0, tp 1."""
+    """The place of one rank: of 8 = 2 dp x 2 cp x 2 tp, rank 5 is dp 1 (cp 0, tp 1)."""
 
     world_size: int = 1
     rank: int = 0
@@ -70,16 +70,6 @@ class Topology:
         return self.rank // (self.cp_size * self.tp_size)
 
     @property
-    def cp_rank(self) -> int:
-        """Which slice of every sequence this rank holds."""
-        return self.rank // self.tp_size % self.cp_size
-
-    @property
-    def tp_rank(self) -> int:
-        """Which slice of every weight this rank holds."""
-        return self.rank % self.tp_size
-
-    @property
     def is_main(self) -> bool:
         """True on the rank that prints and writes."""
         return self.rank == 0
@@ -87,17 +77,3 @@ class Topology:
     def shard(self, items: Sequence[Item]) -> list[Item]:
         """This rank's share of the items, dealt like cards; shares differ by at most one."""
         return list(items[self.dp_rank :: self.dp_size])
-
-    def dp_groups(self) -> list[list[int]]:
-        """The ranks of every data-parallel group: same slices, different data."""
-        stride = self.cp_size * self.tp_size
-        return [list(range(first, self.world_size, stride)) for first in range(stride)]
-
-    def cp_groups(self) -> list[list[int]]:
-        """The ranks of every group that shares sequences."""
-        block = self.cp_size * self.tp_size
-        return [
-            list(range(start + tp_rank, start + block, self.tp_size))
-            for start in range(0, self.world_size, block)
-            for tp_rank in range(self.tp_size)
-        ]

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.distributed import collectives, manifest
 from openrlhf.distributed.collectives import import_deepspeed
-from openrlhf.distributed.optimizer import LearningRate
+from openrlhf.distributed.optimizer import resume_schedule
 from openrlhf.distributed.tensor_parallel import total_norm
 from openrlhf.errors import CheckpointError, NumericsError, first_line
 
@@ -45,7 +46,7 @@ class TrainEngine:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        schedule: LearningRate,
+        schedule: LambdaLR,
         *,
         max_norm: float,
         device: torch.device,
@@ -76,7 +77,7 @@ class TrainEngine:
     @property
     def lr(self) -> float:
         """Learning rate after the updates so far."""
-        return self.schedule.value
+        return float(self.schedule.optimizer.param_groups[0]["lr"])
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's forward pass."""
@@ -176,7 +177,7 @@ class TrainEngine:
             for part in _parts(engine):
                 part.parameter.ds_tensor.view(-1)[: part.numel].copy_(part.of(part.flat))
             zero.checkpoint_event_epilogue()
-        self.schedule.load_state_dict(facts["schedule"])
+        resume_schedule(self.schedule, facts["schedule"])
         self.num_skipped_steps = facts["num_skipped_steps"]
 
     def _can_move_states(self) -> bool:

@@ -35,7 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("rows.jsonl", "odd, name.jsonl", "code.py", "text"):
         (tmp_path / name).write_text("x")
     (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "ds_ok.json").write_text("{}")
     (tmp_path / "link.jsonl").symlink_to("nothing.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -74,8 +73,6 @@ WRONG = [
     (PPOConfig, PPO_NEEDS, "--prompt_data rows@no", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--policy_loss_type gone.py:loss", " does not exist."),
     (PPOConfig, PPO_NEEDS, "--save_path text", " cannot be written: text: Not a directory."),
-    (SFTConfig, SFT_NEEDS, "--deepspeed_config ds.json", " does not exist."),
-    (SFTConfig, SFT_NEEDS, "--deepspeed_config text", " is not JSON (Expecting value: line 1"),
     # Root has the right to write there, and cannot.
     (SFTConfig, SFT_NEEDS, "--save_path /proc/a", " cannot be written: "),
     (SFTConfig, SFT_NEEDS, "--ckpt_path /proc/b", " cannot be written: "),
@@ -100,7 +97,7 @@ def test_a_path_that_is_not_there_is_one_line(
         (PPOConfig, PPO_NEEDS + "--prompt_data rows.jsonl,org/d@main,rows@part,rows"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url http://a:5000/x,http://b/y.py"),
         (PPOConfig, PPO_NEEDS + "--remote_rm_url code.py --policy_loss_type code.py:loss"),
-        (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text --deepspeed_config ds_ok.json"),
+        (SFTConfig, SFT_NEEDS + "--tokenizer_chat_template text"),
         (SFTConfig, SFT_NEEDS + "--load_checkpoint --ckpt_path ./nothing-yet --save_path ./new"),
         (SFTConfig, SFT_NEEDS + "--use_tensorboard"),
     ],
