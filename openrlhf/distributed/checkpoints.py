@@ -48,8 +48,6 @@ STATE = "state.json"
 SPACE_FACTOR = 1.2  # room to have before a save, in sizes of the last one
 GIB = 1024**3
 MAX_FAILED_SAVES = 3  # in a row
-KIND = "command"  # among the settings: the config class of the command that wrote a checkpoint
-EVALUATION = "evaluation"  # among the settings: the hash of the evaluation data
 EXPORT_TRIES = 40  # at the end of a run
 EXPORT_PAUSE_S = 15.0  # between two of them
 _NAME = re.compile(r"global_step(\d+)(?:_hf)?")
@@ -191,7 +189,6 @@ class CheckpointStore:
     def _seal(self, staged: Path, step: int) -> Path:
         final = self.root / staged.name.removeprefix(manifest.TEMPORARY)
         manifest.seal(staged, final, {"step": step, "libraries": library_versions()})
-        manifest.verify(final, contents=False)
         return final
 
 
@@ -394,30 +391,23 @@ def warn_on_main(line: str) -> None:
 
 
 def open_checkpoints(
-    config: CheckpointConfig,
-    data: DataFacts,
-    command: RunConfig | None = None,
-    *,
-    evaluation: str | None = None,
+    config: CheckpointConfig, data: DataFacts, command: RunConfig | None = None
 ) -> RunCheckpoints:
     """Tidy the checkpoint root and find what the run goes on from; all ranks call.
 
-    `command` is the whole config, whose changes are said, `evaluation` the hash of the evaluation
-    data. Raises DataError or ConfigError where the data, or settings that the checkpoint depends
-    on, are not those it was written under.
+    `command` is the whole config, whose changes are said. Raises DataError or ConfigError where the
+    data, or settings that the checkpoint depends on, are not those it was written under.
     """
-    settings: dict[str, Any] = {EVALUATION: evaluation}
-    if command is not None:
-        settings |= {KIND: type(command).__name__, **settings_of(command)}
+    settings = {} if command is None else settings_of(command)
     checkpoints = RunCheckpoints(config, data, settings=settings)
     saved = checkpoints.saved = on_main(lambda: _find(checkpoints))
     if saved is not None:
-        together(lambda: _check_is_seen(saved))
         data.check(saved.state["data"], saved.path)
         if is_main():
             notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
         if command is not None:
-            _say_changes(command, settings, saved)
+            for line in check_settings(command, saved.state["settings"], path=saved.path):
+                warn_on_main(line)
     if config.save_steps > 0:
         aside = on_main(checkpoints.set_later_aside)
         if aside is not None:
@@ -434,31 +424,6 @@ def _find(checkpoints: RunCheckpoints) -> Saved | None:
     if saved is None and config.load_enable:
         notice(f"no checkpoint in {store.root}: starting new")
     return saved
-
-
-def _check_is_seen(saved: Saved) -> None:
-    if not (saved.path / STATE).is_file():
-        raise CheckpointError(
-            f"{saved.path} is not seen by every rank: --ckpt_path must be shared."
-        )
-
-
-def _say_changes(command: RunConfig, settings: Mapping[str, Any], saved: Saved) -> None:
-    """Say what changed since the checkpoint was written; raise ConfigError for what may not."""
-    before = saved.state.get("settings", {})
-    if before.get(KIND, settings[KIND]) != settings[KIND]:
-        raise ConfigError(
-            f"--ckpt_path {saved.path.parent} holds the checkpoints of another command. Type "
-            "another --ckpt_path, or leave --load_checkpoint out."
-        )
-    for line in check_settings(command, before, path=saved.path):
-        warn_on_main(line)
-    hashes = (before.get(EVALUATION), settings[EVALUATION])
-    if None not in hashes and hashes[0] != hashes[1]:
-        warn_on_main(
-            f"the evaluation data changed since {saved.path} was written: its metrics of before "
-            "and of now are not of the same samples"
-        )
 
 
 def export_final(export: Callable[[Path], None], path: Path) -> None:

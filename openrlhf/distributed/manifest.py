@@ -1,4 +1,4 @@
-"""When a folder counts: files, sizes and SHA-256 sums in a manifest, and one rename at the end.
+"""When a folder counts: files and their SHA-256 sums in a manifest, and one rename at the end.
 
 A writer fills `tmp-<name>`; `seal` flushes it, writes the manifest and gives it its name. A folder
 whose files do not match its manifest, to the byte, is not read. Knows files only: neither what is
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from openrlhf.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 TEMPORARY = "tmp-"
-CHUNK_BYTES = 1 << 22
 MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
 
 
@@ -28,12 +27,7 @@ def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
     """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`, in
     place of a folder that has the name already.
     """
-    names = _files_in(temporary)
-    files = {
-        name: {"size": (temporary / name).stat().st_size, "sha256": digest}
-        for name, digest in zip(names, _digests(temporary, names), strict=True)
-    }
-    write_json(temporary / MANIFEST, {**facts, "files": files})
+    write_json(temporary / MANIFEST, {**facts, "files": _digests(temporary)})
     flush(temporary)
     torn = _torn(final)
     if final.exists():
@@ -43,29 +37,21 @@ def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
     flush_one(final.parent)
 
 
-def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
-    """Return the manifest of a folder; raise CheckpointError if its files are not those it names.
-
-    `contents` reads every byte; without it only the sizes are compared.
+def verify(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder; raise CheckpointError if its files are not those it names,
+    to the byte.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files = {name: (e["size"], e["sha256"]) for name, e in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error!r})."
         ) from None
-    found = {name: (path / name).stat().st_size for name in _files_in(path)}
+    found = _digests(path)
     for name in sorted(found.keys() | files.keys()):
-        expected = files[name][0] if name in files else None
-        if found.get(name) != expected:
-            raise CheckpointError(
-                f"{path / name}: {found.get(name, 'no')} bytes, the manifest says {expected}."
-            )
-    names = sorted(files) if contents else []
-    for name, digest in zip(names, _digests(path, names), strict=True):
-        if digest != files[name][1]:
-            raise CheckpointError(f"{path / name} has changed since it was written.")
+        if found.get(name) != files.get(name):
+            raise CheckpointError(f"{path / name} is not the file that was written.")
     return manifest
 
 
@@ -107,27 +93,21 @@ def flush_one(path: Path) -> None:
         os.close(descriptor)
 
 
-def _files_in(path: Path) -> list[str]:
-    """Return relative names of the files below a folder; a link could point anywhere and is
-    refused.
+def _digests(path: Path) -> dict[str, str]:
+    """Return the sums of the files below a folder by their relative names; a link could point
+    anywhere and is refused.
     """
-    names = []
+    files = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink():
             raise CheckpointError(f"{entry} is a link: checkpoints hold plain files.")
         if entry.is_file() and entry != path / MANIFEST:
-            names.append(entry.relative_to(path).as_posix())
-    return names
-
-
-def _digests(path: Path, names: Iterable[str]) -> list[str]:
+            files.append(entry)
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_sha256, [path / name for name in names]))
+        names = [file.relative_to(path).as_posix() for file in files]
+        return dict(zip(names, pool.map(_sha256, files), strict=True))
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -104,8 +104,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
             say_notices(new, about="evaluation: ")
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
-    evaluation = None if inputs.eval_samples is None else inputs.eval_samples.fingerprint
-    opened = open_checkpoints(config.ckpt, facts, config, evaluation=evaluation)
+    opened = open_checkpoints(config.ckpt, facts, config)
     if opened.is_done(run_dir, is_at_end=is_at_end(opened, config.train.max_epochs)):
         strategy.shut_down()
         return

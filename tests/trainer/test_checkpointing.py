@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.config.cli import parse_config
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
-from openrlhf.config.supervised import RMConfig, SFTConfig
-from openrlhf.distributed.checkpoints import RunCheckpoints, open_checkpoints
+from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.distributed.manifest import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
@@ -207,39 +205,6 @@ def test_other_data_or_another_seed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Type --seed 5"):
         open_checkpoints(config, replace(FACTS, seed=6))
     assert open_checkpoints(config, FACTS).resume_step == 4
-
-
-def test_the_checkpoint_of_another_command_is_refused(tmp_path: Path) -> None:
-    config = saved_state(tmp_path)
-    lines = "--pretrain m --dataset d"
-    sft = parse_config(SFTConfig, lines.split()).config
-    rm = parse_config(RMConfig, lines.split()).config
-    opened = open_checkpoints(config.model_copy(update={"load_enable": False}), FACTS, sft)
-    loop = {"position": asdict(Position(6, 1, 12)), "num_bad_steps": 0}
-    notes = {"data": asdict(FACTS), "settings": opened.settings}
-    opened.store.stage(6)
-    opened.store.commit(6, {"loop": loop, "world_size": 1, **notes})
-    assert open_checkpoints(config, FACTS, sft).resume_step == 6
-    with pytest.raises(ConfigError, match="the checkpoints of another command"):
-        open_checkpoints(config, FACTS, rm)
-
-
-def test_evaluation_data_that_changed_is_said(tmp_path: Path, capsys) -> None:
-    config = saved_state(tmp_path)
-    sft = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d"]).config
-
-    def said(before: str | None, now: str | None) -> str:
-        path = tmp_path / "global_step4"
-        notes = {"data": asdict(FACTS), "settings": {"evaluation": before}}
-        opened = RunCheckpoints(config, FACTS)
-        opened.store.stage(4)
-        opened.store.commit(4, notes)
-        found = open_checkpoints(config, FACTS, sft, evaluation=now)
-        assert found.settings["evaluation"] == now
-        return " ".join(capsys.readouterr().err.split()).replace(str(path), "PATH")
-
-    assert said(None, "a") == said("a", "a") == said("a", None) == ""
-    assert "the evaluation data changed since PATH was written" in said("a", "b")
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
