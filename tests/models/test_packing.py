@@ -7,8 +7,6 @@ from openrlhf.models import packing
 from openrlhf.models.packing import (
     PackedRow,
     ScoreOptions,
-    grouped_attention,
-    padded_layout,
     row_attention,
 )
 
@@ -40,16 +38,6 @@ def random_qkv(num_tokens, *, num_heads=4, num_kv_heads=2, head_dim=8):
     ]
 
 
-def test_sequences_of_near_equal_length_share_a_batch():
-    layout = padded_layout([20, 4, 19, 4], "cpu")
-    assert layout.batches == ((2, 20), (2, 4))
-    # 20 tokens, then 19 with the last one repeated, then the two of 4.
-    rows = [*range(20), *range(24, 43), 42, *range(20, 24), *range(43, 47)]
-    assert layout.slot_to_row_M.tolist() == rows
-    slots = [*range(20), *range(40, 44), *range(20, 39), *range(44, 48)]
-    assert layout.row_to_slot_T.tolist() == slots
-
-
 @pytest.mark.parametrize("query_block", [4, 1024])
 @pytest.mark.parametrize(
     "options",
@@ -60,11 +48,12 @@ def test_sequences_of_near_equal_length_share_a_batch():
     ],
     ids=str,
 )
-def test_grouped_attention_equals_a_loop_over_tokens(options, query_block, monkeypatch):
+def test_row_attention_equals_a_loop_over_tokens(options, query_block, monkeypatch):
     monkeypatch.setattr(packing, "QUERY_BLOCK", query_block)
     lengths = (3, 12, 1, 11, 12, 2)
     q, k, v = random_qkv(sum(lengths))
-    output = grouped_attention(q, k, v, padded_layout(lengths, "cpu"), options)
+    row = PackedRow.of_lengths(lengths, torch.device("cpu"))
+    output = row_attention(q, k, v, row, options)
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     expected = torch.cat([naive_attention(*part, options) for part in parts])
     torch.testing.assert_close(output, expected)
