@@ -161,8 +161,8 @@ class DeepSpeedConfig(Base):
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )
     load_in_4bit: bool = switch("QLoRA: base weights in 4 bits.", at_resume="refused")
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = (
-        option(None, "Kernels of mixture-of-experts layers.", flat=False)
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = option(
+        None, "Kernels of mixture-of-experts layers.", flat=False
     )
     value_head_prefix: str = option(
         "score",

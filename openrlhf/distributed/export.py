@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
 from openrlhf.distributed.manifest import flush, flush_one
-from openrlhf.distributed.weights import base_model_of, exported_parameters
+from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
+from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.progress import progress, tracked
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.weights import base_model_of, hf_model_of, ids_of_matrices
+from openrlhf.distributed.weights import hf_model_of, ids_of_matrices
 from openrlhf.utils.logging import warn
+from openrlhf.utils.packable import base_model_of
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,10 @@ from openrlhf.distributed.optimizer import make_optimizer, make_schedule
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-from openrlhf.distributed.weights import base_model_of, hf_model_of
+from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import ConfigError
 from openrlhf.utils.context_parallel import ContextGroup
+from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.progress import progress
 
 logger = logging.getLogger(__name__)

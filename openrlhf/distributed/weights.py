@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.tensor_parallel import whole_layers
+from openrlhf.utils.packable import base_model_of
 
 GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
 # Biases, and what Mamba layers have instead: experts and heads may stack them to any shape.
@@ -36,11 +37,6 @@ def hf_model_of(module: nn.Module) -> nn.Module:
         if hasattr(candidate, "save_pretrained"):
             return candidate
     return module
-
-
-def base_model_of(model: nn.Module) -> nn.Module:
-    """Return the Hugging Face model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def ids_of_matrices(module: nn.Module) -> set[int]:

@@ -20,7 +20,7 @@ from openrlhf.models.context_attention import ReadStates, SharedRow
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
 from openrlhf.models.support import num_experts_per_token
 from openrlhf.utils.context_parallel import ContextGroup, RowSlice
-from openrlhf.utils.packable import is_padded
+from openrlhf.utils.packable import base_model_of, is_padded
 from openrlhf.utils.packing import PackedBatch
 
 
@@ -87,11 +87,6 @@ def without_head(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that computes its hidden states."""
     base = model.base_model
     return base if base is not model else model.get_submodule("model")
-
-
-def unwrap_peft(model: nn.Module) -> PreTrainedModel:
-    """Return the Hugging Face model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # Last hidden states, (T, H), and on request the router logits of a mixture of experts, (T, E) of
@@ -206,11 +201,11 @@ class PackedModel(nn.Module):
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.top_k = experts_per_token(unwrap_peft(model)) if with_aux_loss else None
+        self.top_k = experts_per_token(base_model_of(model)) if with_aux_loss else None
 
     def states_at(self, batch: PackedBatch, positions_N: Tensor) -> ReadStates:
         """Return hidden states of these row positions, and router losses (B,) when asked for."""
-        model, with_router, own = unwrap_peft(self.model), self.top_k is not None, None
+        model, with_router, own = base_model_of(self.model), self.top_k is not None, None
         if is_padded(model):
             hidden_TH, router = padded_states(model, batch, with_router=with_router)
         elif self.context is not None:
@@ -234,7 +229,7 @@ class PackedModel(nn.Module):
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
         )
-        model = unwrap_peft(self.model)
+        model = base_model_of(self.model)
         if use_reentrant and not model.get_input_embeddings().weight.requires_grad:
             # It drops the graph of a layer whose input needs no gradient (LoRA).
             model.enable_input_require_grads()
@@ -247,7 +242,7 @@ class Actor(PackedModel):
 
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__(model, with_aux_loss=with_aux_loss)
-        causal_lm = unwrap_peft(model)
+        causal_lm = base_model_of(model)
         lm_head = causal_lm.get_output_embeddings()
         if type(lm_head) is not nn.Linear:
             raise ConfigError(
@@ -261,7 +256,7 @@ class Actor(PackedModel):
         self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenStats:
         """Return log-probs (and entropy) of the N targets at the sampling temperature."""
-        assert self.head.weight is unwrap_peft(self.model).get_output_embeddings().weight, (
+        assert self.head.weight is base_model_of(self.model).get_output_embeddings().weight, (
             "the LM head was replaced after the actor was built"
         )
         states = self.states_at(batch, batch.predict_index)

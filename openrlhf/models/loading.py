@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Unpack
 
-from openrlhf.config.base import is_given
 from openrlhf.config.common import RunConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.config.ppo import PPOConfig
@@ -38,11 +37,10 @@ from openrlhf.models.support import (
     causal_class,
     is_installed,
     padding_note,
-    refuse_own_code,
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.logging import notice, say_notices
+from openrlhf.utils.logging import say_notices
 from openrlhf.utils.packable import is_padded, why_padded
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
@@ -259,7 +257,7 @@ def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions])
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     model, info = read_model(transformers.AutoModelForCausalLM, path, config, options)
     check_loading_info(path, info)
-    finish_loading(model, path, options, has_lm_head=True)
+    finish_loading(model, options, has_lm_head=True)
     return model
 
 
@@ -307,7 +305,7 @@ def load_sequence_model(
     if name != HEAD:  # the name it has in saved files
         model.add_module(name, model.get_submodule(HEAD))
         delattr(model, HEAD)
-    finish_loading(model, path, options)
+    finish_loading(model, options)
     return model
 
 
@@ -332,12 +330,11 @@ def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
 
 
 def finish_loading(
-    model: PreTrainedModel, path: str, options: LoadOptions, *, has_lm_head: bool = False
+    model: PreTrainedModel, options: LoadOptions, *, has_lm_head: bool = False
 ) -> None:
     """Finish a model whose weights are in place; raise ConfigError for one that is not computed as
     it says.
     """
-    refuse_own_code(model, path)
     if options.get("load_in_4bit"):
         keep_4bit_trainable(model)
     own_memory(model)
@@ -438,28 +435,12 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(attention)
 
 
-def say_attention(config: RunConfig, requested: str, paths: Iterable[str]) -> None:
-    """Say that an attention is not what runs, and which of the models at `paths` is padded; the
-    main rank calls.
-
-    Flash attention is the default: without a GPU only who typed it is told.
-    """
-    notes = [
-        padding_note(load_config(path, trust_remote_code=config.trust_remote_code), path)
-        for path in dict.fromkeys(paths)
-    ]
+def say_padded(config: RunConfig, paths: Iterable[str]) -> None:
+    """Say which of the models at `paths` is padded; the main rank calls."""
+    trust = config.trust_remote_code
+    configs = {path: load_config(path, trust_remote_code=trust) for path in paths}
+    notes = [padding_note(facts, path) for path, facts in configs.items()]
     say_notices(filter(None, notes))
-    if all(notes):
-        return
-    is_cuda, why = torch.cuda.is_available(), None
-    if requested == "eager":
-        why = "eager attention is not for packed rows"
-    elif requested == FLASH_2 and not is_cuda and is_given(config, "ds.attn_implementation"):
-        why = f"{requested} needs a GPU"
-    elif requested == FLASH_2 and is_cuda and not is_installed("flash_attn"):
-        why = "flash-attn is not installed"
-    if why is not None:
-        notice(f"{why}: packed rows use torch's own attention (SDPA)")
 
 
 def merge_adapter(

@@ -19,11 +19,11 @@ from openrlhf.utils.packable import why_padded
 FLASH_2 = "flash_attention_2"
 # Attention that is never refused: where it is missing, torch's own takes its place.
 OWN_ATTENTION = ("auto", "sdpa", "eager", FLASH_2)
-# Attention of transformers, and the module and package it needs beside a GPU.
+# Attention of transformers, and the module it needs beside a GPU.
 GPU_ATTENTION = {
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-    "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
-    "flex_attention": ("torch", "torch"),
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute",
+    "flex_attention": "torch",
 }
 # Of the plans in which transformers says how layers are split: those that AutoTP follows.
 SPLIT_STYLES = frozenset(
@@ -57,38 +57,24 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
 
 def _missing(ds: DeepSpeedConfig, *, trains: bool, is_cuda: bool) -> Iterator[str]:
     name = ds.attn_implementation
-    flag = f"--attn_implementation {name}"
-    wanted = []  # flag, module and package that need a GPU
-    if "/" in name:  # a kernel of the hub
-        wanted.append((flag, "kernels", "kernels"))
-    elif name in GPU_ATTENTION:
-        wanted.append((flag, *GPU_ATTENTION[name]))
-    elif name not in OWN_ATTENTION:
+    attention = f"--attn_implementation {name}"
+    kernel = "kernels" if "/" in name else GPU_ATTENTION.get(name)
+    if kernel is None and name not in OWN_ATTENTION:
         known = ", ".join((*OWN_ATTENTION, *GPU_ATTENTION))
-        yield f"{flag} is not known. Type one of {known}, or a kernel's hub id."
-    if trains and ds.use_liger_kernel:
-        wanted.append(("--use_liger_kernel", "liger_kernel", "liger-kernel"))
-    for flag, module, package in wanted:
-        lacks = [] if is_installed(module) else [f"the {package} package is not installed"]
-        lacks += [] if is_cuda else ["torch sees no CUDA device"]
+        yield f"{attention} is not known. Type one of {known}, or a kernel's hub id."
+    needs = [  # flag, its module, and True if it needs a GPU
+        (attention, kernel, True),
+        ("--use_liger_kernel", "liger_kernel" if trains and ds.use_liger_kernel else None, True),
+        ("--load_in_4bit", "bitsandbytes" if ds.load_in_4bit else None, False),
+        ("--deepcompile", "torch" if trains and ds.deepcompile else None, True),
+    ]
+    for flag, module, needs_gpu in needs:
+        if module is None:
+            continue
+        lacks = [] if is_installed(module) else [f"the module {module} is not installed"]
+        lacks += ["torch sees no CUDA device"] if needs_gpu and not is_cuda else []
         if lacks:
-            remedy = f"Install {package}" if is_cuda else "Run on a GPU"
-            yield f"{flag}: {' and '.join(lacks)}. {remedy}, or leave {flag} out."
-    if ds.experts_implementation == "deepgemm":
-        yield (
-            "--ds.experts_implementation deepgemm: the kernel computes no gradients. "
-            "Use grouped_mm."
-        )
-    if ds.load_in_4bit and not is_installed("bitsandbytes"):
-        yield (
-            "--load_in_4bit: the bitsandbytes package is not installed. "
-            "Install bitsandbytes, or leave --load_in_4bit out."
-        )
-    if trains and ds.deepcompile and not is_cuda:
-        yield (
-            "--deepcompile: DeepSpeed compiles for CUDA GPUs only, and torch sees no CUDA device. "
-            "Run on a GPU, or leave --deepcompile out."
-        )
+            yield f"{flag}: {' and '.join(lacks)}. Mend that, or leave {flag} out."
     is_fp16 = trains and ds.param_dtype == "fp16" and not is_cuda
     if is_fp16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         yield (
@@ -106,18 +92,16 @@ def num_positions(config: PretrainedConfig) -> int | None:
     text = config.get_text_config()
     # An attribute: some families keep it under a name of their own (GPT-2: `n_positions`).
     limit = getattr(text, "max_position_embeddings", None)
+    if limit is None:
+        return None
     scaling = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [part for part in scaling.values() if isinstance(part, Mapping)]
-    kinds = {part.get("rope_type") for part in by_layer_type or [scaling]}
-    if limit is None or "dynamic" in kinds:
-        return limit
-    if "longrope" in kinds:
-        parts = by_layer_type or [scaling]
-        return min(part.get("original_max_position_embeddings", limit) for part in parts)
-    factor = scaling.get("factor")
-    if factor is None:
-        return limit
-    return max(limit, int(scaling.get("original_max_position_embeddings", limit) * factor))
+    limits = []
+    for part in by_layer_type or [scaling]:
+        kind, trained = part.get("rope_type"), part.get("original_max_position_embeddings", limit)
+        scaled = limit if kind == "dynamic" else max(limit, int(trained * part.get("factor", 1)))
+        limits.append(trained if kind == "longrope" else scaled)
+    return min(limits)
 
 
 def head_size(config: PretrainedConfig) -> int | None:
@@ -162,72 +146,48 @@ def refuse_unsupported(
     weights.
     """
     problems = [*_split_problems(config, path, ds)]
-    if padding_note(config, path) is None:
-        problems += _shared_head_problems(config, path, ds)
-    elif ds.ring_attn_size > 1:
-        problems.append(
-            f"--ring_attn_size {ds.ring_attn_size}: {path} cannot be shared, its rows are padded, "
-            "not packed. Leave it out."
-        )
-    elif has_token_budget:
-        problems.append(
-            f"--use_dynamic_batch: the rows of {path} are padded, so a budget of tokens does not "
-            "bound their memory. Leave it out and set --micro_train_batch_size."
-        )
+    if padding_note(config, path) is not None:
+        if ds.ring_attn_size > 1:
+            problems.append(
+                f"--ring_attn_size {ds.ring_attn_size}: {path} cannot be shared, its rows are "
+                "padded, not packed. Leave it out."
+            )
+        elif has_token_budget:
+            problems.append(
+                f"--use_dynamic_batch: the rows of {path} are padded, so a budget of tokens does "
+                "not bound their memory. Leave it out and set --micro_train_batch_size."
+            )
     if has_router_loss and not num_experts_per_token(config):
         problems.append(f"--aux_loss_coef is set, and {path} has no experts. Leave it out.")
     if problems:
         raise ConfigError(problems)
 
 
-def _shared_head_problems(
-    config: PretrainedConfig, path: str, ds: DeepSpeedConfig
-) -> Iterator[str]:
-    num_ranks = ds.ranks_per_share
-    is_shared = ds.ring_attn_size > 1 and ds.cp_mode == "ulysses"
-    if is_shared and (num_heads := _fewest_heads(config, num_ranks)) is not None:
-        yield (
-            f"--cp_mode ulysses shares heads, and {path} has {num_heads}, not a multiple of the "
-            f"{num_ranks} ranks that work on the same samples. Type --cp_mode ring."
-        )
-
-
 def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) -> Iterator[str]:
     size, text = ds.tensor_parallel_size, config.get_text_config()
-    if size == 1:
-        return
+    flag = f"--ds_tensor_parallel_size {size}"
     plan = getattr(text, "base_model_tp_plan", None) or {}
     has_norms = getattr(text, "use_qk_norm", False) or getattr(text, "qk_layernorm", False)
     knows_norms = any("norm" in name for name in plan)
-    if not plan or set(plan.values()) - SPLIT_STYLES or (has_norms and not knows_norms):
+    is_known = plan and not set(plan.values()) - SPLIT_STYLES and (knows_norms or not has_norms)
+    if size > 1 and not is_known:
         yield (
-            f"--ds_tensor_parallel_size {size}: {path} is of the family {config.model_type}, which "
-            "DeepSpeed's AutoTP cannot split. Leave it out, and type --zero_stage 3 instead."
+            f"{flag}: {path} is of the family {config.model_type}, which DeepSpeed's AutoTP cannot "
+            "split. Leave it out, and type --zero_stage 3 instead."
         )
-    elif (num_heads := _fewest_heads(config, size)) is not None:
+        return
+    num_ranks, remedy = size, "a divisor"
+    if ds.ring_attn_size > 1 and ds.cp_mode == "ulysses":
+        flag, num_ranks, remedy = "--cp_mode ulysses", ds.ranks_per_share, "--cp_mode ring"
+    heads = getattr(text, "num_attention_heads", num_ranks)
+    key_heads = getattr(text, "num_key_value_heads", None) or num_ranks
+    if heads % num_ranks or key_heads % num_ranks:
         yield (
-            f"--ds_tensor_parallel_size {size}: {path} has {num_heads} heads, not a multiple of "
-            "it. Type a divisor."
+            f"{flag}: {path} has {min(heads, key_heads)} heads, not a multiple of the {num_ranks} "
+            f"ranks that share them. Type {remedy}."
         )
 
 
 def num_experts_per_token(config: PretrainedConfig) -> int:
     """Return the experts that a token is sent to; 0 if the model has none."""
     return int(config.get_text_config().to_dict().get("num_experts_per_tok") or 0)
-
-
-def _fewest_heads(config: PretrainedConfig, num_ranks: int) -> int | None:
-    """Return the number of query or key heads if a number of ranks does not divide both."""
-    text = config.get_text_config()
-    heads = {text.num_attention_heads, getattr(text, "num_key_value_heads", None) or num_ranks}
-    return min(heads) if any(count % num_ranks for count in heads) else None
-
-
-def refuse_own_code(model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError if code that comes with the weights does not take packed rows."""
-    reason = why_padded(type(model), model.config)
-    if reason is not None and causal_class(model.config) is None:
-        raise ConfigError(
-            f"{path}: {type(model).__name__} has {reason}. Code of its own must use Transformers' "
-            "attention interface."
-        )

@@ -7,43 +7,30 @@ included.
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from typing_extensions import Self, Unpack
 
 from openrlhf.errors import ConfigError
-from openrlhf.models.actor import PackedModel, unwrap_peft
+from openrlhf.models.actor import PackedModel
 from openrlhf.models.adapters import SCALE_FIELDS
-from openrlhf.models.loading import LoadOptions, load_sequence_model
+from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.packing import PackedBatch
 
 
-@dataclass(frozen=True)
-class RewardScale:
-    """Mean and standard deviation of a reward model's scores, kept in its config."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> RewardScale:
-        """Read `mean` and `std`; missing or unusable ones are a ConfigError."""
-        mean, std = (config.to_dict().get(name) for name in SCALE_FIELDS)
-        if None in (mean, std) or not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ConfigError(
-                f"--normalize_reward: mean {mean} and std {std} in the reward model's config are "
-                "unusable. Train it with train_rm, write both to its config.json (std above 0), or "
-                "leave the flag out."
-            )
-        return cls(float(mean), float(std))
-
-    def apply(self, scores: Tensor) -> Tensor:
-        """Return (x - mean) / std."""
-        return (scores - self.mean) / self.std
+def reward_scale(config: PretrainedConfig) -> tuple[float, float]:
+    """Return mean and standard deviation of a reward model's scores; missing or unusable ones are a
+    ConfigError.
+    """
+    mean, std = (config.to_dict().get(name) for name in SCALE_FIELDS)
+    if None in (mean, std) or not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ConfigError(
+            f"--normalize_reward: mean {mean} and std {std} in the reward model's config are "
+            "unusable. Train it with train_rm, write both to its config.json (std above 0), or "
+            "leave the flag out."
+        )
+    return float(mean), float(std)
 
 
 class RewardTerms(NamedTuple):
@@ -60,33 +47,17 @@ class ScalarHeadModel(PackedModel):
         self, model: nn.Module, *, normalize_reward: bool = False, with_aux_loss: bool = False
     ) -> None:
         super().__init__(model, with_aux_loss=with_aux_loss)
-        config = unwrap_peft(model).config
+        config = base_model_of(model).config
         self.head_name = config.value_head_prefix
-        self.scale = RewardScale.of(config) if normalize_reward else None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        normalize_reward: bool = False,
-        value_head_prefix: str | None = None,
-        allow_fresh_head: bool = True,
-        **options: Unpack[LoadOptions],
-    ) -> Self:
-        """Load from a folder or hub id; see `load_sequence_model` for the head."""
-        model = load_sequence_model(
-            path, value_head_prefix=value_head_prefix, allow_fresh_head=allow_fresh_head, **options
-        )
-        return cls(model, normalize_reward=normalize_reward)
+        self.scale = reward_scale(config) if normalize_reward else (0.0, 1.0)
 
     def scores_at(self, batch: PackedBatch, positions_N: Tensor) -> RewardTerms:
         """Return the scalar of each of these row positions, (N,) fp32."""
         states = self.states_at(batch, positions_N)
-        head = unwrap_peft(self.model).get_submodule(self.head_name)
+        head = base_model_of(self.model).get_submodule(self.head_name)
         scores = states.spread(head(states.hidden_nH).squeeze(-1).float())
-        scores = scores if self.scale is None else self.scale.apply(scores)
-        return RewardTerms(scores, states.aux_loss)
+        mean, std = self.scale
+        return RewardTerms((scores - mean) / std, states.aux_loss)
 
 
 class CriticModel(ScalarHeadModel):

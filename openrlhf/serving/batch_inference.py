@@ -40,7 +40,13 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.loading import is_value_model, load_causal_lm, load_config, load_options
+from openrlhf.models.loading import (
+    is_value_model,
+    load_causal_lm,
+    load_config,
+    load_options,
+    load_sequence_model,
+)
 from openrlhf.models.support import check_here, head_size, num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.post_processors import (
@@ -297,13 +303,13 @@ class ScoreTask(BatchTask):
     def results(
         self, mine: Sequence[int], strategy: DeepSpeedStrategy
     ) -> Iterator[tuple[int, list[Row]]]:
-        model = RewardModel.from_pretrained(
+        hf_model = load_sequence_model(
             self.model_path,
             value_head_prefix=self.config.ds.value_head_prefix,
             allow_fresh_head=False,
             **load_options(self.config),
         )
-        engine = strategy.prepare_eval(model)
+        engine = strategy.prepare_eval(RewardModel(hf_model))
         batches = self._longest_first(mine, self.config.micro_batch_size)
         num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])
         # Under ZeRO-3 every forward takes all ranks: a rank that is done scores row 0 again.

@@ -27,9 +27,10 @@ from openrlhf.models.loading import (
     is_value_model,
     load_config,
     load_options,
+    load_sequence_model,
 )
 from openrlhf.models.support import num_positions
-from openrlhf.models.value_head import RewardModel, RewardScale
+from openrlhf.models.value_head import RewardModel, reward_scale
 from openrlhf.utils.logging import format_count
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tensors import dtype_name, fingerprint
@@ -68,7 +69,7 @@ class ServedModel:
                 f"The model at {path!r} has no value head. Give a trained reward model."
             )
         if config.reward.normalize_enable:
-            RewardScale.of(facts)
+            reward_scale(facts)
         limit = num_positions(facts)
         self.max_len = min(config.data.max_len, limit or config.data.max_len)
         self.tokenizer = load_tokenizer(
@@ -79,13 +80,13 @@ class ServedModel:
     def load(self) -> None:
         """Put the weights on this machine's device."""
         ds = self.config.ds
-        model = RewardModel.from_pretrained(
+        hf_model = load_sequence_model(
             self.path,
-            normalize_reward=self.config.reward.normalize_enable,
             value_head_prefix=ds.value_head_prefix,
             allow_fresh_head=False,
             **load_options(self.config),
         )
+        model = RewardModel(hf_model, normalize_reward=self.config.reward.normalize_enable)
         model.requires_grad_(requires_grad=False).eval()
         self.module = model if ds.load_in_4bit else model.to(default_device_type())
         self.hash = model_hash(self.module)

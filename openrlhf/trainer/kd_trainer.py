@@ -30,13 +30,14 @@ from openrlhf.distributed.weights import gathered, hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
-from openrlhf.models.actor import Actor, ChunkedHead, unwrap_peft
+from openrlhf.models.actor import Actor, ChunkedHead
 from openrlhf.models.loading import load_causal_lm, load_config, load_options
 from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun, load_actor
 from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
+from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
@@ -283,7 +284,7 @@ def make_answers(run: SupervisedRun[Any]) -> StudentAnswers:
     )
     return StudentAnswers(
         inputs.samples,
-        OwnGenerate(unwrap_peft(hf_model_of(run.model))),
+        OwnGenerate(base_model_of(hf_model_of(run.model))),
         sampling,
         max_len=config.data.max_len,
         seed=config.train.seed,

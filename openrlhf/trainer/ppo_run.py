@@ -22,7 +22,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.run_folder import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.loading import DTYPES, say_attention
+from openrlhf.models.loading import DTYPES, say_padded
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
@@ -107,7 +107,7 @@ def _prepare_and_run(
 def _run(
     config: PPOConfig, inputs: RunInputs, cluster: LocalCluster, opened: RunCheckpoints
 ) -> None:
-    say_attention(config, config.ds.attention, named_models(config))
+    say_padded(config, named_models(config))
     if inputs.reward_source is not None:
         inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
     groups = {r: cluster.start_group(r, kind) for r, kind in worker_classes(config).items()}

@@ -33,7 +33,7 @@ from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.support import head_size, num_positions, refuse_unsupported
-from openrlhf.models.value_head import RewardScale
+from openrlhf.models.value_head import reward_scale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
 from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers
@@ -345,7 +345,7 @@ def _check_head(config: PPOConfig, path: str, facts: PretrainedConfig) -> None:
             "makes."
         )
     if config.reward.normalize_enable:
-        RewardScale.of(facts)
+        reward_scale(facts)
 
 
 def _check_positions(config: PPOConfig, name: str, facts: PretrainedConfig) -> None:

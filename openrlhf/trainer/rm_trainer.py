@@ -19,13 +19,13 @@ from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.collectives import on_main
 from openrlhf.errors import CheckpointError
-from openrlhf.models.actor import unwrap_peft
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_options, load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SupervisedRun
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packable import base_model_of
 
 NUM_CHECKED_PAIRS = 4  # scored again from the exported files
 MAX_SCORE_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}  # of the largest
@@ -116,7 +116,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
             self.scale = self.reward_scale(samples)
             self.scaled_step = self.global_step
         mean, std = self.scale
-        unwrap_peft(run.model.model).config.update({"mean": mean, "std": std})
+        base_model_of(run.model.model).config.update({"mean": mean, "std": std})
         pairs = [samples[index] for index in range(min(NUM_CHECKED_PAIRS, len(samples)))]
         batch = self.collate(pairs).to(run.engine.device)
         with torch.no_grad():
@@ -133,11 +133,11 @@ def check_export(
     """Raise CheckpointError unless the model at `path` gives these pairs the `expected` scores."""
     hf_model = run.model.model
     options = load_options(run.config)
-    dtype = next(unwrap_peft(hf_model).parameters()).dtype
+    dtype = next(base_model_of(hf_model).parameters()).dtype
     options["dtype"] = dtype
     options["use_liger_kernel"] = False
     if is_adapted(hf_model):
-        head = unwrap_peft(hf_model).config.value_head_prefix
+        head = base_model_of(hf_model).config.value_head_prefix
         base = load_sequence_model(run.inputs.model_path, value_head_prefix=head, **options)
         model = load_adapter(base, path)
     else:

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
+def base_model_of(model: Any) -> Any:
+    """Return the Hugging Face model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def is_padded(model: Any) -> bool:
     """Return True if a model, inside its adapters or bare, sees padded rows."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model_of(model)
     return why_padded(type(base), base.config) is not None
 
 

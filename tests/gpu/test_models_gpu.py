@@ -7,7 +7,7 @@ import torch
 
 from openrlhf.models import packing
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.packing import PACKED_ATTENTION, PackedRow, ScoreOptions, row_attention
 from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.utils.packing import PackedBatch
@@ -109,7 +109,7 @@ def test_value_heads_on_cuda_equal_the_cpu(tmp_path):
     path = tiny_model(tmp_path, "llama")
     sequences = random_sequences(random_lengths(12, 30))
     for cls in (CriticModel, RewardModel):
-        model = cls.from_pretrained(path, dtype=torch.float32)
+        model = cls(load_sequence_model(path, dtype=torch.float32))
         expected = model(full_batch(sequences))
         actual = model.cuda()(full_batch(sequences).to("cuda"))
         torch.testing.assert_close(actual.cpu(), expected, atol=1e-4, rtol=1e-4)

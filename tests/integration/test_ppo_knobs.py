@@ -11,7 +11,7 @@ import torch
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.cli import train_ppo
 from openrlhf.distributed.collectives import shut_down
-from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.integration.commands import argv, steps_of
@@ -85,7 +85,7 @@ def test_policy_and_critic_learn_in_adapters_beside_a_reference(
     with torch.no_grad():
         assert (base(ids).logits - policy(ids).logits).abs().max() > 1e-3
         first, last = (
-            RewardModel.from_pretrained(str(path)).eval()(
+            RewardModel(load_sequence_model(path)).eval()(
                 PackedBatch.from_sequences([ids[0]], [torch.zeros(20)])
             )
             for path in (reward_model_dir, tmp_path / "run_critic")

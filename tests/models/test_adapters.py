@@ -91,9 +91,8 @@ def test_a_reward_adapter_brings_its_head_and_scale(
 ) -> None:
     adapted = save_reward_adapter(tiny_model_dir, tmp_path / "reward", head)
     assert is_value_model(load_config(str(tmp_path / "reward")))
-    model = RewardModel.from_pretrained(
-        tmp_path / "reward", normalize_reward=True, allow_fresh_head=False
-    )
+    loaded = load_sequence_model(tmp_path / "reward", allow_fresh_head=False)
+    model = RewardModel(loaded, normalize_reward=True)
     expected = (RewardModel(adapted)(batch) - 0.5) / 2.0
     torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=1e-5)
 
@@ -177,6 +176,6 @@ def test_only_the_adapter_is_trained_and_a_fresh_one_changes_nothing(
     assert len([name for name in trained if "lora_A" in name]) == 2 * 7  # layers x linear layers
 
 
-def test_unknown_target_modules_are_refused_with_those_there_are(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="--target_modules query: down_proj, gate_proj, k_proj"):
+def test_unknown_target_modules_are_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--target_modules query: Target modules .* not found"):
         add_lora(load_causal_lm(tiny_model_dir), LoraConfig(rank=4, target_modules=("query",)))

@@ -47,12 +47,12 @@ def test_a_chunk_sees_its_sequences_from_their_beginning():
         (
             LlamaConfig(num_attention_heads=8, num_key_value_heads=2),
             {"cp_mode": "ulysses"},
-            "has 2, not a multiple of the 4 ranks",
+            "has 2 heads, not a multiple of the 4 ranks",
         ),
         (
             LlamaConfig(num_attention_heads=8, num_key_value_heads=4),
             {"cp_mode": "ulysses", "tensor_parallel_size": 2},
-            "has 4, not a multiple of the 8 ranks",
+            "has 4 heads, not a multiple of the 8 ranks",
         ),
     ],
     ids=["padded", "heads", "heads of a part"],

@@ -8,9 +8,14 @@ from safetensors.torch import load_file
 
 from openrlhf.errors import ConfigError
 from openrlhf.models import loading
-from openrlhf.models.loading import choose_attention, load_causal_lm, load_config, resolve_dtype
+from openrlhf.models.loading import (
+    choose_attention,
+    load_causal_lm,
+    load_config,
+    load_sequence_model,
+    resolve_dtype,
+)
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.value_head import RewardModel
 from tests.models.helpers import tiny_model
 from tests.tiny import Payload
 
@@ -65,7 +70,7 @@ def test_pickled_weights_of_tensors_load(pickled_dir, causal_dir, is_zip):
     assert all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, RewardModel.from_pretrained])
+@pytest.mark.parametrize("load", [load_causal_lm, load_sequence_model])
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_pickled_weights_that_would_run_code_are_one_line_and_run_nothing(
     pickled_dir, tmp_path, load, is_zip
@@ -77,7 +82,7 @@ def test_pickled_weights_that_would_run_code_are_one_line_and_run_nothing(
 
 
 def test_a_reward_model_is_no_policy(causal_dir, tmp_path):
-    RewardModel.from_pretrained(causal_dir).model.save_pretrained(tmp_path)
+    load_sequence_model(causal_dir).save_pretrained(tmp_path)
     with pytest.raises(
         ConfigError, match=r"missing \(lm_head.weight\).*unexpected \(score.weight\)"
     ):

@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf.cli import train_kto
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import check_own_logits
+from openrlhf.models.loading import check_own_logits, load_sequence_model
 from openrlhf.models.packing import PACKED_ATTENTION
 from openrlhf.models.support import causal_class, padding_note
 from openrlhf.models.value_head import RewardModel
@@ -127,7 +127,7 @@ def test_a_reward_model_scores_as_it_would_alone(family: str, tmp_path: Path) ->
     make_reward_model(tmp_path, architecture=family, hidden_size=32)
     sequences = random_sequences(list(LENGTHS))
     with torch.no_grad():
-        scores = RewardModel.from_pretrained(tmp_path)(full_batch(sequences))
+        scores = RewardModel(load_sequence_model(tmp_path))(full_batch(sequences))
         own = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
         alone = [own.eval()(input_ids=ids[None]).logits[0, 0] for ids in sequences]
     assert scores.std() > 0.01

@@ -10,12 +10,10 @@ import pytest
 import torch
 import transformers as hf
 
-from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
-from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models import loading, support
-from openrlhf.models.loading import apply_liger, load_causal_lm, say_attention
+from openrlhf.models import support
+from openrlhf.models.loading import apply_liger, load_causal_lm
 from openrlhf.models.support import check_here, num_positions
 from tests.models.helpers import tiny_model
 
@@ -71,47 +69,19 @@ def missing(**settings: object) -> list[str]:
 
 
 def test_everything_a_machine_lacks_is_said_at_once(bare):
-    assert missing(
+    flags = ("--attn_implementation flash_attention_3", "--use_liger_kernel", "--load_in_4bit")
+    modules = ("flash_attn_interface", "liger_kernel", "bitsandbytes")
+    said = missing(
         use_liger_kernel=True,
         attn_implementation="flash_attention_3",
-        experts_implementation="deepgemm",
         load_in_4bit=True,
         deepcompile=True,
-    ) == [
-        "--attn_implementation flash_attention_3: the flash-attn-3 package is not installed and "
-        "torch sees no CUDA device. Run on a GPU, or leave --attn_implementation flash_attention_3 "
-        "out.",
-        "--use_liger_kernel: the liger-kernel package is not installed and torch sees no CUDA "
-        "device. Run on a GPU, or leave --use_liger_kernel out.",
-        "--ds.experts_implementation deepgemm: the kernel computes no gradients. Use grouped_mm.",
-        "--load_in_4bit: the bitsandbytes package is not installed. Install bitsandbytes, or leave "
-        "--load_in_4bit out.",
-        "--deepcompile: DeepSpeed compiles for CUDA GPUs only, and torch sees no CUDA device. Run "
-        "on a GPU, or leave --deepcompile out.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "has_gpu", "has_package", "said"),
-    [
-        ("", False, False, ""),
-        ("--flash_attn", False, False, "flash_attention_2 needs a GPU: "),
-        ("--attn_implementation sdpa", False, False, ""),
-        ("", True, False, "flash-attn is not installed: "),
-        ("--flash_attn", True, True, ""),
-        ("--attn_implementation eager", True, True, "eager attention is not for packed rows: "),
-    ],
-)
-def test_flash_attention_that_does_not_run_is_said_once(
-    monkeypatch, capsys, qwen2_dir, words, has_gpu, has_package, said
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(loading, "is_installed", lambda package: has_package)
-    config = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d", *words.split()]).config
-    say_attention(config, config.ds.attn_implementation, [str(qwen2_dir)])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == bool(said)
-    assert all(line.startswith(said) and "(SDPA)" in line for line in lines)
+    )
+    for line, flag, module in zip(said[:3], flags, modules, strict=True):
+        assert line.startswith(f"{flag}: the module {module} is not installed")
+        assert ("torch sees no CUDA device" in line) == (module != "bitsandbytes")
+    assert said[0].endswith(f". Mend that, or leave {flags[0]} out.")
+    assert said[3].startswith("--deepcompile: ") and len(said) == 4
 
 
 def test_fp16_needs_a_gpu_or_a_cpu_that_knows_it(monkeypatch):

@@ -21,6 +21,7 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.reward_server import read_token, serve_rewards
 from openrlhf.serving.served_model import Batcher
@@ -51,7 +52,7 @@ def served(reward_dir):
 
 def trainers_scores(path, texts, *, normalize_reward=False):
     """As the trainer asks: token ids in a packed row, each text by itself."""
-    model = RewardModel.from_pretrained(path, normalize_reward=normalize_reward).eval()
+    model = RewardModel(load_sequence_model(path), normalize_reward=normalize_reward).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     scores = []
     for text in texts:

@@ -14,6 +14,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
+from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_setup import check_models, check_tokens
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -75,7 +76,7 @@ def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Pa
 def scores_by_hand(path: Path, reader: Path) -> list[float]:
     """Scores of the texts as one tokenizer reads them."""
     tokenizer = load_tokenizer(str(reader))
-    model = RewardModel.from_pretrained(str(path), allow_fresh_head=False).eval()
+    model = RewardModel(load_sequence_model(path, allow_fresh_head=False)).eval()
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     ids = [torch.tensor(row) for row in rows]
     batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
-from openrlhf.models.value_head import RewardScale
+from openrlhf.models.value_head import reward_scale
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
@@ -184,9 +184,9 @@ def test_a_reward_model_ranks_pairs_and_scores_as_logged(folder: Path) -> None:
         )
     for scores, name in ((chosen, "eval/chosen_reward"), (rejected, "eval/reject_reward")):
         assert scores.mean().item() == pytest.approx(values_of(folder, "rm", name)[-1], abs=1e-4)
-    scale, scores = RewardScale.of(model.config), torch.cat([chosen, rejected])
-    assert scale.mean == pytest.approx(scores.mean().item(), abs=1e-4)
-    assert scale.std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+    (mean, std), scores = reward_scale(model.config), torch.cat([chosen, rejected])
+    assert mean == pytest.approx(scores.mean().item(), abs=1e-4)
+    assert std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
 
 
 def test_preferences_raise_the_margin_as_the_export_has_it(folder: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm, load_config, load_options
+from openrlhf.models.loading import load_causal_lm, load_config, load_options, load_sequence_model
 from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -84,13 +84,13 @@ class RewardModelActor(ModelWorker):
         """Load the reward model; return its parameter count."""
         config = self.config
         self.reader = self._reader_for(path)
-        model = RewardModel.from_pretrained(
+        hf_model = load_sequence_model(
             path,
-            normalize_reward=config.reward.normalize_enable,
             value_head_prefix=config.ds.value_head_prefix,
             allow_fresh_head=False,
-            **load_options(self.config),
+            **load_options(config),
         )
+        model = RewardModel(hf_model, normalize_reward=config.reward.normalize_enable)
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
         return num_parameters
