@@ -24,7 +24,6 @@ from openrlhf.datasets.chat import (
     is_blank,
     plain_text,
     render_dialogue,
-    text_to_learn,
     to_messages,
 )
 from openrlhf.datasets.conventions import number_of, pick_columns, uses_chat_template
@@ -40,10 +39,8 @@ class PreferenceFormat(RowFormat):
     prompt_key: str | None = None  # None: the column `prompt`, or else whole dialogues
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
-    with_margin: bool = False  # read how much better the chosen side is
-    margin_key: str = "margin"
+    with_margin: bool = False  # read `margin`: how much better the chosen side is
     max_len: int | None = 512
-    drop_identical: bool = True  # pairs whose sides are the same tokens, cut or not
 
     def find_columns(self, rows: Dataset) -> list[str]:
         """Return the columns of both sides, behind that of a prompt."""
@@ -52,10 +49,10 @@ class PreferenceFormat(RowFormat):
             prompt = [(self.prompt_key, ("prompt",), "--prompt_key")]
         sides = [(self.chosen_key, (), "--chosen_key"), (self.rejected_key, (), "--rejected_key")]
         found = pick_columns(columns, *prompt, *sides)
-        if self.with_margin and self.margin_key not in columns:
+        if self.with_margin and "margin" not in columns:
             raise DataError(
-                f"column '{self.margin_key}' is not in the data set; columns found: "
-                f"{', '.join(columns)}. Add it, or leave --margin_loss out."
+                f"column 'margin' is not in the data set; columns found: {', '.join(columns)}. "
+                "Add it, or leave --margin_loss out."
             )
         return found
 
@@ -109,19 +106,20 @@ class PreferenceDataset(TokenizedDataset):
     def _is_in_answers(self, names: Sequence[str]) -> bool:
         """Return True if both answers of every row are texts that begin with its prompt."""
         return all(
-            all(isinstance(text, str) for text in (prompt, *answers))
+            isinstance(prompt, str)
+            and isinstance(answer, str)
             and prompt
-            and all(answer.startswith(prompt) for answer in answers)
+            and answer.startswith(prompt)
             for prompt, *answers in zip(*(self._rows[name] for name in names), strict=True)
+            for answer in answers
         )
 
     def _tokens_of(self, row: Row) -> Tokenised:
         form, margin = self._format, 0.0
         if form.with_margin:
-            value = row[form.margin_key]
-            number = number_of(value)
+            number = number_of(row["margin"])
             if number is None or not math.isfinite(number):
-                raise RowError(f"'{form.margin_key}' is {value!r}, not a number")
+                raise RowError(f"'margin' is {row['margin']!r}, not a number")
             margin = number
         chosen, rejected = map(self._encode, self._sides(row))
         if form.prompt_key is None and not form.apply_chat_template:  # they part where tokens do
@@ -136,21 +134,17 @@ class PreferenceDataset(TokenizedDataset):
         """Return both sides; of dialogues the assistant's turns behind the messages that they share
         are learnt.
         """
-        form, encoder, prompt = self._format, self._encoder, self._format.prompt_key
+        form, prompt, tools = self._format, self._format.prompt_key, row.get("tools")
         sides = [  # column, and True for an answer that met its limit, says `batch_inference`
             (form.chosen_key, row.get("chosen_finish_reason") == "length"),
             (form.rejected_key, row.get("rejected_finish_reason") == "length"),
         ]
-        if prompt and (not form.apply_chat_template or self._is_rendered(row, prompt)):
+        if not form.apply_chat_template or (prompt and self._is_rendered(row, prompt)):
             return [self._answered(row, prompt, name, is_cut=is_cut) for name, is_cut in sides]
-        if not form.apply_chat_template:
-            texts = [text_to_learn(self._response(row, name), name) for name, _ in sides]
-            pairs = zip(texts, sides, strict=True)
-            return [Rendered.of("", encoder.plain(t), is_cut=is_cut) for t, (_, is_cut) in pairs]
         dialogues = [self._dialogue(row, name) for name, _ in sides]
-        first, tools = _num_shared(*(dialogue[:-1] for dialogue in dialogues)), row.get("tools")
+        first = _num_shared(*(dialogue[:-1] for dialogue in dialogues))
         return [
-            render_dialogue(encoder, messages, tools=tools, first=first, is_cut=is_cut)
+            render_dialogue(self._encoder, messages, tools=tools, first=first, is_cut=is_cut)
             for messages, (_, is_cut) in zip(dialogues, sides, strict=True)
         ]
 
@@ -164,10 +158,9 @@ class PreferenceDataset(TokenizedDataset):
 
     def _check_useful(self, tokens: list[Tokens]) -> None:
         chosen, rejected = tokens
-        if chosen.ids != rejected.ids:
-            super()._check_useful(tokens)
-        elif self._format.drop_identical:
+        if chosen.ids == rejected.ids:
             raise LeftOutError("chosen and rejected are the same")
+        super()._check_useful(tokens)
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:

@@ -22,7 +22,6 @@ from openrlhf.datasets.chat import (
     is_blank,
     plain_text,
     render_dialogue,
-    text_to_learn,
     to_messages,
     without_answer,
 )
@@ -147,7 +146,7 @@ class AnsweredPrompts(TokenizedDataset):
         column, answer, form = self.input_column, self.output_column, self._format
         is_cut = row.get("finish_reason") == "length"  # says `batch_inference`
         if form.pretrain_mode:
-            return Rendered.of("", self._encoder.plain(text_to_learn(row[column], column)))
+            return self._answered(row, None, column, is_cut=False)
         if not form.apply_chat_template or (answer and self._is_rendered(row, column)):
             return self._answered(row, column, answer or column, is_cut=is_cut)
         messages = to_messages(row[column])

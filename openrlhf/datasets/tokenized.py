@@ -249,21 +249,21 @@ class TokenizedDataset(ABC):
         tools = row.get("tools")
         return render(self._encoder, messages, add_generation_prompt=True, tools=tools)
 
-    def _answered(self, row: Row, prompt_column: str, column: str, *, is_cut: bool) -> Rendered:
-        """Return the prompt and the response of two columns of text. Behind a prompt that a chat
-        template rendered, the response ends as the template ends one.
+    def _answered(
+        self, row: Row, prompt_column: str | None, column: str, *, is_cut: bool
+    ) -> Rendered:
+        """Return the prompt, if there is one, and the response of two columns of text. Behind a
+        prompt that a chat template rendered, the response ends as the template ends one.
         """
-        answer = text_to_learn(self._response(row, column), column)
-        prompt, encoder = self._prompt_text(row, prompt_column), self._encoder
+        answer, encoder = text_to_learn(self._response(row, column), column), self._encoder
+        prompt = self._prompt_text(row, prompt_column) if prompt_column else ""
         _, middle, end = frame_of(encoder)
-        is_chat = (
-            bool(middle.strip()) and middle in prompt and self._is_rendered(row, prompt_column)
-        )
-        if not is_chat or is_cut:
-            said = encoder.hide(answer) if is_chat else encoder.plain(answer)
-            return Rendered.of(prompt, said, is_cut=is_cut)
+        is_rendered = prompt_column is not None and self._is_rendered(row, prompt_column)
+        if not (is_rendered and middle.strip() and middle in prompt):
+            return Rendered.of(prompt, encoder.plain(answer), is_cut=is_cut)
+        end = "" if is_cut else end
         has_end = bool(end.strip()) and encoder.says_nothing(end)
-        return Rendered.of(prompt, encoder.hide(answer) + end, is_cut=has_end)
+        return Rendered.of(prompt, encoder.hide(answer) + end, is_cut=is_cut or has_end)
 
     def _response(self, row: Row, column: str) -> Any:
         """Return a response without the EOS spelled at its end, which is put there anyway."""
