@@ -14,18 +14,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class WeightRoute:
-    """How weights travel to an engine, in memory of which device."""
-
-    # "handles" to memory of the same node or GPU, "broadcast", or "objects" of Ray's store
-    way: str = "handles"
-    device_type: str = "cpu"
-
-
-SHARED_MEMORY = WeightRoute()  # of the node, for engines in the trainer's own process too
-
-
-@dataclass(frozen=True)
 class SamplingSettings:
     """How to sample; `temperature` 0 is greedy."""
 
@@ -94,10 +82,6 @@ class RolloutEngine(Protocol):
 
         Cancelling it stops the sampling, and ends when the engine has stopped.
         """
-
-    @property
-    def weight_route(self) -> WeightRoute:
-        """Return how weights reach the engine."""
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group, once before the first broadcast."""

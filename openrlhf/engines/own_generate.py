@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from openrlhf.errors import EngineError
 from openrlhf.utils.packable import is_padded
 
 MAX_NUM_ROWS = 256
+STREAM_SEEDS = 2**40  # seeds of a stream; those of the next begin behind them
 PAD = 0  # masked wherever it stands
 # Attention that takes masks; "eager" is there for a reason.
 KEPT_ATTENTION = ("eager", "sdpa", "openrlhf_packed")
@@ -34,21 +36,21 @@ KEPT_ATTENTION = ("eager", "sdpa", "openrlhf_packed")
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of a request, with a seed of its own or none."""
+    """One sample of a request, with a seed of its own."""
 
     request: int  # index of its request
     prompt: tuple[int, ...]
-    seed: int | None
+    seed: int
     sampling: SamplingSettings  # without what differs between the rows of a batch
 
 
 class OwnGenerate:
     """A model that samples with its own `generate`; calls from several threads take turns.
 
-    The model may be in training: its mode and its attention come back after each call. Ranks are
-    seeded alike: those that sample side by side give a `stream` each, and draw different numbers.
-    Stream 0 takes them from torch's own generator, the others begin theirs there at every call, so
-    its state is all that a checkpoint has to hold.
+    The model may be in training: its mode and its attention come back after each call. Sample k of
+    a request takes the request's seed plus k; a call that needs seeds draws the first from torch's
+    own generator, whose state is all that a checkpoint has to hold. Ranks are seeded alike: those
+    that sample side by side have a `stream` each, and draw different numbers.
     """
 
     def __init__(
@@ -77,12 +79,8 @@ class OwnGenerate:
                 )
         answers: list[list[Completion]] = [[] for _ in requests]
         with self._lock, generating(self.model) as base:
-            generator = torch.default_generator
-            if self.stream:
-                start = int(torch.randint(2**31, ())) + self.stream
-                generator = torch.Generator().manual_seed(start)
             for rows in self._batches(requests):
-                completions = sample_rows(base, rows, generator, self.weight_version)
+                completions = sample_rows(base, rows, self.weight_version)
                 for row, completion in zip(rows, completions, strict=True):
                     answers[row.request].append(completion)
         return answers
@@ -91,12 +89,15 @@ class OwnGenerate:
         """Yield rows to sample together, the longest prompts first; those of a batch share their
         settings.
         """
-        rows = [
-            Row(index, request.prompt_token_ids, seed, replace(sampling, num_samples=1, seed=None))
-            for index, request in enumerate(requests)
-            for sampling in [request.sampling]
-            for seed in seeds_of(sampling)
-        ]
+        drawn = count(int(torch.randint(STREAM_SEEDS, ())) + STREAM_SEEDS * self.stream)
+        rows = []
+        for index, request in enumerate(requests):
+            sampling, prompt = request.sampling, request.prompt_token_ids
+            seeds = drawn if sampling.seed is None else count(sampling.seed)
+            alike = replace(sampling, num_samples=1, seed=None)
+            rows += [
+                Row(index, prompt, seed, alike) for seed in islice(seeds, sampling.num_samples)
+            ]
         rows.sort(key=lambda row: len(row.prompt), reverse=True)
         kinds: dict[tuple[SamplingSettings, int], list[Row]] = {}
         for row in rows:
@@ -136,25 +137,7 @@ class ChooseTokens(LogitsProcessor):
         return torch.full_like(scores, -math.inf).scatter_(1, tokens_R1, 0.0)
 
 
-def seeds_of(sampling: SamplingSettings) -> list[int | None]:
-    """Return the seed of every sample of a request: sample k takes the request's plus k."""
-    first = sampling.seed
-    return [None if first is None else first + k for k in range(sampling.num_samples)]
-
-
-def uniforms(rows: Sequence[Row], generator: torch.Generator) -> Tensor:
-    """Return random numbers (R, T) float64; those of a row with a seed depend on nothing else."""
-    shape = (len(rows), rows[0].sampling.max_new_tokens)
-    uniform_RT = torch.rand(shape, dtype=torch.float64, generator=generator)
-    for numbers_T, row in zip(uniform_RT, rows, strict=True):
-        if row.seed is not None:
-            numbers_T.uniform_(generator=torch.Generator().manual_seed(row.seed))
-    return uniform_RT
-
-
-def sample_rows(
-    model: Any, rows: Sequence[Row], generator: torch.Generator, weight_version: int
-) -> list[Completion]:
+def sample_rows(model: Any, rows: Sequence[Row], weight_version: int) -> list[Completion]:
     """Return the completion of every row; they run until the last one stops."""
     sampling = rows[0].sampling
     width = max(len(row.prompt) for row in rows)
@@ -163,7 +146,10 @@ def sample_rows(
     )
     num_padded_R = torch.tensor([width - len(row.prompt) for row in rows], device=model.device)
     is_token_RL = torch.arange(width, device=model.device) >= num_padded_R[:, None]
-    choose = ChooseTokens(sampling, uniforms(rows, generator).to(model.device))
+    uniform_RT = torch.empty(len(rows), sampling.max_new_tokens, dtype=torch.float64)
+    for numbers_T, row in zip(uniform_RT, rows, strict=True):
+        numbers_T.uniform_(generator=torch.Generator().manual_seed(row.seed))
+    choose = ChooseTokens(sampling, uniform_RT.to(model.device))
     model.generation_config = GenerationConfig(
         do_sample=False,  # `choose` has chosen
         max_new_tokens=sampling.max_new_tokens,

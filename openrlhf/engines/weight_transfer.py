@@ -135,19 +135,20 @@ class BroadcastGroup:
         self._group.broadcast([data], options).wait()
 
 
-class BucketBuffers:
-    """The writer's side: two buffers that tensors are packed into in turn. A rank that nobody reads
-    from packs nothing, but walks through the same buckets.
+class WeightTransport:
+    """The writer's side: two buffers that tensors are packed into in turn, which readers of this
+    place open by a handle. Subclasses carry them further. A rank that nobody reads from packs
+    nothing, but walks through the same buckets.
     """
 
-    def __init__(self, memory: HostMemory | CudaMemory, *, is_used: bool = True) -> None:
-        self.memory = memory
+    def __init__(self, device: torch.device, *, is_used: bool = True) -> None:
+        self.memory = memory_of(device)
         self.is_used = is_used
-        self.bucket_bytes = memory.bucket_bytes
+        self.bucket_bytes = self.memory.bucket_bytes
         self._buffers: list[Tensor] = []  # the one that is filled comes last
         self._handles: dict[int, Handle] = {}  # by address: each buffer is exported once
 
-    def pack(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
+    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
         next but one is asked for. A tensor that is larger travels alone.
         """
@@ -167,17 +168,21 @@ class BucketBuffers:
         if entries:
             yield self._finished(entries, num_bytes)
 
-    def handle(self) -> dict[str, Handle]:
-        """Return {place: handle} of the buffer filled last; empty on a rank that packs nothing."""
+    def address(self, data: Tensor) -> dict[str, Any]:
+        """Return how engines find the bytes of a bucket: {place: handle}; nothing on a rank that
+        packs nothing.
+        """
         if not self.is_used:
             return {}
-        buffer = self._buffers[-1]
-        if buffer.data_ptr() not in self._handles:
-            self._handles[buffer.data_ptr()] = self.memory.export(buffer)
-        return {self.memory.place: self._handles[buffer.data_ptr()]}
+        if data.data_ptr() not in self._handles:
+            self._handles[data.data_ptr()] = self.memory.export(self._buffers[-1])
+        return {self.memory.place: self._handles[data.data_ptr()]}
 
-    def release(self) -> None:
-        """Give device memory back until the next update, once the readers have let go."""
+    def push(self, data: Tensor) -> None:
+        """Send the bytes of a bucket that every engine was told to receive."""
+
+    def finish(self) -> None:
+        """Give device memory back until the next update; engines have let go of it."""
         if not self.memory.is_kept:
             self._buffers, self._handles = [], {}
             torch.cuda.ipc_collect()
@@ -186,11 +191,11 @@ class BucketBuffers:
         self, entries: list[tuple[str, str, tuple[int, ...], int]], num_bytes: int
     ) -> tuple[WeightBucket, Tensor]:
         names, dtypes, shapes, offsets = zip(*entries, strict=True)
-        bucket = WeightBucket(names, dtypes, shapes, offsets, num_bytes, {})
-        if not self.is_used:
-            return bucket, torch.empty(0, dtype=torch.uint8)
-        self.memory.synchronize()
-        return bucket, self._buffers[-1][:num_bytes]
+        data = torch.empty(0, dtype=torch.uint8)
+        if self.is_used:
+            self.memory.synchronize()
+            data = self._buffers[-1][:num_bytes]
+        return WeightBucket(names, dtypes, shapes, offsets, num_bytes, self.address(data)), data
 
     def _turn(self, num_bytes: int) -> None:
         """Take the other buffer, or a new one where there is none or it is too small."""

@@ -104,18 +104,6 @@ def num_positions(config: PretrainedConfig) -> int | None:
     return min(limits)
 
 
-def head_size(config: PretrainedConfig) -> int | None:
-    """Return the numbers in an attention head; None where the family does not say it in the usual
-    words, or compresses keys and values (MLA).
-    """
-    text = config.get_text_config()
-    num_heads = getattr(text, "num_attention_heads", None)
-    width = getattr(text, "hidden_size", None)
-    if not num_heads or not width or getattr(text, "kv_lora_rank", None):
-        return None
-    return int(getattr(text, "head_dim", None) or width // num_heads)
-
-
 def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class of a family's language models; None for code that comes with weights."""
     found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)

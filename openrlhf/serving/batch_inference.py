@@ -37,7 +37,6 @@ from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.loading import (
@@ -47,7 +46,7 @@ from openrlhf.models.loading import (
     load_options,
     load_sequence_model,
 )
-from openrlhf.models.support import check_here, head_size, num_positions
+from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.serving.post_processors import (
     best_answers,
@@ -211,7 +210,6 @@ class PromptTask(BatchTask):
             return
         check_vllm_is_installed(instead="--eval_task generate, which does without it")
         refuse_adapter(self.model_path, "--pretrain")
-        check_head_size(head_size(facts), self.model_path, instead="--eval_task generate")
 
     def _tokenise(self) -> None:
         form, csft = prompt_format(self.config.data), self.config.csft

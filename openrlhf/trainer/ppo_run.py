@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -43,14 +44,13 @@ from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
-from openrlhf.trainer.ray.cluster import LocalCluster, RayCluster
-from openrlhf.trainer.ray.launcher import ray_session
+from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
-from openrlhf.trainer.ray.vllm_engine import GroupGenerator
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     format_count,
@@ -63,13 +63,13 @@ from openrlhf.utils.progress import progress
 from openrlhf.utils.tracking import RolloutWriter, make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
-OpenCluster = Callable[[PPOConfig, str, int], AbstractContextManager[LocalCluster]]
+OpenCluster = Callable[..., AbstractContextManager[Cluster]]
 
 
 def run_ppo_ray(config: PPOConfig) -> None:
     """Train on a Ray cluster: the one there is, else one started on this machine."""
     has_engines = config.vllm.num_engines != 0
-    _prepare_and_run(config, _ray_cluster, Gathered(), has_engines=has_engines)
+    _prepare_and_run(config, ray_cluster, Gathered(), has_engines=has_engines)
 
 
 def run_ppo_local(config: PPOConfig) -> None:
@@ -80,13 +80,7 @@ def run_ppo_local(config: PPOConfig) -> None:
     # On Ray models are elsewhere: each worker looks at its own machine.
     gathered.attempt(lambda: check_here(config.ds))
     has_engines = bool(config.vllm.num_engines)
-    _prepare_and_run(config, LocalCluster, gathered, has_engines=has_engines)
-
-
-@contextmanager
-def _ray_cluster(config: PPOConfig, run_dir: str, resume_step: int) -> Iterator[LocalCluster]:
-    with ray_session(), RayCluster(config, run_dir, resume_step) as cluster:
-        yield cluster
+    _prepare_and_run(config, local_cluster, gathered, has_engines=has_engines)
 
 
 def _prepare_and_run(
@@ -99,20 +93,19 @@ def _prepare_and_run(
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
-        run_dir = str(inputs.run_dir.resolve())
-        with open_cluster(config, run_dir, opened.resume_step or 0) as cluster:
-            _run(config, inputs, cluster, opened)
+        say_padded(config, named_models(config))
+        with open_cluster(
+            config,
+            worker_classes(config),
+            inputs.reward_source,
+            run_dir=str(inputs.run_dir.resolve()),
+            resume_step=opened.resume_step or 0,
+        ) as cluster:
+            _run(config, replace(inputs, reward_source=cluster.reward_source), cluster, opened)
 
 
-def _run(
-    config: PPOConfig, inputs: RunInputs, cluster: LocalCluster, opened: RunCheckpoints
-) -> None:
-    say_padded(config, named_models(config))
-    if inputs.reward_source is not None:
-        inputs = replace(inputs, reward_source=cluster.on_every_node(inputs.reward_source))
-    groups = {r: cluster.start_group(r, kind) for r, kind in worker_classes(config).items()}
-    engines = cluster.start_engines()
-    cluster.wait_until_up()
+def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunCheckpoints) -> None:
+    groups, engines = cluster.groups, cluster.engines
     check_is_shared(config, opened, groups)
     phases = DevicePhases(
         engines,
@@ -124,8 +117,9 @@ def _run(
     phases.start()
     sizes = _init_models(config, groups, inputs.schedule, phases)
     print_banner(banner_sections(config, inputs.schedule, cluster, sizes, len(inputs.prompts)))
-    own = GroupGenerator(groups["actor"], PolicyModelActor.generate)
-    samplers = list(engines) or [BatchSampler(own.generate)]
+    samplers = list(engines) or [
+        BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
+    ]
     rollouts = _rollouts(config, inputs, groups, cluster.counts, samplers, phases)
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
     opened.clear_folder(inputs.run_dir, config)
@@ -259,8 +253,7 @@ def max_mismatch_kl(dtype: torch.dtype) -> float:
 
 def _export(config: PPOConfig, groups: Groups) -> None:
     def export(role: str, path: str) -> None:
-        method = worker_classes(config)[role].save_model  # type: ignore[attr-defined]
-        export_final(lambda path: groups[role].call(method, str(path)), Path(path))
+        export_final(lambda path: groups[role].call(TrainedWorker.export, str(path)), Path(path))
 
     export("actor", config.ckpt.output_dir)
     if "critic" in groups and config.critic.save_value_network:
@@ -270,7 +263,7 @@ def _export(config: PPOConfig, groups: Groups) -> None:
 def banner_sections(
     config: PPOConfig,
     schedule: Schedule,
-    cluster: LocalCluster,
+    cluster: Cluster,
     sizes: Mapping[str, int],
     num_prompts: int,
 ) -> dict[str, Mapping[str, object]]:

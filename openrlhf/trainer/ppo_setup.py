@@ -28,11 +28,10 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
 from openrlhf.datasets.tokenized import ModelLimits
 from openrlhf.engines.base import SamplingSettings
-from openrlhf.engines.vllm_cpu import check_head_size
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import is_value_model, load_config
-from openrlhf.models.support import head_size, num_positions, refuse_unsupported
+from openrlhf.models.support import num_positions, refuse_unsupported
 from openrlhf.models.value_head import reward_scale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings
@@ -299,9 +298,7 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
             gathered.attempt(partial(_check_positions, config, name, facts))
     policy = found[path]
     if policy is not None and has_engines:
-        instead = "--vllm_num_engines 0"
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
-        gathered.attempt(partial(check_head_size, head_size(policy), path, instead=instead))
     gathered.raise_if_any()
     assert policy is not None, "or else problems were raised"
     return int(policy.get_text_config().vocab_size)

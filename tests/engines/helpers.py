@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.engines.weight_transfer import BucketBuffers, HostMemory
+from openrlhf.engines.weight_transfer import WeightTransport
 
 PROMPT = tuple(range(20, 60))
 
@@ -84,10 +83,10 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
 
 def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors in shared memory."""
-    buffers = BucketBuffers(HostMemory())
-    buffers.bucket_bytes = bucket_bytes
-    for bucket, _ in buffers.pack(tensors):
-        yield replace(bucket, handle=dict(buffers.handle()))
+    transport = WeightTransport(torch.device("cpu"))
+    transport.bucket_bytes = bucket_bytes
+    for bucket, _ in transport.buckets(tensors):
+        yield bucket
 
 
 def send(

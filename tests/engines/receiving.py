@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from openrlhf.engines.base import (
-    SHARED_MEMORY,
     Completion,
     GenerationRequest,
     WeightBucket,
@@ -21,7 +20,6 @@ from openrlhf.utils.tensors import fingerprint
 
 class ReceivingModel(OwnGenerate):
     who = "the engine"
-    weight_route = SHARED_MEMORY
 
     def __init__(self, path: Path | str, dtype: torch.dtype) -> None:
         super().__init__(

@@ -40,10 +40,10 @@ def models(tiny_model_dir):
 
 def sampled(engine: VLLMEngine, num_tokens: int, **sampling) -> Future[list[Completion]]:
     """A request that is running and has so many tokens, one a step."""
-    num_steps = engine._loop.num_steps + num_tokens
+    num_steps = engine.num_steps + num_tokens
     (future,) = engine.submit([request(**sampling)])
     end_s = time.monotonic() + 20
-    while engine._loop.num_steps < num_steps and time.monotonic() < end_s:
+    while engine.num_steps < num_steps and time.monotonic() < end_s:
         time.sleep(0.001)
     return future
 

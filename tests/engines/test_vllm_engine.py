@@ -89,7 +89,7 @@ def test_an_aborted_request_is_sampled_no_more_and_the_others_are(engine, model)
     engine.abort([lost, lost_too])
     assert kept.result(30)[0].token_ids == greedy(model, 24)
     assert lost.cancelled() and lost_too.cancelled()
-    assert not engine._stepper.has_work() and not engine._stepper.num_greedy_copies
+    assert not engine.llm.has_unfinished_requests() and not engine.is_busy
 
 
 def three_updates(engine: VLLMEngine, trained) -> None:
@@ -114,7 +114,7 @@ def test_after_a_sleep_nothing_is_sampled_until_weights_and_memory_are_back(
 ):
     """vLLM's executor notes level and parts; on a CPU its worker frees nothing."""
     told = []
-    executor = engine._stepper.engine.engine_core.engine_core.model_executor
+    executor = engine.llm.engine_core.engine_core.model_executor
     call_workers = executor.collective_rpc
 
     def noted(method, *args, **options):
@@ -173,7 +173,7 @@ def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
 
 def test_a_dead_engine_says_so(tiny_model_dir):
     engine = start(tiny_model_dir)
-    engine._stepper.step = lambda: 1 // 0
+    engine.llm.step = lambda: 1 // 0
     for _ in range(2):
         with pytest.raises(EngineError, match="vLLM engine is down"):
             engine.generate([request()])

@@ -44,7 +44,7 @@ def test_an_engine_with_plain_weights_compares_all_of_them(tiny_tied_model_dir, 
 
     monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
     engine, model = start(tiny_tied_model_dir), load(tiny_tied_model_dir)
-    worker = engine._stepper.engine.model_executor.driver_worker.worker
+    worker = engine.llm.model_executor.driver_worker.worker
     try:
         for version in (1, 2, 3):
             shake(model, version)

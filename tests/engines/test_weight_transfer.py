@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from openrlhf.engines.weight_transfer import (
     BroadcastGroup,
-    BucketBuffers,
     BucketReader,
-    HostMemory,
+    WeightTransport,
 )
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
@@ -26,10 +24,10 @@ WEIGHTS = [
 ]
 
 
-def writer(bucket_bytes: int = 1024) -> BucketBuffers:
-    buffers = BucketBuffers(HostMemory())
-    buffers.bucket_bytes = bucket_bytes
-    return buffers
+def writer(bucket_bytes: int = 1024) -> WeightTransport:
+    transport = WeightTransport(CPU)
+    transport.bucket_bytes = bucket_bytes
+    return transport
 
 
 def read_all(connection: Connection, port: int | None) -> None:
@@ -52,15 +50,15 @@ def test_another_process_reads_what_was_written(way):
     group = None
     if way == "broadcast":
         group = BroadcastGroup(CPU, host, port, rank=0, world_size=2)
-    buffers = writer()
+    transport = writer()
     for version in range(3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
-        for bucket, data in buffers.pack(tensors):
-            ours.send(bucket if group else replace(bucket, handle=dict(buffers.handle())))
+        for bucket, data in transport.buckets(tensors):
+            ours.send(bucket)
             if group:
                 group.broadcast(data)
             assert ours.recv() == {name: fingerprint(tensor) for name, tensor in tensors}
-        buffers.release()
+        transport.finish()
     ours.send(None)
     process.join(20)
     assert process.exitcode == 0
@@ -70,7 +68,7 @@ def test_tensors_lie_at_multiples_of_64_bytes_and_a_large_one_alone():
     large = ("large", torch.full((40,), 2.0))
     found = [
         (bucket.names, bucket.offsets, bucket.num_bytes)
-        for bucket, _ in writer(128).pack([*WEIGHTS, large, WEIGHTS[0]])
+        for bucket, _ in writer(128).buckets([*WEIGHTS, large, WEIGHTS[0]])
     ]
     assert found == [
         (("a", "odd"), (0, 64), 66),

@@ -36,7 +36,6 @@ class RemoteEngine:
     """An engine in a process of its own."""
 
     def __init__(self, config: VLLMEngineConfig, devices: str) -> None:
-        self.weight_route = config.weight_route
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, config, devices), daemon=True)

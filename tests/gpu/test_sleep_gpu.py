@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.engines.base import WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
+from openrlhf.engines.weight_transfer import WeightTransport
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
+from openrlhf.trainer.ray.weight_sync import make_transport, send_weights
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint
 from tests.tiny import make_model
@@ -31,11 +31,10 @@ def sleeping_engine(path: Path, device: str) -> Iterator[tuple[RemoteEngine, Wei
         gpu_memory_utilization=SHARE,
         enforce_eager=True,
         enable_sleep=True,
-        weight_route=WeightRoute("handles", device),
     )
     engine = RemoteEngine(config, "0" if device == "cuda" else "")
     transport = make_transport(
-        [engine], workers_per_engine=1, device=torch.device(device), endpoint=endpoint
+        "handles", torch.device(device), [engine], workers_per_engine=1, endpoint=endpoint
     )
     try:
         yield engine, transport

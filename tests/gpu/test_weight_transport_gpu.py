@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf.engines.base import WeightRoute
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
 from openrlhf.trainer.ray.weight_sync import make_transport, send_weights
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
@@ -33,13 +32,12 @@ def test_three_updates_arrive(tmp_path, way, memory, device, gpu):
         max_model_len=512,
         gpu_memory_utilization=0.2,
         enforce_eager=True,
-        weight_route=WeightRoute(way, memory),
     )
     engine = RemoteEngine(config, gpu)
     transport = make_transport(
-        [engine], workers_per_engine=1, device=torch.device(device), endpoint=endpoint
+        way, torch.device(memory), [engine], workers_per_engine=1, endpoint=endpoint
     )
-    transport.buffers.bucket_bytes = 50_000  # several buckets, and tensors larger than one
+    transport.bucket_bytes = 50_000  # several buckets, and tensors larger than one
     model = load(path)
     try:
         for version in (1, 2, 3):

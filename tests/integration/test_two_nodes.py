@@ -23,8 +23,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
 from openrlhf.cli import train_ppo_ray
-from openrlhf.trainer.ray.cluster import RayCluster
+from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.placement import CPU_SHARE_OF_A_RANK
+from openrlhf.trainer.ray.vllm_engine import RayEngine
 
 node = {"object_store_memory": 80_000_000, "num_cpus": 1}
 addresses = ("127.0.0.2", "127.0.0.3")
@@ -34,15 +35,20 @@ cluster.add_node(**node, node_ip_address=addresses[1])
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 taken = [{"CPU": 1 - CPU_SHARE_OF_A_RANK, f"node:{address}": 0.001} for address in addresses]
 ray.get(placement_group(taken).ready())
-wait_until_up = RayCluster.wait_until_up
+join, ready = RayActorGroup.join, RayEngine.ready
 
 
-def wait_and_say_where(self):
-    wait_until_up(self)
-    print("NODES", self.groups[0].nodes[0], self.engines[0].node)
+def join_and_say_where(group):
+    join(group)
+    print("NODE", group.nodes[0])
 
 
-RayCluster.wait_until_up = wait_and_say_where
+def ready_and_say_where(engine):
+    ready(engine)
+    print("NODE", engine.node)
+
+
+RayActorGroup.join, RayEngine.ready = join_and_say_where, ready_and_say_where
 try:
     train_ppo_ray.main(sys.argv[1:])
 finally:
@@ -62,7 +68,7 @@ def test_weights_reach_an_engine_on_another_machine(way: str, given: dict) -> No
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         env = inherited | CALLER | {"RAY_TMPDIR": folder}
         said = run_command("-c", TRAINING, *argv(flags + way, **given), timeout=400, env=env)
-    [nodes] = [line.split()[1:] for line in said.splitlines() if line[:5] == "NODES"]
+    nodes = [line.split()[1] for line in said.splitlines() if line[:5] == "NODE "]
     assert sorted(nodes) == ["127.0.0.2", "127.0.0.3"]
     records = steps_of(given["save_path"])
     assert len(records) > 1

@@ -136,9 +136,9 @@ except openai.APITimeoutError:
     (segment,) = result.segments  # the turn that was left is not trained on
     assert (result.num_turns, sum(segment.action_mask)) == (1, 300)
     deadline = time.monotonic() + 5
-    while vllm_engine._stepper.has_work() and time.monotonic() < deadline:
+    while vllm_engine.llm.has_unfinished_requests() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not vllm_engine._stepper.has_work()
+    assert not vllm_engine.llm.has_unfinished_requests()
 
 
 class FakeActor(StreamingEngine):

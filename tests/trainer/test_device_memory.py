@@ -23,8 +23,9 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.trainer.ppo_checkpoints import open_run
-from openrlhf.trainer.ppo_run import _run
+from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
+from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts
 from tests.engines.receiving import ReceivingModel
@@ -40,7 +41,7 @@ FORWARD = 13 * GB  # layers that are whole at a time, activations, logits in chu
 UPDATE = 20 * GB
 GATHERED = 2 * GB  # parameters that are whole while weights are sent or saved
 WORK = {"compute_logprobs": FORWARD, "compute_values": FORWARD, "compute_rewards": FORWARD}
-WORK |= {"fit": UPDATE, "broadcast_to_vllm": GATHERED, "save_model": GATHERED}
+WORK |= {"fit": UPDATE, "broadcast_to_vllm": GATHERED, "export": GATHERED}
 
 
 @dataclass(frozen=True)
@@ -87,33 +88,23 @@ def ledger(
 
 
 class Run:
-    """A cluster of workers in this process that notes who is called when; see RayCluster."""
+    """Workers in this process, and a note of who is called when."""
 
-    policy_dtype = torch.bfloat16
-
-    def __init__(self, config: PPOConfig) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self.events: list[Event] = []
-        self.counts = RoleCounts(dict.fromkeys(("actor", "critic", "ref", "reward"), 1), 1)
         self.at_work: str | None = None  # the role whose method runs
 
-    def start_group(self, role: str, worker_class: type) -> Group:
-        worker = worker_class(self.config, RankIdentity(role, 0, 1, self.config.ckpt.output_dir))
-        worker.setup()
-        return Group(role, worker, self)
-
-    def start_engines(self) -> list[NotedEngine]:
-        path = self.config.actor.model_name_or_path
+    def cluster(self, config: PPOConfig) -> Cluster:
+        groups = {}
+        for role, kind in worker_classes(config).items():
+            worker = kind(config, RankIdentity(role, 0, 1, config.ckpt.output_dir))
+            worker.setup()
+            groups[role] = Group(role, worker, self)
+        path = config.actor.model_name_or_path
         assert path is not None
-        return [NotedEngine(ReceivingModel(path, torch.bfloat16), self.events)]
-
-    def wait_until_up(self) -> None: ...
-
-    def on_every_node(self, source: object) -> object:
-        return source
-
-    def shared(self, scorer: object) -> object:
-        return scorer
+        engines = [NotedEngine(ReceivingModel(path, torch.bfloat16), self.events)]
+        counts = RoleCounts(dict.fromkeys(("actor", "critic", "ref", "reward"), 1), 1)
+        return Cluster(counts, torch.bfloat16, groups, engines, None)  # type: ignore[arg-type]
 
 
 class Group:
@@ -121,7 +112,7 @@ class Group:
 
     num_shares = 1
 
-    def __init__(self, role: str, worker: object, run: Run) -> None:
+    def __init__(self, role: str, worker: Any, run: Run) -> None:
         self.role, self.worker, self.run = role, worker, run
 
     def start(
@@ -131,7 +122,7 @@ class Group:
 
         def work() -> list[Any]:
             self.run.at_work = self.role
-            answer = method(self.worker, *shares[0])
+            answer = self.worker.run(method.__name__, *shares[0])
             self.run.at_work = None
             self.run.events.append((self.role, "done"))
             return [answer]
@@ -213,7 +204,7 @@ def run_of(
     more = [word for name, path in paths.items() for word in (f"--{name}", str(folder / path))]
     asked = parse_config(PPOConfig, words).config
     config = parse_config(PPOConfig, [*words, *SMALL.split(), *more]).config
-    run = Run(config)
+    run = Run()
     move = nn.Module.to
 
     def noted(what: str) -> None:
@@ -231,7 +222,7 @@ def run_of(
         inputs = replace(inputs, reward_source=OneForAll())
     monkeypatch.setattr(nn.Module, "to", noted_move)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: noted("empty"))
-    _run(config, inputs, run, open_run(config, inputs))  # type: ignore[arg-type]
+    _run(config, inputs, run.cluster(config), open_run(config, inputs))
     return asked, run.events
 
 

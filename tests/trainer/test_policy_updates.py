@@ -271,7 +271,7 @@ def test_the_average_of_the_weights_is_exported(
         for step in steps:
             actor.fit([step], 0.0)
             expected = 0.75 * expected + 0.25 * weight()
-    actor.save_model(str(tmp_path / "export"))
+    actor.export(str(tmp_path / "export"))
     file = "adapter_model.safetensors" if lora_rank else "model.safetensors"
     averaged = load_file(tmp_path / "export" / file)
     last = load_file(tmp_path / "export" / "policy" / file)
@@ -284,7 +284,7 @@ def test_the_average_of_the_weights_is_exported(
 def test_an_export_has_the_chat_template_of_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
     actor = make_actor(tiny_model_dir, tmp_path, data={"tokenizer_chat_template": template})
-    actor.save_model(str(tmp_path / "export"))
+    actor.export(str(tmp_path / "export"))
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == template
 
 

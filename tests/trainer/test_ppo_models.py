@@ -156,17 +156,6 @@ def test_a_reward_model_that_cannot_be_used_is_said_before_anything_starts(
         check_models(config, has_engines=False)
 
 
-def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_with_what_it_has(
-    tmp_path: Path, reward_dir: Path
-) -> None:
-    model = make_model(tmp_path / "odd", hidden_size=48)  # two heads of 24
-    config = config_of(model, reward_dir)
-    assert check_models(config, has_engines=False) == 262
-    said = "has attention heads of size 24, and vLLM has CPU kernels for 32, 64, .* 512"
-    with pytest.raises(ConfigError, match=f"{model} {said}. Type --vllm_num_engines 0, or take"):
-        check_models(config, has_engines=True)
-
-
 def test_a_policy_whose_positions_change_with_length_generates_no_longer_texts(
     tmp_path: Path, reward_dir: Path
 ) -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 from openrlhf.errors import ConfigError
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.workers import PoolSettings
-from openrlhf.trainer.ray.reward_nodes import Node, NodePools, same_file
+from openrlhf.trainer.ray.reward_nodes import NodePools, same_file
 from openrlhf.utils.user_code import code_digest
 
 
@@ -58,8 +58,8 @@ def source(pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeP
         return other.score(batch)
 
     monkeypatch.setattr("ray.kill", lambda handle: None)
-    node = Node("node 1", SimpleNamespace(score=SimpleNamespace(remote=remote)))
-    with closing(NodePools(own, [node], limit_s=5.0)) as source:  # type: ignore[arg-type]
+    actor = SimpleNamespace(score=SimpleNamespace(remote=remote))
+    with closing(NodePools(own, {"node 1": actor}, limit_s=5.0)) as source:  # type: ignore[arg-type]
         yield source
 
 

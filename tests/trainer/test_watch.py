@@ -51,16 +51,15 @@ def test_a_rank_that_waits_for_a_stopped_one_is_not_the_one_that_is_ended(killed
         waiting.hear(busy, 2.0)
         stopped.hear(None, 1.9)
         idle.hear(Health(None, 3, 7), 2.0)
-    run = Watch()
-    run._watched = [waiting, stopped, idle]
+    run = Watch([waiting, stopped, idle])
     run._judge()
     assert killed == ["rank 1"]
     assert "rank 1 (pid 7) has not answered for 570 s" in str(run.failure)
 
 
 def test_a_quiet_one_is_said_after_twenty_seconds_then_after_twice_as_long(killed, capsys):
-    rank, run = watched(), Watch()
-    run._watched = [rank]
+    rank = watched()
+    run = Watch([rank])
     for _ in range(45):
         rank.hear(None, 1.0)
         run._judge()

@@ -25,7 +25,7 @@ class WorkerGroup:
 
     num_shares = 1  # of samples; several ranks work on one where they split its rows or weights
 
-    def __init__(self, worker: object) -> None:
+    def __init__(self, worker: Any) -> None:
         self.worker = worker
 
     def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
@@ -33,12 +33,22 @@ class WorkerGroup:
         one a share.
         """
         [share] = shares
-        results = [method(self.worker, *share)]
+        results = [self.worker.run(method.__name__, *share)]
         return lambda: results
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
         """Call `method` with the same arguments on every rank; return the results, by rank."""
         return self.start(method, [args])()
+
+    def divide(self, method: Callable[..., Any], items: Sequence[Any]) -> list[Any]:
+        """Call `method` with a part of the items on each share; return the results of all items, in
+        order.
+        """
+        width = self.num_shares
+        results: list[Any] = [None] * len(items)
+        for k, part in enumerate(self.start(method, [(items[k::width],) for k in range(width)])()):
+            results[k::width] = part
+        return results
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import ray_constants
@@ -24,7 +23,6 @@ from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.utils import stopping
-from openrlhf.utils.end_after import ending_after_this_process
 from openrlhf.utils.logging import warn
 
 QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -93,7 +91,6 @@ def _started_here() -> Iterator[None]:
     # A secret of this cluster alone: else Ray writes one into the user's home, and from then on no
     # `ray job submit` works that does not bring it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    before = _descendants()
     # Ray's own switch. Its environment variable is read when Ray is imported, and would change how
     # other clusters are joined.
     is_enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
@@ -101,18 +98,10 @@ def _started_here() -> Iterator[None]:
         ray.init(address="local", include_dashboard=False, **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_enabled
-    # Ray's own agents would live a minute longer than a process here that was killed.
-    watcher = ending_after_this_process(_descendants() - before)
     try:
         yield
     finally:
         ray.shutdown()
-        watcher.kill()
-        watcher.wait()
-
-
-def _descendants() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def find_cluster(asked: str | None) -> str | None:
@@ -257,28 +246,26 @@ class RayActorGroup(WorkerGroup):
     def start(self, method: Callable[..., Any], shares: Sequence[tuple[Any, ...]]) -> Pending:
         assert len(shares) == self.num_shares, "one piece of work a share"
         references = [
-            getattr(handle, method.__name__).remote(*shares[rank // self.ranks_per_share])
+            handle.run.remote(method.__name__, *shares[rank // self.ranks_per_share])
             for rank, handle in enumerate(self.handles)
         ]
         return lambda: self._wait(references)[:: self.ranks_per_share]
 
     def call(self, method: Callable[..., Any], *args: object) -> list[Any]:
-        return self._wait([getattr(h, method.__name__).remote(*args) for h in self.handles])
+        return self._wait([handle.run.remote(method.__name__, *args) for handle in self.handles])
 
     def _wait(self, references: Sequence[Any]) -> list[Any]:
-        # The first error wins, whichever rank it is on: its peers hang in a collective.
-        rank_of = {reference: rank for rank, reference in enumerate(references)}
-        results: dict[int, Any] = {}
+        """Return all results, or raise the first error, whichever rank it is on: its peers hang in
+        a collective.
+        """
+        results: dict[Any, Any] = {}
         waiting = list(references)
         while waiting:
             done, waiting = ray.wait(waiting, timeout=CALL_TIMEOUT_S)
-            if not done:
-                who = self.who(rank_of[waiting[0]])
-                raise EngineError(f"{who} did not answer in {CALL_TIMEOUT_S:.0f} s")
-            for reference in done:
-                rank = rank_of[reference]
-                results[rank] = get(reference, self.who(rank), CALL_TIMEOUT_S)
-        return [results[rank] for rank in range(len(references))]
+            for reference in done or waiting:
+                who = self.who(references.index(reference))
+                results[reference] = get(reference, who, CALL_TIMEOUT_S if done else 0.0)
+        return [results[reference] for reference in references]
 
     def who(self, rank: int) -> str:
         """Return a rank in the words of an error."""

@@ -15,9 +15,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,31 +42,13 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import Advance, counter
 
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-
-def frees_cache(method: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Give cached device memory back after a method of a worker.
-
-    Torch keeps freed memory for its own process; other roles and the engines on this device need
-    it.
-    """
-
-    @wraps(method)
-    def freeing(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        result = method(*args, **kwargs)
-        torch.cuda.empty_cache()
-        return result
-
-    return freeing
-
 
 class ModelWorker:
     """One rank of a model's group; subclasses add the model."""
 
     strategy: DeepSpeedStrategy
     engine: TrainEngine | EvalEngine
+    is_actor = False  # in a process of its own
     work: str | None = None  # the loop over micro-batches that runs now
     num_micro_batches = 0  # done since the start
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
@@ -75,6 +56,14 @@ class ModelWorker:
     def __init__(self, config: PPOConfig, identity: RankIdentity) -> None:
         self.config = config
         self.identity = identity
+
+    def run(self, method: str, *args: object) -> Any:
+        """Call a method for the controller, then give cached device memory back: torch keeps freed
+        memory for its own process, and other roles and engines on this device need it.
+        """
+        result = getattr(self, method)(*args)
+        torch.cuda.empty_cache()
+        return result
 
     def master_endpoint(self) -> tuple[str, int]:
         """Return an address and a free port for the group's rendezvous (asked of rank 0)."""
@@ -86,6 +75,7 @@ class ModelWorker:
         """Set up this process as its rank of the group; every rank must call it. Return the address
         of its node.
         """
+        self.is_actor = True
         identity = self.identity
         name = f"{identity.role}-{identity.rank}"
         redirect_framework_logs(identity.run_dir, name, capture_streams=True)
@@ -140,7 +130,6 @@ class ModelWorker:
         is_used = self.config.train.dynamic_batch_enable
         return micro_batches(seq_lengths, micro_batch_size, budget if is_used else None)
 
-    @frees_cache
     @torch.no_grad()
     def forward_in_micro_batches(
         self, experience: Experience, forward: Callable[[PackedBatch], Tensor], *, what: str
@@ -195,7 +184,6 @@ class TrainedWorker(ModelWorker):
         """Bring training states back."""
         self.engine.reload_states()
 
-    @frees_cache
     def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
         """Make all optimizer steps of one rollout batch on this rank's shares; return this rank's
         metrics.
@@ -287,7 +275,6 @@ class TrainedWorker(ModelWorker):
                 f"{node_address()}. Type a --ckpt_path on a file system that all nodes share."
             )
 
-    @frees_cache
     def save_states(self, folder: str) -> None:
         """Write weights, optimizer, schedule and random numbers into a checkpoint's folder; all
         ranks call. Raise CheckpointError on all or none.
@@ -297,7 +284,6 @@ class TrainedWorker(ModelWorker):
         self.engine.save_states(Path(folder) / self.identity.role)
         together(lambda: self.save_own(Path(folder)))
 
-    @frees_cache
     def load_states(self, folder: str) -> bool:
         """Load what `save_states` wrote; return True if random numbers go on where they stood,
         which they cannot on another number of ranks.
@@ -324,15 +310,12 @@ class TrainedWorker(ModelWorker):
     def _own_file(self, folder: Path, rank: int) -> Path:
         return folder / f"{self.identity.role}_rank{rank}.json"
 
-    @frees_cache
-    def export(self, path: str) -> None:
-        """Export the model beside a checkpoint; raise CheckpointError on all ranks or none."""
-        together(lambda: self.save_model(path))
-
-    def save_model(self, path: str, tensors: NamedTensors | None = None) -> None:
-        """Export in Hugging Face format; all ranks take part, rank 0 writes."""
-        tokenizer = load_policy_tokenizer(self.config)
-        export_hf(self.engine, self.model.model, tokenizer, Path(path), tensors=tensors)
+    def export(self, path: str, tensors: NamedTensors | None = None) -> None:
+        """Export the model in Hugging Face format; all ranks take part, rank 0 writes. Raise
+        CheckpointError on all ranks or none. `tensors` are other weights of the same names.
+        """
+        tokenizer, model = load_policy_tokenizer(self.config), self.model.model
+        together(lambda: export_hf(self.engine, model, tokenizer, Path(path), tensors=tensors))
 
 
 def _check_finite(loss: Tensor, what: str) -> None:

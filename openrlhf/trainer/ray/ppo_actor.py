@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from openrlhf.algorithms.kl import kl_per_token, with_reverse_kl_gradient
@@ -17,19 +18,20 @@ from openrlhf.algorithms.off_policy import (
     token_ratio,
 )
 from openrlhf.algorithms.policy_loss import ClipRange
-from openrlhf.distributed.collectives import together
+from openrlhf.distributed.collectives import world_size
 from openrlhf.distributed.export import NamedTensors, check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
+from openrlhf.engines.weight_transfer import WeightTransport
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm, load_options
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
-from openrlhf.trainer.ray.model_actor import TrainedWorker, frees_cache
-from openrlhf.trainer.ray.weight_sync import WeightTransport, make_transport, send_weights
+from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.ray.weight_sync import make_transport, send_weights, weight_route
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -44,7 +46,6 @@ class PolicyModelActor(TrainedWorker):
     transport: WeightTransport | None = None
     average: WeightAverage | None = None
 
-    @frees_cache
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
@@ -198,7 +199,6 @@ class PolicyModelActor(TrainedWorker):
         temperature = self.config.rollout.temperature
         return self.engine(batch, temperature=temperature, with_entropy=with_entropy)
 
-    @frees_cache
     def broadcast_to_vllm(
         self, engines: Sequence[RolloutEngine], keep_running: bool = False
     ) -> float:
@@ -210,9 +210,9 @@ class PolicyModelActor(TrainedWorker):
         start = time.monotonic()
         if self.transport is None:
             self.transport = make_transport(
+                *self._weight_route(len(engines)),
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
-                device=self.engine.device,
                 endpoint=self.master_endpoint,
             )
         send_weights(
@@ -224,7 +224,13 @@ class PolicyModelActor(TrainedWorker):
         )
         return time.monotonic() - start
 
-    @frees_cache
+    def _weight_route(self, num_engines: int) -> tuple[str, torch.device]:
+        if not self.is_actor:  # the engine is in this process too
+            return "handles", torch.device("cpu")
+        return weight_route(
+            self.config, self.engine.device, num_engines=num_engines, num_ranks=world_size()
+        )
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample with the policy itself (no vLLM); every rank of the group must call."""
         if self.generator is None:
@@ -248,23 +254,19 @@ class PolicyModelActor(TrainedWorker):
             for name, tensor in stored_parameters(self.engine.module):
                 held[name].copy_(tensor)
 
-    def save_model(self, path: str, tensors: NamedTensors | None = None) -> None:
-        """Export in Hugging Face format; all ranks take part, rank 0 writes.
-
-        With --enable_ema the average is what is exported; the weights themselves go to a folder
-        "policy" in it.
+    def export(self, path: str, tensors: NamedTensors | None = None) -> None:
+        """Export in Hugging Face format. With --enable_ema the average is what is exported; the
+        weights themselves go to a folder "policy" in it.
         """
         if self.average is None:
-            super().save_model(path)
+            self.export_policy(path)
             return
-        super().save_model(path, self.average.tensors())
-        super().save_model(str(Path(path) / "policy"))
+        super().export(path, self.average.tensors())
+        self.export_policy(str(Path(path) / "policy"))
 
-    @frees_cache
     def export_policy(self, path: str) -> None:
-        """Export the weights that samples are made with, as a part of a checkpoint."""
-        save = super().save_model
-        together(lambda: save(path))
+        """Export the weights that samples are made with."""
+        super().export(path)
 
     def save_own(self, folder: Path) -> None:
         super().save_own(folder)

@@ -10,7 +10,7 @@ from openrlhf.models.loading import disable_dropout, load_options, load_sequence
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
-from openrlhf.trainer.ray.model_actor import TrainedWorker, frees_cache
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -20,7 +20,6 @@ class CriticModelActor(TrainedWorker):
 
     title, prefix = "critic", "critic"
 
-    @frees_cache
     def init_model(self, num_updates: int) -> int:
         """Load and shard the critic; return its parameter count."""
         config = self.config

@@ -1,14 +1,15 @@
 """A reward function on every node of a run: an actor on each holds a pool of worker processes.
 
-Batches go to the node with the most room. A run on one node has the pool of its controller alone.
+A batch goes to the worker that has been free the longest. A run on one node has the pool of its
+controller alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.user_code import code_digest
 
 GRACE_S = 30.0  # over what a pool may take for a batch, until its node is called lost
+HERE = "this node"
 
 
 class PoolActor:
@@ -61,62 +63,53 @@ def same_file(paths: Sequence[str], digest: str) -> str:
     )
 
 
-@dataclass(eq=False)
-class Node:
-    """A node with a pool of its own."""
-
-    name: str
-    handle: Any  # of its PoolActor; None: the controller's own pool
-    num_running: int = 0
-
-
 class NodePools(RewardSource):
-    """Pools of several nodes as one source: a batch waits until a node has room for it, and goes to
-    another node when its own is lost.
+    """Pools of several nodes as one source: a batch waits for a free worker on any node, and goes
+    to another node when its own is lost.
     """
 
-    def __init__(self, pool: FunctionPool, nodes: Sequence[Node], limit_s: float) -> None:
-        """`limit_s`: for one batch, after which its node is called lost."""
+    def __init__(self, pool: FunctionPool, actors: Mapping[str, Any], limit_s: float) -> None:
+        """`pool` is that of this node, `actors` have the others, by address. After `limit_s` for
+        one batch a node is called lost.
+        """
         super().__init__(pool.path, pool.batch_size)
         self.pool = pool
+        self.actors = dict(actors)
         self.limit_s = limit_s
-        self._nodes = [Node("this node", None), *nodes]
-        self._num_places = pool.settings.num_workers  # on a node
-        self._room = asyncio.Condition()
+        self._free: asyncio.Queue[str] = asyncio.Queue()  # the node of every free worker
+        for _ in range(pool.settings.num_workers):
+            for node in (HERE, *actors):
+                self._free.put_nowait(node)
 
     async def release(self) -> None:
-        for node in self._nodes[1:]:
-            ray.kill(node.handle)
+        for actor in self.actors.values():
+            ray.kill(actor)
 
     @property
     def has_room(self) -> bool:
-        return any(node.num_running < self._num_places for node in self._nodes)
+        return not self._free.empty()
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         while True:
-            async with self._room:
-                await self._room.wait_for(lambda: self.has_room)
-                node = min(self._nodes, key=lambda node: node.num_running)
-                node.num_running += 1
+            node = await self._free.get()
             try:
-                return await self._score_on(node, batch)
+                if node == HERE:
+                    return await self.pool.score(batch)
+                if node in self.actors:  # else it was lost, and its places go one by one
+                    return await self._score_on(node, batch)
             except (RayActorError, asyncio.TimeoutError) as error:
-                if node in self._nodes:
-                    self._nodes.remove(node)
-                    warn(f"no reward functions on a lost node any more: {node.name}: {error}")
+                if self.actors.pop(node, None) is not None:
+                    warn(f"no reward functions on a lost node any more: {node}: {error}")
             finally:
-                node.num_running -= 1
-                async with self._room:
-                    self._room.notify_all()
+                if node == HERE or node in self.actors:
+                    self._free.put_nowait(node)
 
-    async def _score_on(self, node: Node, batch: RewardBatch) -> RewardResult:
-        if node.handle is None:
-            return await self.pool.score(batch)
-        result = await asyncio.wait_for(node.handle.score.remote(batch), self.limit_s)
+    async def _score_on(self, node: str, batch: RewardBatch) -> RewardResult:
+        scoring = self.actors[node].score.remote(batch)
+        result: RewardResult | RewardError = await asyncio.wait_for(scoring, self.limit_s)
         if isinstance(result, RewardError):
             raise result
-        scored: RewardResult = result
-        return scored
+        return result
 
 
 def on_every_node(pool: FunctionPool, slots: Sequence[Slot]) -> FunctionPool | NodePools:
@@ -144,6 +137,6 @@ def on_every_node(pool: FunctionPool, slots: Sequence[Slot]) -> FunctionPool | N
         .remote(paths, digest, replace(settings, log_dir=log_dir and log_dir / f"node-{node[:8]}"))
         for node in others
     ]
-    nodes = [Node(get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S), h) for h in handles]
-    notice(f"reward function on {1 + len(nodes)} nodes, {settings.num_workers} workers each")
-    return NodePools(pool, nodes, LOAD_TIMEOUT_S + settings.timeout_s + GRACE_S)
+    actors = {get(h.address.remote(), "reward workers", LOAD_TIMEOUT_S): h for h in handles}
+    notice(f"reward function on {1 + len(actors)} nodes, {settings.num_workers} workers each")
+    return NodePools(pool, actors, LOAD_TIMEOUT_S + settings.timeout_s + GRACE_S)

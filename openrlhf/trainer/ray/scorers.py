@@ -15,38 +15,29 @@ from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer, other_tokenizer
-from openrlhf.trainer.ray.model_actor import ModelWorker, frees_cache
+from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 
-class TextReader:
-    """Reads samples as a reward server would: prompt and response as one text."""
-
-    def __init__(self, policy: Tokenizer, own: Tokenizer, *, max_len: int | None) -> None:
-        """`own` is the tokenizer of the model that reads, and `max_len` the most tokens of it."""
-        self.policy = policy
-        self.own = own
-        self.max_len = max_len
-        self._encoder = TextEncoder(own)
-
-    def read(self, experience: Experience) -> Experience:
-        """Return the same B samples with the model's own tokens and no sampled ones among them."""
-        samples = experience.token_ids.split(experience.seq_lengths.tolist())
-        texts = self.policy.batch_decode(list(samples), skip_special_tokens=False)
-        encoded: Any = self.own(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        rows = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
-        token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        return replace(
-            experience,
-            seq_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            num_actions=torch.zeros(len(rows), dtype=torch.int64),
-            token_ids=token_ids,
-            action_mask=torch.zeros(len(token_ids), dtype=torch.bool),
-            rollout_logprobs=experience.rollout_logprobs[:0],
-            weight_versions=experience.weight_versions[:0],
-        )
+def read_as_text(experience: Experience, policy: Tokenizer, own: Tokenizer) -> Experience:
+    """Return the same B samples as a reward server reads them: prompt and response as one text, in
+    a model's own tokens, with no sampled ones among them.
+    """
+    samples = experience.token_ids.split(experience.seq_lengths.tolist())
+    texts = policy.batch_decode(list(samples), skip_special_tokens=False)
+    encoded: Any = own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    encoder = TextEncoder(own)
+    rows = [encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+    token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return replace(
+        experience,
+        seq_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        num_actions=torch.zeros(len(rows), dtype=torch.int64),
+        token_ids=token_ids,
+        action_mask=torch.zeros(len(token_ids), dtype=torch.bool),
+        rollout_logprobs=experience.rollout_logprobs[:0],
+        weight_versions=experience.weight_versions[:0],
+    )
 
 
 class ReferenceModelActor(ModelWorker):
@@ -54,7 +45,6 @@ class ReferenceModelActor(ModelWorker):
 
     engine: EvalEngine
 
-    @frees_cache
     def init_model(self) -> int:
         """Load the reference; return its parameter count."""
         config = self.config
@@ -77,13 +67,14 @@ class RewardModelActor(ModelWorker):
     """One rank of a local reward model."""
 
     engine: EvalEngine
-    reader: TextReader | None = None  # of samples in another vocabulary than the model's
 
-    @frees_cache
     def init_model(self, path: str) -> int:
         """Load the reward model; return its parameter count."""
         config = self.config
-        self.reader = self._reader_for(path)
+        self.policy_tokenizer = load_policy_tokenizer(config)
+        self.tokenizer = other_tokenizer(config, path, self.policy_tokenizer)  # None: the same
+        facts = load_config(path, trust_remote_code=config.trust_remote_code)
+        self.max_len = num_positions(facts) or torch.inf
         hf_model = load_sequence_model(
             path,
             value_head_prefix=config.ds.value_head_prefix,
@@ -99,20 +90,11 @@ class RewardModelActor(ModelWorker):
         """Rewards (B,) of the share's samples, read at their last token; NaN for a text that the
         model cannot read as a whole.
         """
-        if self.reader is None or not len(experience):
+        if self.tokenizer is None or not len(experience):
             return self.forward_in_micro_batches(experience, self.engine, what="rewards")
-        read = self.reader.read(experience)
-        limit = torch.inf if self.reader.max_len is None else self.reader.max_len
-        is_too_long = read.seq_lengths > limit
+        read = read_as_text(experience, self.policy_tokenizer, self.tokenizer)
+        is_too_long = read.seq_lengths > self.max_len
         kept = read.select((~is_too_long).nonzero().flatten().tolist())
         rewards = torch.full((len(read),), torch.nan)
         rewards[~is_too_long] = self.forward_in_micro_batches(kept, self.engine, what="rewards")
         return rewards
-
-    def _reader_for(self, path: str) -> TextReader | None:
-        policy = load_policy_tokenizer(self.config)
-        own = other_tokenizer(self.config, path, policy)
-        if own is None:
-            return None
-        facts = load_config(path, trust_remote_code=self.config.trust_remote_code)
-        return TextReader(policy, own, max_len=num_positions(facts))

@@ -10,19 +10,11 @@ from typing import Any
 
 import ray
 
-from openrlhf.engines.base import (
-    SHARED_MEMORY,
-    Completion,
-    GenerationRequest,
-    WeightBucket,
-    WeightRoute,
-)
+from openrlhf.engines.base import Completion, GenerationRequest, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine, VLLMEngineConfig
-from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import Slot
 from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
-from openrlhf.trainer.ray.weight_sync import fetched
 from openrlhf.utils.logging import redirect_framework_logs
 
 MAX_CONCURRENT_CALLS = 10_000  # requests that wait in an actor's event loop
@@ -41,12 +33,14 @@ class LLMRayActor(VLLMEngine):
 
     def health(self) -> Health:
         """Return how far the engine is; a step is a forward pass."""
-        work = "generating" if self._loop.is_busy else None
-        return Health(work, self._loop.num_steps, os.getpid())
+        work = "generating" if self.is_busy else None
+        return Health(work, self.num_steps, os.getpid())
 
-    def receive_bucket(self, bucket: WeightBucket) -> None:
-        """Load the tensors of one bucket, which may lie in Ray's object store."""
-        super().receive_bucket(fetched(bucket))
+    def receive_bucket(self, bucket: WeightBucket, content: Any = None) -> None:
+        """Load the tensors of one bucket; `content`: its bytes, of Ray's object store."""
+        if content is not None:
+            bucket = replace(bucket, handle={"bytes": content})
+        super().receive_bucket(bucket)
 
     async def call(self, method: str, *args: object, **options: object) -> Any:
         """Run a method of this class in a thread, while the event loop takes requests."""
@@ -59,7 +53,6 @@ class RayEngine:
 
     handle: Any
     name: str
-    weight_route: WeightRoute = SHARED_MEMORY
     node: str = ""  # address of the engine's node; empty until it is up
 
     @property
@@ -96,7 +89,8 @@ class RayEngine:
         self._call(LLMRayActor.begin_weight_update, keep_running=keep_running)
 
     def receive_bucket(self, bucket: WeightBucket) -> None:
-        self._call(LLMRayActor.receive_bucket, bucket)
+        # Ray fetches an object only where its reference is an argument itself.
+        self._call(LLMRayActor.receive_bucket, bucket, bucket.handle.get("object"))
 
     def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         return self._call(LLMRayActor.finish_weight_update, weight_version)  # type: ignore[no-any-return]
@@ -133,24 +127,6 @@ def create_vllm_engines(
                 max_concurrency=MAX_CONCURRENT_CALLS,
             ),
             f"vllm-{index}",
-            config.weight_route,
         )
         for index, slot in enumerate(slots)
     ]
-
-
-class GroupGenerator:
-    """The policy's own ranks as one engine (no vLLM); requests are shared among them."""
-
-    def __init__(self, group: WorkerGroup, method: Callable[..., Any]) -> None:
-        self.group = group
-        self.method = method
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of all requests, in order."""
-        width = self.group.num_shares
-        parts = self.group.start(self.method, [(requests[k::width],) for k in range(width)])()
-        answers: list[list[Completion]] = [[] for _ in requests]
-        for k, part in enumerate(parts):
-            answers[k::width] = part
-        return answers

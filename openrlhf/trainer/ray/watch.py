@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from openrlhf.errors import EngineError
+from openrlhf.errors import EngineError, OpenRLHFError
 from openrlhf.trainer.ray.launcher import HEALTH_GROUP
 from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.utils import Health
@@ -73,24 +73,25 @@ class Watched:
 
 
 class Watch:
-    """Asks processes from `start` to `close`."""
+    """Asks processes that are up and have a method `health`, inside a `with`."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Iterable[Watched]) -> None:
         self.failure: EngineError | None = None  # why a process was killed
-        self._watched: list[Watched] = []
+        self._watched = list(watched)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    def start(self, watched: Iterable[Watched]) -> None:
-        """Begin to ask these processes, which have a method `health` and are up."""
-        self._watched += watched
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Ask no more: a question after Ray's end would start Ray anew."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Ask no more: a question after Ray's end would start Ray anew. An error that came of
+        ending a process that did not get on is raised as that.
+        """
         self._is_closed.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S)
+        if self.failure is not None and isinstance(error, OpenRLHFError):
+            raise self.failure from error
 
     def _run(self) -> None:
         before = time.monotonic()

@@ -7,52 +7,23 @@ store; an engine that cannot show the fingerprints of what was sent fails the sy
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 import torch
 from torch import Tensor
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
 from openrlhf.engines.base import NamedTensors, RolloutEngine, WeightBucket
-from openrlhf.engines.weight_transfer import BroadcastGroup, BucketBuffers, memory_of
+from openrlhf.engines.weight_transfer import BroadcastGroup, WeightTransport
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 
-FETCH_TIMEOUT_S = 600.0  # for one bucket from another node
-
 Result = TypeVar("Result")
-
-
-class WeightTransport:
-    """Packs weights on rank 0 into buckets that engines can read. All ranks of the trainer make
-    one, and go through the buckets of every update.
-    """
-
-    def __init__(self, device: torch.device, *, is_used: bool | None = None) -> None:
-        """`is_used`: this rank's buffers are read; None: those of rank 0 are."""
-        self.buffers = BucketBuffers(
-            memory_of(device), is_used=rank() == 0 if is_used is None else is_used
-        )
-
-    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
-        """Yield buckets and their bytes, which stay until the next but one is asked for."""
-        for bucket, data in self.buffers.pack(tensors):
-            yield replace(bucket, handle=self.address(data)), data
-
-    def address(self, data: Tensor) -> dict[str, Any]:
-        """Return how engines find the bytes."""
-        raise NotImplementedError
-
-    def push(self, data: Tensor) -> None:
-        """Send the bytes of a bucket that every engine was told to receive."""
-
-    def finish(self) -> None:
-        """Give the memory back; engines have let go of it."""
-        self.buffers.release()
 
 
 class HandleTransport(WeightTransport):
@@ -63,9 +34,10 @@ class HandleTransport(WeightTransport):
 
     def __init__(self, device: torch.device, *, num_readers: int) -> None:
         """`num_readers`: engine workers, which share devices with the first ranks."""
-        place = memory_of(device).place
+        super().__init__(device)
+        place = self.memory.place
         is_first_here = all_gather_object(place).index(place) == rank()
-        super().__init__(device, is_used=is_first_here and rank() < num_readers)
+        self.is_used = is_first_here and rank() < num_readers
 
     def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
         for bucket, data in super().buckets(tensors):
@@ -74,11 +46,7 @@ class HandleTransport(WeightTransport):
 
     def address(self, data: Tensor) -> dict[str, Any]:
         """Return {place: handle} of all ranks; none returns before all have filled their buffer."""
-        return {
-            place: handle
-            for part in all_gather_object(self.buffers.handle())
-            for place, handle in part.items()
-        }
+        return dict(ChainMap(*all_gather_object(super().address(data))))
 
     def finish(self) -> None:
         barrier()  # rank 0 is here once engines have let go of the last bucket
@@ -93,7 +61,7 @@ class BroadcastTransport(WeightTransport):
     ) -> None:
         """Meet all engines as rank 0 of one group."""
         world_size = 1 + len(engines) * workers_per_engine
-        device = self.buffers.memory.device
+        device = self.memory.device
 
         def join() -> None:
             self.group = BroadcastGroup(device, host, port, rank=0, world_size=world_size)
@@ -127,35 +95,42 @@ class ObjectTransport(WeightTransport):
 
     def address(self, data: Tensor) -> dict[str, Any]:
         """Put a copy into the store; Ray takes it once to every other node with an engine."""
-        return {"object": ray.put(data.numpy())} if rank() == 0 else {}
+        return {"object": ray.put(data.numpy())} if self.is_used else {}
 
 
-def fetched(bucket: WeightBucket) -> WeightBucket:
-    """Return the bucket with its bytes, if they lie in Ray's object store."""
-    if "object" not in bucket.handle:
-        return bucket
-    try:
-        content = ray.get(bucket.handle["object"], timeout=FETCH_TIMEOUT_S)
-    except ray.exceptions.RayError as error:
-        raise WeightSyncError(f"a bucket of weights did not come: {error}") from error
-    return replace(bucket, handle={"bytes": content})
+def weight_route(
+    config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
+) -> tuple[str, torch.device]:
+    """Return how weights travel to engines in other processes, and where buckets lie: the fastest
+    way that works.
+
+    Two ranks of an NCCL group cannot share a GPU, so an engine that shares one with a rank of
+    another place receives gloo's broadcast.
+    """
+    vllm, cpu = config.vllm, torch.device("cpu")
+    if vllm.sync_with_ray:
+        return "objects", cpu
+    fastest = cpu if vllm.sync_backend == "gloo" else device
+    is_colocated = config.engines_share_devices
+    if is_colocated and num_engines * vllm.tensor_parallel_size <= num_ranks:
+        return "handles", fastest
+    return "broadcast", cpu if is_colocated else fastest
 
 
 def make_transport(
+    way: str,
+    device: torch.device,
     engines: Sequence[RolloutEngine],
     *,
     workers_per_engine: int,
-    device: torch.device,
     endpoint: Callable[[], tuple[str, int]],
 ) -> WeightTransport:
-    """Return the transport that the engines were started for; every rank calls."""
-    [route] = {engine.weight_route for engine in engines}
-    buffers_on = device if route.device_type == "cuda" else torch.device("cpu")
-    if route.way == "objects":
-        return ObjectTransport(buffers_on)
-    if route.way == "handles":
-        return HandleTransport(buffers_on, num_readers=len(engines) * workers_per_engine)
-    transport = BroadcastTransport(buffers_on)
+    """Return the transport of this way, with buckets on the device; every rank calls."""
+    if way == "objects":
+        return ObjectTransport(device, is_used=rank() == 0)
+    if way == "handles":
+        return HandleTransport(device, num_readers=len(engines) * workers_per_engine)
+    transport = BroadcastTransport(device, is_used=rank() == 0)
     if rank() == 0:
         host, port = endpoint()
         transport.connect(engines, host=host, port=port, workers_per_engine=workers_per_engine)
