@@ -58,6 +58,6 @@ def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path:
     assert 0 < num_done < NUM_PROMPTS and not killed.exists()
     said = run_command(*command(TWO, f"{flags} {killed}"), env=environment())
     assert "going on with what is done" in said and said.count("160 rows written") == 1
-    one = [*["-m", "openrlhf.cli.batch_inference"], *flags.split(), straight]
+    one = ["-m", "openrlhf.cli.batch_inference", *flags.split(), straight]
     run_command(*one, env=environment())
     assert killed.read_text() == straight.read_text() and not parts.exists()
