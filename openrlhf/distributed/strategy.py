@@ -316,9 +316,6 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
             "reduce_bucket_size": small,
             "stage3_prefetch_bucket_size": small,
             "stage3_param_persistence_threshold": 10 * facts.hidden_size,
-            "stage3_max_live_parameters": DEFAULT_BUCKET_SIZE * 2,
-            "stage3_max_reuse_distance": DEFAULT_BUCKET_SIZE * 2,
             "zero_hpz_partition_size": ds.zpg,
-            "sub_group_size": DEFAULT_BUCKET_SIZE * 2,
         }
     return zero

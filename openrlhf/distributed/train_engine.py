@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from openrlhf.distributed import collectives, manifest
+from openrlhf.distributed import collectives, folders
 from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.optimizer import resume_schedule
 from openrlhf.distributed.tensor_parallel import total_norm
@@ -155,7 +155,7 @@ class TrainEngine:
             if dp_rank == 0 or self.zero_stage > 0:  # ZeRO 0: every rank holds all
                 torch.save(_content(self.engine), folder / f"tp{tp_rank}-dp{dp_rank}.pt")
             if collectives.is_main():
-                manifest.write_json(folder / ENGINE, facts)
+                folders.write_json(folder / ENGINE, facts)
 
         collectives.together(write)
 

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.errors import ConfigError
-from openrlhf.models.context_attention import ReadStates, SharedRow
-from openrlhf.models.packing import PACKED_ATTENTION, PackedRow
+from openrlhf.models.packing import PackedRow, ReadStates, SharedRow
 from openrlhf.models.support import num_experts_per_token
 from openrlhf.utils.context_parallel import ContextGroup, RowSlice
 from openrlhf.utils.packable import base_model_of, is_padded
@@ -111,11 +110,6 @@ def row_states(
         **({"output_router_logits": True} if with_router else {}),
         **row.kwargs(attention),
     )
-    if attention == PACKED_ATTENTION and not row.layers_seen:
-        raise ConfigError(
-            f"{type(model).__name__} does not hand sequence boundaries to its attention: "
-            "it cannot be trained packed."
-        )
     return output.last_hidden_state[0], output.router_logits if with_router else None
 
 

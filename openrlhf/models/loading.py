@@ -241,13 +241,15 @@ def check_loading_info(
         )
 
 
-def load_causal_lm(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> PreTrainedModel:
+def load_causal_lm(
+    path: str | os.PathLike[str], *, base: str | None = None, **options: Unpack[LoadOptions]
+) -> PreTrainedModel:
     """A causal language model for packed rows; wrong or missing weights are a ConfigError.
 
-    The folder of an adapter gives its base with the adapter merged.
+    The folder of an adapter gives `base`, by default the one it names, with the adapter merged.
     """
-    path = os.fspath(path)
-    if (base := base_of_adapter(path)) is not None:
+    path, base = os.fspath(path), base or base_of_adapter(path)
+    if base is not None:
         refuse_merging_in_4bit(path, options)
         if is_reward_adapter(path):
             raise ConfigError(
@@ -266,21 +268,28 @@ def load_sequence_model(
     *,
     value_head_prefix: str | None = None,
     allow_fresh_head: bool = True,
+    base: str | None = None,
     **options: Unpack[LoadOptions],
 ) -> PreTrainedModel:
     """A model with one scalar head: its own, or a fresh one on a causal language model.
 
     The head is the module named `config.value_head_prefix`. With the default name `score` a saved
     model loads in AutoModelForSequenceClassification(num_labels=1) as it is. The folder of an
-    adapter, with a head or without, gives its base with the adapter merged.
+    adapter, with a head or without, gives `base`, by default the one it names, with the adapter
+    merged.
     """
-    path = os.fspath(path)
-    if (base := base_of_adapter(path)) is not None:
+    path, base = os.fspath(path), base or base_of_adapter(path)
+    if base is not None:
         refuse_merging_in_4bit(path, options)
-        if is_reward_adapter(path):
-            return load_merged_reward(base, path, **options)
-        named = {"value_head_prefix": value_head_prefix, "allow_fresh_head": allow_fresh_head}
-        return merge_adapter_into(load_sequence_model(base, **named, **options), path)
+        stored = _stored_head(path)
+        model = load_sequence_model(
+            base,
+            value_head_prefix=stored.pop("value_head_prefix", value_head_prefix),
+            allow_fresh_head=allow_fresh_head or is_reward_adapter(path),
+            **options,
+        )
+        model.config.update(stored)
+        return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
     has_stored_head = is_value_model(config)
     if not has_stored_head and not allow_fresh_head:
@@ -307,17 +316,6 @@ def load_sequence_model(
         delattr(model, HEAD)
     finish_loading(model, options)
     return model
-
-
-def load_merged_reward(
-    base_path: str, adapter_path: str, **options: Unpack[LoadOptions]
-) -> PreTrainedModel:
-    """Return a reward model: the base with the head, the scale and the weights of an adapter."""
-    stored = _stored_head(adapter_path)
-    name = stored.pop("value_head_prefix", None)
-    model = load_sequence_model(base_path, value_head_prefix=name, **options)
-    model.config.update(stored)
-    return merge_adapter_into(model, adapter_path)
 
 
 def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
@@ -455,10 +453,8 @@ def merge_adapter(
     if has_head != is_rm:  # the head would be lost, or is not there
         kind, remedy = ("a", "Type") if has_head else ("no", "Leave out")
         raise ConfigError(f"{adapter_path} is {kind} reward model's adapter. {remedy} --is_rm.")
-    if is_rm:
-        merged = load_merged_reward(base_path, adapter_path, **options)
-    else:
-        merged = merge_adapter_into(load_causal_lm(base_path, **options), adapter_path)
+    load = load_sequence_model if is_rm else load_causal_lm
+    merged = load(adapter_path, base=base_path, **options)
     merged.name_or_path = merged.config._name_or_path = base_path
     return merged
 

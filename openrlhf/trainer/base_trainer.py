@@ -179,7 +179,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def export(self, path: Path) -> None:
         """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(self.engine, hf_model_of(self.run.model), self.run.inputs.tokenizer, path)
+        export_hf(hf_model_of(self.run.model), self.run.inputs.tokenizer, path)
 
     @abstractmethod
     def counts(self, samples: Sequence[SampleT]) -> dict[str, float]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from openrlhf.config.serving import LoraCombinerConfig
 from openrlhf.distributed.export import export_hf
-from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.loading import merge_adapter
 from openrlhf.utils.logging import notice
 from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +28,7 @@ def run_lora_combiner(config: LoraCombinerConfig) -> None:
         dtype=config.ds.param_dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    export_hf(EvalEngine(model, torch.device("cpu")), model, tokenizer, output)
+    export_hf(model, tokenizer, output)
     notice(f"merged model saved to {output}")
 
 

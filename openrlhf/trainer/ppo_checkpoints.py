@@ -18,7 +18,7 @@ from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import KLConfig, PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, Saved, open_checkpoints
 from openrlhf.distributed.collectives import together
-from openrlhf.distributed.run_folder import HOLDER
+from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.step_sampler import StepSampler

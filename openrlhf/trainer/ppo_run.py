@@ -21,7 +21,7 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.tokenized import as_recognised, undecided
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
-from openrlhf.distributed.run_folder import holding_folders
+from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.loading import DTYPES, say_padded
 from openrlhf.models.support import check_here

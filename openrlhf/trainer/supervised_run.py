@@ -36,8 +36,7 @@ from openrlhf.distributed.collectives import (
     watching_ranks,
 )
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.manifest import write_json
-from openrlhf.distributed.run_folder import holding_folders
+from openrlhf.distributed.folders import holding_folders, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of

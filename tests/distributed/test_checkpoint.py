@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.distributed import checkpoints, manifest
+from openrlhf.distributed import checkpoints, folders
 from openrlhf.distributed.checkpoints import (
     CheckpointStore,
     random_state,
     set_random_state,
     superfluous,
 )
-from openrlhf.distributed.manifest import seal, verify
+from openrlhf.distributed.folders import seal, verify
 from openrlhf.errors import CheckpointError
 
 GIB = 1024**3
@@ -151,7 +151,7 @@ def test_a_save_needs_room_for_more_than_the_last_one(
     store.stage(1)  # the first has nothing to be measured by
     store.discard(1)
     save(store, 1)
-    size = manifest.num_bytes(tmp_path / "global_step1")
+    size = folders.num_bytes(tmp_path / "global_step1")
     room = {"free": int(size * 1.3)}
     monkeypatch.setattr(
         checkpoints.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, room["free"])

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.export import export_hf, without_folders
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.distributed.weights import full_parameters, stored_parameters
 from openrlhf.models.actor import Actor
 from openrlhf.models.loading import load_causal_lm, load_sequence_model
@@ -43,7 +42,7 @@ def export_all(folder: Path) -> dict:
         model = load_causal_lm(folder / kind, dtype=param_dtype)
         engine = strategy.prepare_train(Actor(model), OptimizerConfig(), num_updates=1)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
-        export_hf(engine, model, tokenizer, out_dir(folder, kind, stage), command="a command")
+        export_hf(model, tokenizer, out_dir(folder, kind, stage), command="a command")
         given[kind, stage] = {n: t.clone() for n, t in stored_parameters(engine.module)}
     strategy.shut_down()
     return given
@@ -127,12 +126,12 @@ def test_adapters_are_merged_under_the_names_of_the_base_model(
 
 def test_a_lora_model_is_exported_as_a_peft_adapter(folder: Path, lora: peft.PeftModel) -> None:
     strategy = DeepSpeedStrategy(DeepSpeedConfig())
-    engine = strategy.prepare_eval(lora)
+    strategy.prepare_eval(lora)
     lora.requires_grad_(False)
     for name, parameter in lora.named_parameters():
         parameter.requires_grad_("lora_" in name)
     path = folder / "adapter"
-    export_hf(engine, lora, None, path)
+    export_hf(lora, None, path)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {f.name for f in path.iterdir()}
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2")
     loaded = peft.PeftModel.from_pretrained(base, path)
@@ -206,7 +205,7 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     with torch.no_grad():
         trained.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     own = load_tokenizer(str(base))
-    export_hf(EvalEngine(trained, torch.device("cpu")), trained, own, path, command="c")
+    export_hf(trained, own, path, command="c")
     assert trained.config.pad_token_id == 0  # the live model is as it was
     expected = trained_scores(trained, [own(text + EOS)["input_ids"] for text in TEXTS])
 

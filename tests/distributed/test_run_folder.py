@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from openrlhf.cli import train_sft
-from openrlhf.distributed.run_folder import HOLDER, holding
+from openrlhf.distributed.folders import HOLDER, holding
 from openrlhf.errors import ConfigError
 from tests.tiny import write_jsonl
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from openrlhf.distributed.run_folder import holding
+from openrlhf.distributed.folders import holding
 with holding(Path(sys.argv[1]), "--save_path"):
     print("held", flush=True)
     time.sleep(600)

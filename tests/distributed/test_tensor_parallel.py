@@ -68,7 +68,7 @@ def train(folder: Path, name: str, options: dict) -> dict:
     with torch.no_grad():
         said = loss_of(engine, name, SEQUENCES)[1]
     where = "-".join(map(str, (strategy.topology.world_size, name, *options.values())))
-    export_hf(engine, model.model, None, folder / where)
+    export_hf(model.model, None, folder / where)
     weights = {n: t.clone() for n, t in stored_parameters(engine.module)}
     engine.save_states(folder / f"{where}-states")
     engine.backward(loss_of(engine, name, SEQUENCES[:1])[0], is_last_micro_batch=True)

@@ -10,7 +10,7 @@ from transformers import BloomConfig, LlamaConfig
 
 from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models.context_attention import chunk_of_row
+from openrlhf.models.packing import chunk_of_row
 from openrlhf.models.support import refuse_unsupported
 from openrlhf.utils.context_parallel import RowSlice
 

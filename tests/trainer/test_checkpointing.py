@@ -16,7 +16,7 @@ import torch
 
 from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
 from openrlhf.distributed.checkpoints import open_checkpoints
-from openrlhf.distributed.manifest import verify
+from openrlhf.distributed.folders import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.trainer.base_trainer import Position

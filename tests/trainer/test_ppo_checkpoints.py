@@ -10,7 +10,7 @@ import pytest
 from openrlhf.config.common import CheckpointConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
-from openrlhf.distributed.run_folder import holding
+from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_checkpoints import check_is_shared
 from openrlhf.trainer.ppo_setup import best_metric

@@ -26,7 +26,7 @@ from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
 from openrlhf.distributed.collectives import together, world_size
 from openrlhf.distributed.export import NamedTensors, export_hf
-from openrlhf.distributed.manifest import write_json
+from openrlhf.distributed.folders import write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.errors import CheckpointError, NumericsError
@@ -315,7 +315,7 @@ class TrainedWorker(ModelWorker):
         CheckpointError on all ranks or none. `tensors` are other weights of the same names.
         """
         tokenizer, model = load_policy_tokenizer(self.config), self.model.model
-        together(lambda: export_hf(self.engine, model, tokenizer, Path(path), tensors=tensors))
+        together(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
 def _check_finite(loss: Tensor, what: str) -> None:

@@ -1,0 +1,204 @@
+"""Folders on disk: when one counts, who holds it, and what is moved out of it.
+
+A writer fills `tmp-<name>`; `seal` flushes it, writes the SHA-256 sums of its files into a manifest
+and gives it its name. A folder whose files do not match its manifest, to the byte, is not read. The
+folder of a run is held by one process at a time, by a lock on `running.json`, which the system, or
+the file server, removes when the holder ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.common import CheckpointConfig
+from openrlhf.errors import CheckpointError, ConfigError
+from openrlhf.utils.logging import warn
+
+MANIFEST = "manifest.json"
+TEMPORARY = "tmp-"
+MAX_THREADS = 8  # hashing lets go of the interpreter lock: files are read side by side
+HOLDER = "running.json"
+FINISHED = "finished.json"  # in a run folder whose model is that of the last step
+
+RECORDS = ("config.yaml", "metrics.jsonl", "rollouts", FINISHED)
+MODEL_FILES = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
+    *("adapter_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "chat_template*", "README.md", "policy"),
+)
+
+
+def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
+    """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`, in
+    place of a folder that has the name already.
+    """
+    write_json(temporary / MANIFEST, {**facts, "files": _digests(temporary)})
+    flush(temporary)
+    torn = _torn(final)
+    if final.exists():
+        final.rename(torn)
+    temporary.rename(final)
+    shutil.rmtree(torn, ignore_errors=True)
+    flush_one(final.parent)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder; raise CheckpointError if its files are not those it names,
+    to the byte.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error!r})."
+        ) from None
+    found = _digests(path)
+    for name in sorted(found.keys() | files.keys()):
+        if found.get(name) != files.get(name):
+            raise CheckpointError(f"{path / name} is not the file that was written.")
+    return manifest
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, which first loses the name that makes it count."""
+    shutil.rmtree(path.rename(_torn(path)))
+
+
+def _torn(path: Path) -> Path:
+    """Return a free name beside a folder for what no longer counts."""
+    torn = path.with_name(f"{TEMPORARY}removed-{path.name}")
+    shutil.rmtree(torn, ignore_errors=True)
+    return torn
+
+
+def num_bytes(path: Path) -> int:
+    """Return the size of all files in a folder."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file that survives a power cut once its folder is flushed."""
+    path.write_text(json.dumps(content))
+    flush_one(path)
+
+
+def flush(path: Path) -> None:
+    """Make a file, or a folder and all that is in it, survive a power cut."""
+    for entry in [*path.rglob("*"), path]:
+        flush_one(entry)
+
+
+def flush_one(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Return the sums of the files below a folder by their relative names; a link could point
+    anywhere and is refused.
+    """
+    files = []
+    for entry in sorted(path.rglob("*")):
+        if entry.is_symlink():
+            raise CheckpointError(f"{entry} is a link: checkpoints hold plain files.")
+        if entry.is_file() and entry != path / MANIFEST:
+            files.append(entry)
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        names = [file.relative_to(path).as_posix() for file in files]
+        return dict(zip(names, pool.map(_sha256, files), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def holding_folders(config: CheckpointConfig) -> Iterator[None]:
+    """Hold the run folder, and the checkpoint root where the run uses it, until the block ends.
+
+    Raises ConfigError where another run holds one of them.
+    """
+    with holding(Path(config.output_dir), "--save_path"):
+        is_same = os.path.realpath(config.output_dir) == os.path.realpath(config.path)
+        if config.uses_root and not is_same:
+            with holding(Path(config.path), "--ckpt_path"):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def holding(folder: Path, flag: str) -> Iterator[None]:
+    """Hold one folder; `flag` names it in the error. Its lock ends with this process, and children
+    do not inherit it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / HOLDER
+    with path.open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = read_json(path) or {"pid": "?", "host": "?"}
+            raise ConfigError(
+                f"{flag} {folder} is in use: process {holder['pid']} on {holder['host']} runs "
+                f"there. Wait for it, or end it. Type another {flag}."
+            ) from None
+        except OSError as error:  # a network file system without locks
+            warn(f"{folder} cannot be locked ({error}): start no second run in it")
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def set_earlier_run_aside(folder: Path, *, keeps_model: bool) -> Path | None:
+    """Move what an earlier run left in a folder to `aside-1` in it (or the next free number).
+
+    With `keeps_model` its model stays: the new run reads from it. Logs stay, for each start has
+    files of its own.
+    """
+    if not any((folder / name).exists() for name in ("metrics.jsonl", FINISHED)):
+        return None
+    patterns = RECORDS if keeps_model else (*RECORDS, *MODEL_FILES)
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return move_aside(folder, sorted(paths))
+
+
+def move_aside(root: Path, paths: Sequence[Path]) -> Path | None:
+    """Move files and folders to a new folder `aside-<n>` in `root`; None if there are none."""
+    if not paths:
+        return None
+    number = next(n for n in itertools.count(1) if not (root / f"aside-{n}").exists())
+    aside = root / f"aside-{number}"
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    return aside
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a file; None if there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
