@@ -142,7 +142,6 @@ def train_bare(work: w.Workload) -> Measurement:
 
 def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
     from openrlhf.config.ppo import PPOConfig
-    from openrlhf.trainer.ray.model_actor import RankIdentity
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
     config = PPOConfig.model_validate(
@@ -153,7 +152,7 @@ def _policy(work: w.Workload, folder: Path, *, zero_stage: int = 2) -> object:
             "ds": {"zero_stage": zero_stage},
         }
     )
-    actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(folder)))
+    actor = PolicyModelActor(config, "actor", str(folder))
     actor.setup()
     actor.init_model(1000)
     return actor

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -97,11 +96,10 @@ def _prepare_and_run(
         with open_cluster(
             config,
             worker_classes(config),
-            inputs.reward_source,
             run_dir=str(inputs.run_dir.resolve()),
             resume_step=opened.resume_step or 0,
         ) as cluster:
-            _run(config, replace(inputs, reward_source=cluster.reward_source), cluster, opened)
+            _run(config, inputs, cluster, opened)
 
 
 def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunCheckpoints) -> None:

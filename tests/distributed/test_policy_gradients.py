@@ -17,7 +17,7 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, plan_updates
-from openrlhf.trainer.ray.model_actor import ModelWorker, RankIdentity
+from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from tests.distributed.spawn import run_ranks
@@ -225,7 +225,7 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
     config = make_config(folder, zero_stage, world_size)
     gradients = {}
     for worker_class, variants in ((PolicyModelActor, (*POLICY,)), (CriticModelActor, ("critic",))):
-        worker = worker_class(config, RankIdentity("model", 0, world_size, str(folder)))
+        worker = worker_class(config, "model", str(folder), num_ranks=world_size)
         worker.setup()
         worker.init_model(num_updates=1000)
         for variant in variants:

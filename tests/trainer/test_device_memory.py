@@ -26,7 +26,6 @@ from openrlhf.trainer.ppo_checkpoints import open_run
 from openrlhf.trainer.ppo_run import _run, worker_classes
 from openrlhf.trainer.ppo_setup import prepare_inputs
 from openrlhf.trainer.ray.cluster import Cluster
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts
 from tests.engines.receiving import ReceivingModel
 from tests.tiny import make_model, make_reward_model, write_jsonl
@@ -97,14 +96,14 @@ class Run:
     def cluster(self, config: PPOConfig) -> Cluster:
         groups = {}
         for role, kind in worker_classes(config).items():
-            worker = kind(config, RankIdentity(role, 0, 1, config.ckpt.output_dir))
+            worker = kind(config, role, config.ckpt.output_dir)
             worker.setup()
             groups[role] = Group(role, worker, self)
         path = config.actor.model_name_or_path
         assert path is not None
         engines = [NotedEngine(ReceivingModel(path, torch.bfloat16), self.events)]
         counts = RoleCounts(dict.fromkeys(("actor", "critic", "ref", "reward"), 1), 1)
-        return Cluster(counts, torch.bfloat16, groups, engines, None)  # type: ignore[arg-type]
+        return Cluster(counts, torch.bfloat16, groups, engines)  # type: ignore[arg-type]
 
 
 class Group:

@@ -20,7 +20,6 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from tests.tiny import make_model
 from tests.trainer.test_experience import rollout
@@ -38,7 +37,7 @@ def make_actor(model: Path, tmp_path: Path, **sections: dict) -> PolicyModelActo
             **sections,
         }
     )
-    actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(tmp_path)))
+    actor = PolicyModelActor(config, "actor", str(tmp_path))
     actor.setup()
     actor.init_model(num_updates=10)
     return actor
@@ -174,7 +173,7 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
 def test_flags_are_the_correction(line: str, expected: tuple | None, tmp_path: Path) -> None:
     needs = "--pretrain m --prompt_data d --remote_rm_url r.py"
     config = parse_config(PPOConfig, f"{needs} {line}".split()).config
-    actor = PolicyModelActor(config, RankIdentity("actor", 0, 1, str(tmp_path)))
+    actor = PolicyModelActor(config, "actor", str(tmp_path))
     assert actor._correction() == (None if expected is None else Correction(*expected))
 
 

@@ -14,7 +14,7 @@ from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_checkpoints import check_is_shared
 from openrlhf.trainer.ppo_setup import best_metric
-from openrlhf.trainer.ray.model_actor import RankIdentity, TrainedWorker
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 
 
 def config(**ckpt: object) -> PPOConfig:
@@ -53,7 +53,7 @@ class Ranks:
 
     def call(self, method, path: str) -> list:
         workers = [
-            TrainedWorker(PPOConfig(), RankIdentity("critic", rank, 3, "run")) for rank in range(3)
+            TrainedWorker(PPOConfig(), "critic", "run", rank, num_ranks=3) for rank in range(3)
         ]
         elsewhere = "/nowhere/"
         return [

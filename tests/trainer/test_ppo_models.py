@@ -21,7 +21,6 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.vocabulary import (
     load_policy_tokenizer,
 )
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.scorers import RewardModelActor
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.rollout import Rollout
@@ -67,7 +66,7 @@ def rollouts_of(policy: Path) -> list[Rollout]:
 
 
 def rewards_of(config: PPOConfig, path: Path, experience: Experience, folder: Path) -> list[float]:
-    worker = RewardModelActor(config, RankIdentity("reward", 0, 1, str(folder)))
+    worker = RewardModelActor(config, "reward", str(folder))
     worker.setup()
     worker.init_model(str(path))
     return worker.compute_rewards(experience).tolist()

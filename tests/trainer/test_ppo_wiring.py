@@ -19,14 +19,11 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ray.cluster import engine_config
-from openrlhf.trainer.ray.model_actor import RankIdentity
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 from tests.trainer.test_experience import rollout
-
-IDENTITY = RankIdentity("model", 0, 1, "unused")
 
 
 def config_of(flags: str, *, pretrain: Path | str = "m") -> PPOConfig:
@@ -167,7 +164,7 @@ def test_an_engine_keeps_the_prefix_of_a_prompt_for_its_samples(flags: str, expe
 def test_the_clip_range_of_the_policy(
     tiny_model_dir: Path, tmp_path: Path, flags: str, expected: list[float]
 ) -> None:
-    worker = PolicyModelActor(config_of(flags, pretrain=tiny_model_dir), IDENTITY)
+    worker = PolicyModelActor(config_of(flags, pretrain=tiny_model_dir), "model", "unused")
     worker.setup()
     worker.init_model(num_updates=1)
     losses = []
@@ -190,7 +187,7 @@ def test_the_clip_range_of_the_policy(
 )
 def test_the_clip_range_of_values(flags: str, expected: float) -> None:
     # From 0 to 3.5, where 3 is right: off by half, or by what the clipped change leaves.
-    worker = CriticModelActor(config_of(flags), IDENTITY)
+    worker = CriticModelActor(config_of(flags), "model", "unused")
     worker.engine = lambda batch: torch.tensor([3.5])  # type: ignore[assignment]
     experience = Experience.from_rollouts([rollout([1], [2])]).with_columns(
         values=torch.tensor([0.0]), returns=torch.tensor([3.0])

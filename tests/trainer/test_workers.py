@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import EngineError, NumericsError
 from openrlhf.trainer.ray.launcher import RayActorGroup, worker_environment
 from openrlhf.trainer.ray.model_actor import ModelWorker
@@ -33,12 +34,12 @@ class Probe(ModelWorker):
 
     def fail_on(self, rank: int) -> None:
         """Raise on one rank."""
-        if self.identity.rank == rank:
+        if self.rank == rank:
             raise NumericsError("The loss is nan.")
 
     def die_on(self, rank: int) -> None:
         """End one rank's process."""
-        if self.identity.rank == rank:
+        if self.rank == rank:
             os._exit(1)
 
 
@@ -67,7 +68,7 @@ def group(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             caller.setenv(name, value)
         assert worker_environment(1).items() >= OF_CALLER.items()
         slots = place([RoleDemand("critic", 2, "critic")], view_cluster())["critic"]
-        group = RayActorGroup(Probe, (None,), slots, role="critic", run_dir=str(run_dir))
+        group = RayActorGroup(Probe, PPOConfig(), slots, role="critic", run_dir=str(run_dir))
     assert group.who(1) == "critic rank 1 of 2"  # nobody knows its node yet
     group.join()
     yield group

@@ -16,13 +16,9 @@ from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_config, resolve_dtype
-from openrlhf.rewards.base import RewardSource
-from openrlhf.rewards.workers import FunctionPool
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.launcher import RayActorGroup, ray_session
 from openrlhf.trainer.ray.placement import RoleCounts, place, role_counts, view_cluster
-from openrlhf.trainer.ray.reward_nodes import on_every_node
-from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.trainer.ray.vllm_engine import RayEngine, create_vllm_engines
 from openrlhf.trainer.ray.watch import Watch, Watched
 from openrlhf.utils.progress import progress
@@ -38,17 +34,11 @@ class Cluster:
     policy_dtype: torch.dtype
     groups: Mapping[str, WorkerGroup]  # by role
     engines: Sequence[RolloutEngine]  # none when the policy generates itself
-    reward_source: RewardSource | None  # a function has workers on every node
 
 
 @contextmanager
 def local_cluster(
-    config: PPOConfig,
-    classes: Mapping[str, type],
-    source: RewardSource | None,
-    *,
-    run_dir: str,
-    resume_step: int,
+    config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start one rank of every role and at most one engine in this process; end them at last."""
     counts = RoleCounts(dict.fromkeys(classes, 1), config.vllm.num_engines or 0)
@@ -62,23 +52,18 @@ def local_cluster(
         stack.callback(shut_down)
         groups, engines = {}, []
         for role, kind in classes.items():
-            worker = kind(config, RankIdentity(role, 0, 1, run_dir))
+            worker = kind(config, role, run_dir)
             worker.setup()
             groups[role] = WorkerGroup(worker)
         if counts.num_engines:
             engines = [VLLMEngine(engine_config(config, dtype=dtype, resume_step=resume_step))]
             stack.callback(engines[0].shutdown)
-        yield Cluster(counts, dtype, groups, engines, source)
+        yield Cluster(counts, dtype, groups, engines)
 
 
 @contextmanager
 def ray_cluster(
-    config: PPOConfig,
-    classes: Mapping[str, type],
-    source: RewardSource | None,
-    *,
-    run_dir: str,
-    resume_step: int,
+    config: PPOConfig, classes: Mapping[str, type], *, run_dir: str, resume_step: int
 ) -> Iterator[Cluster]:
     """Start groups and engines as actors on the Ray cluster; end them at last, and give their
     places back.
@@ -91,21 +76,11 @@ def ray_cluster(
         # run at once, share them.
         num_at_once = 2 if config.train.async_enable else 1
         slots = place(counts.demands, view, num_roles_at_once=num_at_once)
-        all_slots = [slot for of_role in slots.values() for slot in of_role]
-        for place_group in {slot.group.id: slot.group for slot in all_slots}.values():
+        places = [slot.group for of_role in slots.values() for slot in of_role]
+        for place_group in {place_group.id: place_group for place_group in places}.values():
             stack.callback(remove_placement_group, place_group)
-        if isinstance(source, FunctionPool):
-            source = on_every_node(source, all_slots)
-            stack.callback(source.close)
         groups = {
-            role: RayActorGroup(
-                kind,
-                (config,),
-                slots[role],
-                role=role,
-                run_dir=run_dir,
-                ranks_per_share=config.ds.ranks_per_share,
-            )
+            role: RayActorGroup(kind, config, slots[role], role=role, run_dir=run_dir)
             for role, kind in classes.items()
         }
         engines = []
@@ -127,7 +102,7 @@ def ray_cluster(
                 engine.ready()
                 advance()
         stack.enter_context(Watch(_watched(config, groups.values(), engines)))
-        yield Cluster(counts, dtype, groups, engines, source)
+        yield Cluster(counts, dtype, groups, engines)
 
 
 def _watched(

@@ -18,10 +18,10 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError, EngineError, OpenRLHFError, first_line
 from openrlhf.trainer.ppo_utils.worker_group import Pending, WorkerGroup
 from openrlhf.trainer.ray.placement import Slot
-from openrlhf.trainer.ray.utils import RankIdentity
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import warn
 
@@ -222,21 +222,20 @@ class RayActorGroup(WorkerGroup):
     def __init__(
         self,
         worker_class: type,
-        shared_args: tuple[object, ...],
+        config: PPOConfig,
         slots: Sequence[Slot],
         *,
         role: str,
         run_dir: str,
-        ranks_per_share: int = 1,
     ) -> None:
         self.role = role
-        self.ranks_per_share = ranks_per_share
-        self.num_shares = len(slots) // ranks_per_share
+        self.ranks_per_share = config.ds.ranks_per_share
+        self.num_shares = len(slots) // self.ranks_per_share
         self.nodes: list[str] = []  # address of every rank's node; empty until all have joined
-        self.handles = []
-        for rank, slot in enumerate(slots):
-            identity = RankIdentity(role, rank, len(slots), run_dir)
-            self.handles.append(start_actor(worker_class, (*shared_args, identity), slot))
+        self.handles = [
+            start_actor(worker_class, (config, role, run_dir, rank, len(slots)), slot)
+            for rank, slot in enumerate(slots)
+        ]
 
     def join(self) -> None:
         """Wait until all ranks are up and have met."""

@@ -36,7 +36,7 @@ from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
-from openrlhf.trainer.ray.utils import Health, RankIdentity, node_address, own_gpu
+from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -53,9 +53,11 @@ class ModelWorker:
     num_micro_batches = 0  # done since the start
     done_of: tuple[int, int | None] = (0, None)  # micro-batches of this loop: done, and in all
 
-    def __init__(self, config: PPOConfig, identity: RankIdentity) -> None:
-        self.config = config
-        self.identity = identity
+    def __init__(
+        self, config: PPOConfig, role: str, run_dir: str, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self.config, self.role, self.run_dir = config, role, run_dir
+        self.rank, self.num_ranks = rank, num_ranks
 
     def run(self, method: str, *args: object) -> Any:
         """Call a method for the controller, then give cached device memory back: torch keeps freed
@@ -76,14 +78,12 @@ class ModelWorker:
         of its node.
         """
         self.is_actor = True
-        identity = self.identity
-        name = f"{identity.role}-{identity.rank}"
-        redirect_framework_logs(identity.run_dir, name, capture_streams=True)
+        redirect_framework_logs(self.run_dir, f"{self.role}-{self.rank}", capture_streams=True)
         os.environ.update(
             MASTER_ADDR=host,
             MASTER_PORT=str(port),
-            RANK=str(identity.rank),
-            WORLD_SIZE=str(identity.world_size),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.num_ranks),
             LOCAL_RANK=str(own_gpu()),
         )
         self.setup()
@@ -193,14 +193,12 @@ class TrainedWorker(ModelWorker):
         num_done = 0
         with self.working(f"updating the {self.title}") as advance:
             for place, step in enumerate(steps):
-                samples, texts = self._cut(step)
-                total = len(samples) + len(texts)
-                advance(0, num_done + (len(steps) - place) * total)
-                num_done += total
-                for index, part in enumerate([*samples, *texts]):
-                    loss_of = self._sample_loss if index < len(samples) else self._text_loss
-                    loss = loss_of(step, part, metrics)
-                    self.engine.backward(loss, is_last_micro_batch=index == total - 1)
+                parts = self._cut(step)
+                advance(0, num_done + (len(steps) - place) * len(parts))
+                num_done += len(parts)
+                for index, (loss_of, indices) in enumerate(parts):
+                    loss = loss_of(step, indices, metrics)
+                    self.engine.backward(loss, is_last_micro_batch=index == len(parts) - 1)
                     advance()
                 metrics.add(f"{self.prefix}_grad_norm", self.engine.step())
                 self.after_step()
@@ -208,9 +206,9 @@ class TrainedWorker(ModelWorker):
         self.engine.eval()
         return metrics
 
-    def _cut(self, step: UpdateStep) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the indices of samples and of texts of each micro-batch, as many on every rank;
-        none where a rank has fewer than another.
+    def _cut(self, step: UpdateStep) -> list[tuple[Callable[..., Tensor], list[int]]]:
+        """Return the loss of each micro-batch and the indices of its samples or texts: as many on
+        every rank, with no indices where a rank has fewer than another.
         """
         size, budget = self.config.train.micro_batch_size, self.config.train.max_tokens_per_gpu
         samples = self.micro_batches(step.experience.seq_lengths.tolist(), size, budget)
@@ -220,25 +218,23 @@ class TrainedWorker(ModelWorker):
         counts = self.strategy.all_reduce_max(sizes)
         samples += [[]] * (int(counts["samples"]) - len(samples))
         texts += [[]] * (int(counts["texts"]) - len(texts))
-        return samples, texts
+        return [(self._sample_loss, s) for s in samples] + [(self._text_loss, t) for t in texts]
 
     def _sample_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
+        experience = step.experience.select(indices) if indices else step.experience.stand_in()
+        experience = experience.to(self.engine.device)
         if not indices:
-            experience = step.experience.stand_in().to(self.engine.device)
             return self.compute_loss(experience.packed(), experience, step, Metrics()) * 0.0
-        experience = step.experience.select(indices).to(self.engine.device)
         loss = self.compute_loss(experience.packed(), experience, step, metrics)
-        _check_finite(loss, f"samples of groups {experience.group_ids.tolist()[:8]}")
-        return loss
+        return _checked(loss, f"samples of groups {experience.group_ids.tolist()[:8]}")
 
     def _text_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
-        texts = [step.texts[index] for index in indices]
-        batch = pack_texts(texts or [torch.zeros(2, dtype=torch.int64)]).to(self.engine.device)
-        if not texts:
+        texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
+        batch = pack_texts(texts).to(self.engine.device)
+        if not indices:
             return self.compute_text_loss(batch, step.num_text_tokens, Metrics()) * 0.0
         loss = self.compute_text_loss(batch, step.num_text_tokens, metrics)
-        _check_finite(loss, "pre-training text")
-        return loss
+        return _checked(loss, "pre-training text")
 
     def compute_loss(
         self, batch: PackedBatch, experience: Experience, step: UpdateStep, metrics: Metrics
@@ -269,9 +265,8 @@ class TrainedWorker(ModelWorker):
     def check_sees(self, path: str) -> None:
         """Raise CheckpointError if this rank does not see a path of the controller's."""
         if not Path(path).exists():
-            identity = self.identity
             raise CheckpointError(
-                f"{path} is not seen by {identity.role} rank {identity.rank} on node "
+                f"{path} is not seen by {self.role} rank {self.rank} on node "
                 f"{node_address()}. Type a --ckpt_path on a file system that all nodes share."
             )
 
@@ -281,20 +276,20 @@ class TrainedWorker(ModelWorker):
         """
         # A run that is stopped is saved without --save_steps too, and was not checked at its start.
         together(lambda: self.check_sees(folder))
-        self.engine.save_states(Path(folder) / self.identity.role)
+        self.engine.save_states(Path(folder) / self.role)
         together(lambda: self.save_own(Path(folder)))
 
     def load_states(self, folder: str) -> bool:
         """Load what `save_states` wrote; return True if random numbers go on where they stood,
         which they cannot on another number of ranks.
         """
-        self.engine.load_states(Path(folder) / self.identity.role)
+        self.engine.load_states(Path(folder) / self.role)
         return together(lambda: self.load_own(Path(folder)))
 
     def save_own(self, folder: Path) -> None:
         """Write what is not the engine's, as JSON."""
         state = {"random": random_state(), "world_size": world_size()}
-        file = self._own_file(folder, self.identity.rank)
+        file = self._own_file(folder, self.rank)
         write_json(file, state | {"weight_version": self.weight_version})
 
     def load_own(self, folder: Path) -> bool:
@@ -303,12 +298,12 @@ class TrainedWorker(ModelWorker):
         self.weight_version = state["weight_version"]
         has_same_ranks = bool(state["world_size"] == world_size())
         if has_same_ranks:
-            own = json.loads(self._own_file(folder, self.identity.rank).read_text())
+            own = json.loads(self._own_file(folder, self.rank).read_text())
             set_random_state(own["random"])
         return has_same_ranks
 
     def _own_file(self, folder: Path, rank: int) -> Path:
-        return folder / f"{self.identity.role}_rank{rank}.json"
+        return folder / f"{self.role}_rank{rank}.json"
 
     def export(self, path: str, tensors: NamedTensors | None = None) -> None:
         """Export the model in Hugging Face format; all ranks take part, rank 0 writes. Raise
@@ -318,6 +313,7 @@ class TrainedWorker(ModelWorker):
         together(lambda: export_hf(model, tokenizer, Path(path), tensors=tensors))
 
 
-def _check_finite(loss: Tensor, what: str) -> None:
+def _checked(loss: Tensor, what: str) -> Tensor:
     if not math.isfinite(loss.item()):
         raise NumericsError(f"the loss is {loss.item()} for {what}; weights were not changed")
+    return loss

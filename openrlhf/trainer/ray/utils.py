@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import ray
 
 from openrlhf.utils.gpus import VISIBLE, check_torch_uses
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """The rank and the model of a worker."""
-
-    role: str
-    rank: int
-    world_size: int
-    run_dir: str
 
 
 class Health(NamedTuple):
