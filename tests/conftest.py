@@ -114,7 +114,7 @@ def refuse(
     said.
     """
     # Weights that cannot be read: a command that got as far would say so.
-    monkeypatch.setattr("openrlhf.models.loading.from_pretrained_kwargs", None)
+    monkeypatch.setattr("openrlhf.models.loading.read_model", None)
 
     def run(command: str, words: list[str]) -> tuple[object, str]:
         with pytest.raises(SystemExit) as stop:

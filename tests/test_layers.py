@@ -46,7 +46,7 @@ HOMES = {
     "openrlhf.engines.own_generate": {"torch", "transformers"},
     "openrlhf.distributed": {"torch", "deepspeed", "numpy"},
     "openrlhf.distributed.optimizer": {"torch", "transformers"},
-    "openrlhf.distributed.weights": {"torch", "transformers", "safetensors"},
+    "openrlhf.distributed.weights": {"torch", "transformers"},
     "openrlhf.distributed.export": {"torch", "deepspeed", "safetensors", "transformers"},
     "openrlhf.rollout": {"torch"},
     "openrlhf.rollout.agents": {"pydantic_core"},

@@ -72,13 +72,13 @@ def _split_head(model: nn.Module, hf_model: nn.Module, auto_tp: AutoTP) -> None:
     model.head.shard = VocabShard(auto_tp.mp_group, first)
 
 
-def is_split(parameter: nn.Parameter) -> bool:
+def is_split(parameter: Tensor) -> bool:
     """Return True if this rank holds a part of a parameter that AutoTP split."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 @contextmanager
-def whole_layers(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def whole_layers(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Make the layers of these parameters whole on every rank during the block.
 
     The parts keep their place in memory, which ZeRO's buffers share.

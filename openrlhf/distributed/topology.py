@@ -8,7 +8,7 @@ of a weight). Neighbours share a weight first, then a sequence: rank = (dp_rank 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,14 +43,12 @@ class Topology:
         cp_size: int = 1,
         tp_size: int = 1,
         local_rank: int = -1,
-        env: Mapping[str, str] | None = None,
     ) -> Topology:
         """Read what torchrun, deepspeed or Ray set; a process without a launcher is a world of one.
 
         `local_rank` is the launcher's argument and wins over the environment unless it is -1.
         """
-        # Not a default argument: `Dataset.map` puts another object in place of os.environ.
-        env = os.environ if env is None else env
+        env = os.environ
         return cls(
             world_size=int(env.get("WORLD_SIZE", "1")),
             rank=int(env.get("RANK", "0")),

@@ -1,7 +1,7 @@
 """Full weights of a wrapped model by their Hugging Face names, whatever ZeRO stage holds them.
 
 Adapters are merged on the way out, so the names are those of the base model. Every rank must
-iterate: under ZeRO-3 each bucket is a collective.
+iterate: under ZeRO-3 each tensor is a collective.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -23,7 +20,6 @@ from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packable import base_model_of
 
-GATHER_BUCKET_NUMEL = 500_000_000  # parameters that are whole at the same time
 # Biases, and what Mamba layers have instead: experts and heads may stack them to any shape.
 VECTOR_SUFFIXES = ("bias", ".A_log", ".D")
 LAYER = re.compile(r"^.*?\.\d+\.")  # "model.layers.3."
@@ -53,7 +49,7 @@ def ids_of_matrices(module: nn.Module) -> set[int]:
 
 
 @contextmanager
-def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def gathered(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Make these parameters whole on every rank during the block."""
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         with import_deepspeed().zero.GatheredParameters(list(parameters)):
@@ -65,12 +61,7 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of the Hugging Face model inside; valid until the next one."""
-    for bucket in _buckets(_entries(base_model_of(hf_model_of(module)))):
-        parts = [p for entry in bucket for p in entry.parts if isinstance(p, nn.Parameter)]
-        with gathered(parts), torch.no_grad():
-            for entry in bucket:
-                layer = entry.lora_layer
-                yield entry.name, entry.parts[0].data if layer is None else _merged_weight(layer)
+    yield from _tensors(base_model_of(hf_model_of(module)), "", set())
 
 
 def trained_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -118,51 +109,31 @@ def _layer_of(named: tuple[str, Tensor]) -> str:
     return match.group() if match else ""
 
 
-class Entry(NamedTuple):
-    """A tensor of a saved file, and what has to be whole for it."""
-
-    name: str
-    parts: list[Tensor]
-    lora_layer: nn.Module | None = None  # whose weight is made of the parts
-
-
-def _entries(model: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[Entry]:
-    seen = set() if seen is None else seen
+def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if hasattr(model, "get_delta_weight") and hasattr(model, "base_layer"):
         bias = getattr(model.base_layer, "bias", None)
-        parts = [parameter for parameter in model.parameters() if parameter is not bias]
-        yield Entry(f"{prefix}weight", parts, model)
+        with gathered([parameter for parameter in model.parameters() if parameter is not bias]):
+            yield f"{prefix}weight", _merged_weight(model)
         if bias is not None:
-            yield Entry(f"{prefix}bias", [bias])
+            with gathered([bias]):
+                yield f"{prefix}bias", bias.data
         return
     if hasattr(model, "modules_to_save") and hasattr(model, "original_module"):
         # PEFT keeps a module that is trained whole beside the one that it stands for.
-        yield from _entries(model.modules_to_save[model.active_adapters[0]], prefix, seen)
+        yield from _tensors(model.modules_to_save[model.active_adapters[0]], prefix, seen)
         return
     buffers = model.named_buffers(recurse=False)
     stored = [named for named in buffers if named[0] not in model._non_persistent_buffers_set]
     for name, tensor in (*model.named_parameters(recurse=False), *stored):
         if id(tensor) not in seen:  # tied weights are written once
             seen.add(id(tensor))
-            yield Entry(f"{prefix}{name}", [tensor])
+            with gathered([tensor]):
+                yield f"{prefix}{name}", tensor.data
     for name, child in model.named_children():
-        yield from _entries(child, f"{prefix}{name}.", seen)
+        yield from _tensors(child, f"{prefix}{name}.", seen)
 
 
-def _buckets(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    bucket: list[Entry] = []
-    numel = 0
-    for entry in entries:
-        size = sum(getattr(part, "ds_numel", part.numel()) for part in entry.parts)
-        if bucket and numel + size > GATHER_BUCKET_NUMEL:
-            yield bucket
-            bucket, numel = [], 0
-        bucket.append(entry)
-        numel += size
-    if bucket:
-        yield bucket
-
-
+@torch.no_grad()
 def _merged_weight(layer: nn.Module) -> Tensor:
     """Return the weight of a LoRA layer with its adapters added, as floats."""
     weight = layer.base_layer.weight.data
@@ -210,14 +181,11 @@ class WeightAverage:
     def save(self, path: Path) -> None:
         """Write the average to a file; the main rank does."""
         if self.is_main:
-            try:
-                safetensors.torch.save_file({n: t.contiguous() for n, t in self.held.items()}, path)
-            except SafetensorError as error:  # what it makes of a full disk
-                raise OSError(str(error)) from None
+            torch.save(self.held, path)
 
     def load(self, path: Path) -> None:
         """Load the average that `save` wrote."""
         if self.is_main:
-            found = safetensors.torch.load_file(path)
+            found = torch.load(path, weights_only=True)
             assert found.keys() == self.held.keys(), "the average is of other weights"
             self.held = found

@@ -14,19 +14,16 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from typing_extensions import Unpack
 
-from openrlhf.config.common import RunConfig
+from openrlhf.config.common import CommandConfig, DeepSpeedConfig
 from openrlhf.config.local_paths import looks_local
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.serving import BatchInferenceConfig, ChatConfig, ServeRewardConfig
-from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
@@ -50,7 +47,8 @@ HEAD = "score"  # the module transformers gives the scalar head
 OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 LM_HEADS = ("lm_head", "embed_out", "output")  # which a value model drops
 # Ways of asking for attention that packed attention is the answer to.
-GENERIC_ATTENTION = (None, *OWN_ATTENTION, PACKED_ATTENTION)
+GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
+DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average
 # (rounding), and from those before another last token (experts compute with others then).
@@ -115,7 +113,7 @@ def resolve_dtype(
 
 
 def choose_attention(
-    requested: str | None,
+    requested: str,
     *,
     dtype: torch.dtype,
     device_type: str | None = None,
@@ -131,84 +129,51 @@ def choose_attention(
     if has_padded_rows:
         return "eager" if requested == "eager" else None
     is_cuda = (device_type or default_device_type()) == "cuda"
-    wants_flash = requested in (None, "auto", FLASH_2)
+    wants_flash = requested in ("auto", FLASH_2)
     if wants_flash and is_cuda and dtype != torch.float32 and is_installed("flash_attn"):
         return FLASH_2
     return PACKED_ATTENTION
 
 
-CommandWithModels = (
-    SupervisedConfig | PPOConfig | BatchInferenceConfig | ChatConfig | ServeRewardConfig
-)
-
-
-class LoadOptions(TypedDict, total=False):
-    """How to load a model; every key may be left out."""
-
-    attn_implementation: str | None  # "auto" by default, see `choose_attention`
-    dtype: torch.dtype | str  # "auto" by default, see `resolve_dtype`
-    trust_remote_code: bool
-    load_in_4bit: bool  # nf4 with double quantisation (bitsandbytes)
-    experts_implementation: str | None  # kernel of mixture-of-experts layers
-    use_liger_kernel: bool  # Liger's kernels for norms, rotary embeddings and MLPs
-
-
-def load_options(config: CommandWithModels) -> LoadOptions:
-    """Return how a command loads its models."""
-    ds = config.ds
-    return LoadOptions(
-        attn_implementation=ds.attention,
-        dtype=ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-        load_in_4bit=ds.load_in_4bit,
-        experts_implementation=ds.experts_implementation,
-        use_liger_kernel=ds.use_liger_kernel,
-    )
-
-
-def from_pretrained_kwargs(config: PretrainedConfig, options: LoadOptions) -> dict[str, object]:
-    """Return what transformers' `from_pretrained` is given for these options."""
-    dtype = options.get("dtype", "auto")
-    if isinstance(dtype, str):
-        dtype = resolve_dtype(dtype, config)
-    family = causal_class(config)
-    has_padded_rows = family is not None and why_padded(family, config) is not None
-    requested = options.get("attn_implementation")
-    kwargs: dict[str, object] = {
-        "config": config,
-        "dtype": dtype,
-        "attn_implementation": choose_attention(
-            requested, dtype=dtype, has_padded_rows=has_padded_rows
-        ),
-        "trust_remote_code": options.get("trust_remote_code", False),
-        "output_loading_info": True,
-    }
-    if options.get("experts_implementation") is not None:
-        kwargs["experts_implementation"] = options["experts_implementation"]
-    if options.get("load_in_4bit"):
-        kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    return kwargs
-
-
 def read_model(
-    auto_class: Any, path: str, config: PretrainedConfig, options: LoadOptions, **more: object
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    command: CommandConfig,
+    **more: object,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model, and what transformers says of its keys, which is checked instead of printed.
     Raise ConfigError for weights that cannot be read.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
 
-    kwargs = from_pretrained_kwargs(config, options)
+    ds = command.ds
+    dtype, family = resolve_dtype(ds.param_dtype, config), causal_class(config)
+    has_padded_rows = family is not None and why_padded(family, config) is not None
+    if ds.experts_implementation is not None:
+        more["experts_implementation"] = ds.experts_implementation
+    if ds.load_in_4bit:
+        more["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         with looking_up("model", path), progress(f"loading {Path(path).name}"):
-            return auto_class.from_pretrained(path, **kwargs, **more)
+            return auto_class.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=choose_attention(
+                    ds.attention, dtype=dtype, has_padded_rows=has_padded_rows
+                ),
+                trust_remote_code=command.trust_remote_code,
+                output_loading_info=True,
+                **more,
+            )
     except pickle.UnpicklingError as error:
         raise ConfigError(would_run_code(f"The file of weights in {path}", error)) from error
     except (OSError, SafetensorError, ImportError, ValueError) as error:
@@ -242,7 +207,10 @@ def check_loading_info(
 
 
 def load_causal_lm(
-    path: str | os.PathLike[str], *, base: str | None = None, **options: Unpack[LoadOptions]
+    path: str | os.PathLike[str],
+    command: CommandConfig = DEFAULTS,
+    *,
+    base: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model for packed rows; wrong or missing weights are a ConfigError.
 
@@ -250,26 +218,26 @@ def load_causal_lm(
     """
     path, base = os.fspath(path), base or base_of_adapter(path)
     if base is not None:
-        refuse_merging_in_4bit(path, options)
+        refuse_merging_in_4bit(path, command.ds)
         if is_reward_adapter(path):
             raise ConfigError(
                 f"{path} holds the adapter of a reward model. Give a language model or its adapter."
             )
-        return merge_adapter_into(load_causal_lm(base, **options), path)
-    config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
-    model, info = read_model(transformers.AutoModelForCausalLM, path, config, options)
+        return merge_adapter_into(load_causal_lm(base, command), path)
+    config = load_config(path, trust_remote_code=command.trust_remote_code)
+    model, info = read_model(transformers.AutoModelForCausalLM, path, config, command)
     check_loading_info(path, info)
-    finish_loading(model, options, has_lm_head=True)
+    finish_loading(model, command.ds, has_lm_head=True)
     return model
 
 
 def load_sequence_model(
     path: str | os.PathLike[str],
+    command: CommandConfig = DEFAULTS,
     *,
     value_head_prefix: str | None = None,
     allow_fresh_head: bool = True,
     base: str | None = None,
-    **options: Unpack[LoadOptions],
 ) -> PreTrainedModel:
     """A model with one scalar head: its own, or a fresh one on a causal language model.
 
@@ -280,17 +248,17 @@ def load_sequence_model(
     """
     path, base = os.fspath(path), base or base_of_adapter(path)
     if base is not None:
-        refuse_merging_in_4bit(path, options)
+        refuse_merging_in_4bit(path, command.ds)
         stored = _stored_head(path)
         model = load_sequence_model(
             base,
+            command,
             value_head_prefix=stored.pop("value_head_prefix", value_head_prefix),
             allow_fresh_head=allow_fresh_head or is_reward_adapter(path),
-            **options,
         )
         model.config.update(stored)
         return merge_adapter_into(model, path)
-    config = load_config(path, trust_remote_code=options.get("trust_remote_code", False))
+    config = load_config(path, trust_remote_code=command.trust_remote_code)
     has_stored_head = is_value_model(config)
     if not has_stored_head and not allow_fresh_head:
         raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
@@ -300,10 +268,12 @@ def load_sequence_model(
         )
     config.num_labels = 1
     stored_name = config.to_dict().get("value_head_prefix")
-    config.value_head_prefix = name = stored_name or value_head_prefix or HEAD
-    mapping = {"key_mapping": {rf"^{re.escape(name)}\.": f"{HEAD}."}} if name != HEAD else {}
+    config.value_head_prefix = name = (
+        stored_name or value_head_prefix or command.ds.value_head_prefix
+    )
+    more = {"key_mapping": {rf"^{re.escape(name)}\.": f"{HEAD}."}} if name != HEAD else {}
     auto_class = transformers.AutoModelForSequenceClassification
-    model, info = read_model(auto_class, path, config, options, **mapping)
+    model, info = read_model(auto_class, path, config, command, **more)
     if has_stored_head:
         check_loading_info(path, info)
     else:
@@ -314,13 +284,13 @@ def load_sequence_model(
     if name != HEAD:  # the name it has in saved files
         model.add_module(name, model.get_submodule(HEAD))
         delattr(model, HEAD)
-    finish_loading(model, options)
+    finish_loading(model, command.ds)
     return model
 
 
-def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
+def refuse_merging_in_4bit(path: str, ds: DeepSpeedConfig) -> None:
     """Raise ConfigError: merged weights would be rounded to 4 bits once more."""
-    if options.get("load_in_4bit"):
+    if ds.load_in_4bit:
         raise ConfigError(
             f"--load_in_4bit: {path} holds an adapter, and merging rounds 4-bit weights again. "
             f"Merge it first: {merge_command(path, base_of_adapter(path) or 'BASE')}"
@@ -328,18 +298,18 @@ def refuse_merging_in_4bit(path: str, options: LoadOptions) -> None:
 
 
 def finish_loading(
-    model: PreTrainedModel, options: LoadOptions, *, has_lm_head: bool = False
+    model: PreTrainedModel, ds: DeepSpeedConfig, *, has_lm_head: bool = False
 ) -> None:
     """Finish a model whose weights are in place; raise ConfigError for one that is not computed as
     it says.
     """
-    if options.get("load_in_4bit"):
+    if ds.load_in_4bit:
         keep_4bit_trainable(model)
     own_memory(model)
-    has_torch_kernels = options.get("attn_implementation") in GENERIC_ATTENTION
+    has_torch_kernels = ds.attention in GENERIC_ATTENTION
     if has_lm_head and has_torch_kernels:
         check_own_logits(model)
-    if options.get("use_liger_kernel"):
+    if ds.use_liger_kernel:
         apply_liger(model)
 
 
@@ -433,7 +403,7 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(attention)
 
 
-def say_padded(config: RunConfig, paths: Iterable[str]) -> None:
+def say_padded(config: CommandConfig, paths: Iterable[str]) -> None:
     """Say which of the models at `paths` is padded; the main rank calls."""
     trust = config.trust_remote_code
     configs = {path: load_config(path, trust_remote_code=trust) for path in paths}
@@ -442,7 +412,7 @@ def say_padded(config: RunConfig, paths: Iterable[str]) -> None:
 
 
 def merge_adapter(
-    base_path: str, adapter_path: str, *, is_rm: bool = False, **options: Unpack[LoadOptions]
+    base_path: str, adapter_path: str, command: CommandConfig = DEFAULTS, *, is_rm: bool = False
 ) -> PreTrainedModel:
     """Return the base with the adapter's weights added, as a plain Hugging Face model.
 
@@ -454,7 +424,7 @@ def merge_adapter(
         kind, remedy = ("a", "Type") if has_head else ("no", "Leave out")
         raise ConfigError(f"{adapter_path} is {kind} reward model's adapter. {remedy} --is_rm.")
     load = load_sequence_model if is_rm else load_causal_lm
-    merged = load(adapter_path, base=base_path, **options)
+    merged = load(adapter_path, command, base=base_path)
     merged.name_or_path = merged.config._name_or_path = base_path
     return merged
 

@@ -43,7 +43,6 @@ from openrlhf.models.loading import (
     is_value_model,
     load_causal_lm,
     load_config,
-    load_options,
     load_sequence_model,
 )
 from openrlhf.models.support import check_here, num_positions
@@ -237,7 +236,7 @@ class PromptTask(BatchTask):
                 engine.shutdown()
         elif mine:
             num_rows = self.config.micro_batch_size
-            model = load_causal_lm(self.model_path, **load_options(self.config))
+            model = load_causal_lm(self.model_path, self.config)
             own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
             num_prompts = num_rows * BATCHES_IN_CHUNK // self.config.rollout.best_of_n
             for chunk in self._longest_first(mine, max(num_prompts, 1)):
@@ -301,12 +300,7 @@ class ScoreTask(BatchTask):
     def results(
         self, mine: Sequence[int], strategy: DeepSpeedStrategy
     ) -> Iterator[tuple[int, list[Row]]]:
-        hf_model = load_sequence_model(
-            self.model_path,
-            value_head_prefix=self.config.ds.value_head_prefix,
-            allow_fresh_head=False,
-            **load_options(self.config),
-        )
+        hf_model = load_sequence_model(self.model_path, self.config, allow_fresh_head=False)
         engine = strategy.prepare_eval(RewardModel(hf_model))
         batches = self._longest_first(mine, self.config.micro_batch_size)
         num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])

@@ -19,7 +19,7 @@ from transformers import TextStreamer
 from openrlhf.config.serving import ChatConfig
 from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
 from openrlhf.errors import ConfigError
-from openrlhf.models.loading import default_device_type, load_causal_lm, load_config, load_options
+from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.serving.post_processors import wish_template
 from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_ids, load_tokenizer
@@ -66,7 +66,7 @@ class Chat:
         self._start = read_start(data.ta_prompt)
         self._encoder = TextEncoder(self.tokenizer)
         self._stop_token_ids = eos_token_ids(path, self.tokenizer, trust_remote_code=trust)
-        model = load_causal_lm(path, **load_options(config)).eval()
+        model = load_causal_lm(path, config).eval()
         self._model: Any = model if config.ds.load_in_4bit else model.to(default_device_type())
 
     def talk(self) -> None:

@@ -26,7 +26,6 @@ from openrlhf.models.loading import (
     default_device_type,
     is_value_model,
     load_config,
-    load_options,
     load_sequence_model,
 )
 from openrlhf.models.support import num_positions
@@ -80,12 +79,7 @@ class ServedModel:
     def load(self) -> None:
         """Put the weights on this machine's device."""
         ds = self.config.ds
-        hf_model = load_sequence_model(
-            self.path,
-            value_head_prefix=ds.value_head_prefix,
-            allow_fresh_head=False,
-            **load_options(self.config),
-        )
+        hf_model = load_sequence_model(self.path, self.config, allow_fresh_head=False)
         model = RewardModel(hf_model, normalize_reward=self.config.reward.normalize_enable)
         model.requires_grad_(requires_grad=False).eval()
         self.module = model if ds.load_in_4bit else model.to(default_device_type())

@@ -34,7 +34,7 @@ from openrlhf.distributed.weights import hf_model_of
 from openrlhf.errors import NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import disable_dropout, load_causal_lm, load_options
+from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import Batch
@@ -406,7 +406,7 @@ def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool =
     Without dropout the model computes the same in training and evaluation, as losses against a
     reference need it; an adapter's own dropout stays.
     """
-    model = load_causal_lm(model_path, **load_options(config))
+    model = load_causal_lm(model_path, config)
     if not has_dropout:
         disable_dropout(model)
     with_aux_loss = config.model.aux_loss_coef > 0

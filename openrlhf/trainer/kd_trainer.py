@@ -31,7 +31,7 @@ from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor, ChunkedHead
-from openrlhf.models.loading import load_causal_lm, load_config, load_options
+from openrlhf.models.loading import load_causal_lm, load_config
 from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun, load_actor
 from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
@@ -207,7 +207,7 @@ class KDTrainer(SFTTrainer):
 
     def __init__(self, run: SupervisedRun[KDConfig]) -> None:
         super().__init__(run)
-        teacher = Teacher(load_causal_lm(teacher_path(run.config), **load_options(run.config)))
+        teacher = Teacher(load_causal_lm(teacher_path(run.config), run.config))
         self.teacher = run.strategy.prepare_eval(teacher, offload=run.config.teacher.offload)
         self.answers: StudentAnswers | None = None  # on policy: in place of the data's
         if run.config.kd.on_policy_enable:

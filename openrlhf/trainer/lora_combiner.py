@@ -21,13 +21,7 @@ def run_lora_combiner(config: LoraCombinerConfig) -> None:
     assert config.output_path is not None, "they are needed"
     output = Path(config.output_path)
     tokenizer = tokenizer_of(config, base, Path(adapter).expanduser())
-    model = merge_adapter(
-        base,
-        adapter,
-        is_rm=config.is_rm,
-        dtype=config.ds.param_dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    model = merge_adapter(base, adapter, config, is_rm=config.is_rm)
     export_hf(model, tokenizer, output)
     notice(f"merged model saved to {output}")
 

@@ -22,7 +22,7 @@ from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import is_adapted
-from openrlhf.models.loading import load_causal_lm, load_options
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SampleT, SupervisedRun, load_actor
 from openrlhf.utils.logging import notice
 from openrlhf.utils.packing import Batch, PackedBatch
@@ -140,7 +140,7 @@ def make_reference(run: SupervisedRun[Any], path: str) -> Reference:
     assert isinstance(run.model, Actor), type(run.model)
     if is_adapted(run.model.model) and path == run.inputs.model_path:
         return Reference(run.engine, run.model)
-    actor = Actor(load_causal_lm(path, **load_options(run.config)))
+    actor = Actor(load_causal_lm(path, run.config))
     return Reference(run.strategy.prepare_eval(actor, offload=run.config.ref.offload))
 
 

@@ -20,7 +20,7 @@ from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
 from openrlhf.distributed.collectives import on_main
 from openrlhf.errors import CheckpointError
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
-from openrlhf.models.loading import load_options, load_sequence_model
+from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SupervisedRun
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
@@ -47,9 +47,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     @classmethod
     def load_model(cls, config: RMConfig, model_path: str) -> RewardLearner:
         """Load the backbone with a fresh head, or a reward model to go on with."""
-        model = load_sequence_model(
-            model_path, value_head_prefix=config.ds.value_head_prefix, **load_options(config)
-        )
+        model = load_sequence_model(model_path, config)
         reward_model = RewardLearner(
             add_lora(model, config.ds.lora), with_aux_loss=config.model.aux_loss_coef > 0
         )
@@ -132,18 +130,14 @@ def check_export(
 ) -> None:
     """Raise CheckpointError unless the model at `path` gives these pairs the `expected` scores."""
     hf_model = run.model.model
-    options = load_options(run.config)
     dtype = next(base_model_of(hf_model).parameters()).dtype
-    options["dtype"] = dtype
-    options["use_liger_kernel"] = False
     if is_adapted(hf_model):
-        head = base_model_of(hf_model).config.value_head_prefix
-        base = load_sequence_model(run.inputs.model_path, value_head_prefix=head, **options)
+        base = load_sequence_model(run.inputs.model_path, run.config)
         model = load_adapter(base, path)
     else:
-        model = load_sequence_model(path, allow_fresh_head=False, **options)
+        model = load_sequence_model(path, run.config, allow_fresh_head=False)
     with torch.no_grad():
-        model = model if options.get("load_in_4bit") else model.to(run.engine.device)
+        model = model if run.config.ds.load_in_4bit else model.to(run.engine.device)
         found = RewardModel(model.eval())(batch.packed).cpu()
     error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
     if not error <= MAX_SCORE_ERROR[dtype]:

@@ -21,6 +21,7 @@ from openrlhf.models.value_head import RewardModel
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
+from tests.models.helpers import command
 from tests.tiny import make_model
 
 KINDS = {
@@ -39,7 +40,7 @@ def export_all(folder: Path) -> dict:
         param_dtype = "bf16" if kind == "bf16" else "auto"
         strategy = DeepSpeedStrategy(DeepSpeedConfig(zero_stage=stage, param_dtype=param_dtype))
         strategy.setup()
-        model = load_causal_lm(folder / kind, dtype=param_dtype)
+        model = load_causal_lm(folder / kind, command(param_dtype=param_dtype))
         engine = strategy.prepare_train(Actor(model), OptimizerConfig(), num_updates=1)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
         export_hf(model, tokenizer, out_dir(folder, kind, stage), command="a command")

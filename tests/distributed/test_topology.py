@@ -8,8 +8,10 @@ from openrlhf.distributed.topology import Topology
 from openrlhf.errors import ConfigError
 
 
-def test_a_process_without_a_launcher_is_a_world_of_one():
-    topology = Topology.from_env(env={})
+def test_a_process_without_a_launcher_is_a_world_of_one(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    topology = Topology.from_env()
     assert (topology.world_size, topology.rank, topology.dp_size, topology.dp_rank) == (1, 0, 1, 0)
     assert topology.is_main
 

@@ -13,6 +13,7 @@ from openrlhf.models.value_head import CriticModel, RewardModel
 from openrlhf.utils.packing import PackedBatch
 from tests.models.helpers import (
     OVERRIDES,
+    command,
     dense_logprobs,
     eager_model,
     full_batch,
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.gpu
 
 
 def load_actor(path, dtype, attention=PACKED_ATTENTION) -> Actor:
-    return Actor(load_causal_lm(path, dtype=dtype, attn_implementation=attention)).cuda()
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    how = command(param_dtype=names[dtype], attn_implementation=attention)
+    return Actor(load_causal_lm(path, how)).cuda()
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +112,7 @@ def test_value_heads_on_cuda_equal_the_cpu(tmp_path):
     path = tiny_model(tmp_path, "llama")
     sequences = random_sequences(random_lengths(12, 30))
     for cls in (CriticModel, RewardModel):
-        model = cls(load_sequence_model(path, dtype=torch.float32))
+        model = cls(load_sequence_model(path, command(param_dtype="fp32")))
         expected = model(full_batch(sequences))
         actual = model.cuda()(full_batch(sequences).to("cuda"))
         torch.testing.assert_close(actual.cpu(), expected, atol=1e-4, rtol=1e-4)

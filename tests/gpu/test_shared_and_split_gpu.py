@@ -16,6 +16,7 @@ from openrlhf.utils.context_parallel import ContextGroup
 from tests.distributed import test_context_parallel as shared
 from tests.distributed import test_tensor_parallel as split
 from tests.distributed.spawn import run_ranks
+from tests.models.helpers import command
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ def rows_on_gpus(folder: Path) -> list:
     device = torch.device("cuda", int(os.environ["RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    model = Actor(load_causal_lm(str(folder / "qwen2"), dtype=torch.float32)).to(device)
+    model = Actor(load_causal_lm(folder / "qwen2", command(param_dtype="fp32"))).to(device)
     found = []
     for lengths in shared.ROWS.values():
         batch = shared.batch_of(lengths).to(model.device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
 from torch import Tensor
 
+from openrlhf.config.common import DeepSpeedConfig
 from openrlhf.utils.packing import PackedBatch
 from tests.tiny import make_model
 
@@ -29,6 +31,11 @@ def tiny_model(path: Path, architecture: str, **overrides: object) -> Path:
     """A tiny model of the family, with weights large enough to give real attention."""
     options = {**OVERRIDES[architecture], "initializer_range": 0.2, **overrides}
     return make_model(path / architecture, architecture, **options)
+
+
+def command(**ds: object) -> SimpleNamespace:
+    """A command whose models are loaded like this."""
+    return SimpleNamespace(ds=DeepSpeedConfig(**ds), trust_remote_code=False)
 
 
 def random_sequences(lengths: Sequence[int], *, seed: int = 0) -> list[Tensor]:

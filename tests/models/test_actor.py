@@ -21,7 +21,7 @@ from tests.models.helpers import (
 
 
 def load_actor(path) -> Actor:
-    return Actor(load_causal_lm(path, dtype=torch.float32))
+    return Actor(load_causal_lm(path))
 
 
 @pytest.fixture(scope="module")

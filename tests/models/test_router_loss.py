@@ -31,7 +31,7 @@ def save_qwen3_moe(path):
 
 
 def load_actor(path) -> Actor:
-    return Actor(load_causal_lm(path, dtype=torch.float32), with_aux_loss=True)
+    return Actor(load_causal_lm(path), with_aux_loss=True)
 
 
 def gate_gradients(model):

@@ -23,7 +23,7 @@ ARCHITECTURES = ["qwen2", "gpt_neox"]
 
 
 def fp32(path, cls=RewardModel, *, normalize_reward=False, **options):
-    model = load_sequence_model(path, dtype=torch.float32, **options)
+    model = load_sequence_model(path, **options)
     return cls(model, normalize_reward=normalize_reward)
 
 

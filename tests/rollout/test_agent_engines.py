@@ -69,7 +69,7 @@ def generate(folder, samplers, tokenizer, *, texts=("one", "two", "three"), **sa
 def largest_gap(model_dir, rollouts, temperature) -> float:
     """The most that engine and trainer differ in the log-prob of a sampled token."""
     experience = Experience.from_rollouts(rollouts)
-    actor = Actor(load_causal_lm(model_dir, dtype=torch.float32))
+    actor = Actor(load_causal_lm(model_dir))
     with torch.no_grad():
         logprobs = actor(experience.packed(), temperature=temperature).logprobs
     return float((logprobs - experience.rollout_logprobs).abs().max())

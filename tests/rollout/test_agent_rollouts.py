@@ -216,7 +216,7 @@ def test_feedback_has_no_advantage_and_no_kl(tmp_path, tiny_tokenizer):
 def test_feedback_is_read_but_has_no_loss(tmp_path, tiny_tokenizer, tiny_model_dir):
     batch, _ = generate(tmp_path, tiny_tokenizer, ["abc"])
     packed = Experience.from_rollouts(batch.rollouts).packed()
-    model = load_causal_lm(tiny_model_dir, dtype=torch.float32)
+    model = load_causal_lm(tiny_model_dir)
     actor = Actor(model)
     logprobs = actor(packed, temperature=1.0).logprobs
     plain = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)

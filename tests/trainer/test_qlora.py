@@ -26,6 +26,7 @@ from tests.integration.test_resume_methods import (
     start,
     straight_and_resumed,
 )
+from tests.models.helpers import command
 from tests.tiny import write_jsonl
 
 pytest.importorskip("bitsandbytes")
@@ -36,7 +37,7 @@ FLAGS = ("--load_in_4bit", "--lora_rank", "4")
 
 def adapted(path: Path) -> Actor:
     """A policy in four bits with an adapter that is not zero."""
-    actor = Actor(add_lora(load_causal_lm(path, load_in_4bit=True), LoraConfig(rank=4)))
+    actor = Actor(add_lora(load_causal_lm(path, command(load_in_4bit=True)), LoraConfig(rank=4)))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in actor.named_parameters():
         if "lora_" in name:

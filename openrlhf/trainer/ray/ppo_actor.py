@@ -26,7 +26,7 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.weight_transfer import WeightTransport
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import disable_dropout, load_causal_lm, load_options
+from openrlhf.models.loading import disable_dropout, load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
@@ -35,7 +35,7 @@ from openrlhf.trainer.ray.weight_sync import make_transport, send_weights, weigh
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
-AVERAGE = "average.safetensors"  # of the weights, in a checkpoint
+AVERAGE = "average.pt"  # of the weights, in a checkpoint
 
 
 class PolicyModelActor(TrainedWorker):
@@ -49,7 +49,7 @@ class PolicyModelActor(TrainedWorker):
     def init_model(self, num_updates: int) -> int:
         """Load and shard the policy for all optimizer steps; return its parameter count."""
         config = self.config.actor
-        model = load_causal_lm(self.config.policy_path, **load_options(self.config))
+        model = load_causal_lm(self.config.policy_path, self.config)
         disable_dropout(model)
         with_aux_loss = config.aux_loss_coef > 0
         self.actor = Actor(add_lora(model, self.config.ds.lora), with_aux_loss=with_aux_loss)
@@ -238,7 +238,7 @@ class PolicyModelActor(TrainedWorker):
             if self.config.ds.zero_stage == 3:
                 # Each forward is a collective then, and ranks decode different numbers of tokens:
                 # every rank generates with a whole copy.
-                model = load_causal_lm(self.config.policy_path, **load_options(self.config))
+                model = load_causal_lm(self.config.policy_path, self.config)
                 model = model.to(self.engine.device)
             stream = self.strategy.topology.dp_rank
             self.generator = OwnGenerate(model, weight_version=-1, stream=stream)

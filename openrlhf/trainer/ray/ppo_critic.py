@@ -6,7 +6,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.policy_loss import value_loss
 from openrlhf.models.adapters import add_lora
-from openrlhf.models.loading import disable_dropout, load_options, load_sequence_model
+from openrlhf.models.loading import disable_dropout, load_sequence_model
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
@@ -24,11 +24,7 @@ class CriticModelActor(TrainedWorker):
         """Load and shard the critic; return its parameter count."""
         config = self.config
         assert config.critic_source is not None, "checked by the configuration"
-        model = load_sequence_model(
-            config.critic_source,
-            value_head_prefix=config.ds.value_head_prefix,
-            **load_options(config),
-        )
+        model = load_sequence_model(config.critic_source, config)
         disable_dropout(model)
         critic = CriticModel(add_lora(model, config.ds.lora))
         return self.prepare(critic, config.critic, num_updates)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrlhf.distributed.train_engine import EvalEngine
 from openrlhf.models.actor import Actor
-from openrlhf.models.loading import load_causal_lm, load_config, load_options, load_sequence_model
+from openrlhf.models.loading import load_causal_lm, load_config, load_sequence_model
 from openrlhf.models.support import num_positions
 from openrlhf.models.value_head import RewardModel
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -48,7 +48,7 @@ class ReferenceModelActor(ModelWorker):
     def init_model(self) -> int:
         """Load the reference; return its parameter count."""
         config = self.config
-        model = load_causal_lm(config.policy_path, **load_options(self.config))
+        model = load_causal_lm(config.policy_path, self.config)
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(Actor(model), offload=config.ref.offload)
         return num_parameters
@@ -75,12 +75,7 @@ class RewardModelActor(ModelWorker):
         self.tokenizer = other_tokenizer(config, path, self.policy_tokenizer)  # None: the same
         facts = load_config(path, trust_remote_code=config.trust_remote_code)
         self.max_len = num_positions(facts) or torch.inf
-        hf_model = load_sequence_model(
-            path,
-            value_head_prefix=config.ds.value_head_prefix,
-            allow_fresh_head=False,
-            **load_options(config),
-        )
+        hf_model = load_sequence_model(path, config, allow_fresh_head=False)
         model = RewardModel(hf_model, normalize_reward=config.reward.normalize_enable)
         num_parameters = sum(p.numel() for p in model.parameters())
         self.engine = self.strategy.prepare_eval(model, offload=config.reward.offload)
