@@ -54,6 +54,7 @@ HOMES = {
     "openrlhf.rollout.agents.openai_server": {"fastapi", "pydantic", "uvicorn"},
     "openrlhf.trainer": {"torch"},
     "openrlhf.serving": {"torch", "transformers"},
+    "openrlhf.serving.served_model": {"torch", "starlette"},
     "openrlhf.serving.reward_server": {"fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch"},
     "openrlhf.rollout.kept_groups": {"torch", "safetensors"},

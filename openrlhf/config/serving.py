@@ -282,19 +282,17 @@ class ServeRewardConfig(CommandConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig()
     limits: ServerLimitsConfig = ServerLimitsConfig()
 
-    @property
-    def is_loopback(self) -> bool:
-        """Return True if only this machine can connect."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name, which may mean any address
-            return False
-
     def problems(self) -> Iterator[str]:
         """Add weights that do not match the models, and a host that would mean every address."""
         yield from super().problems()
         yield from self.reward.weight_problems(len(self.reward.model_paths))
         if is_blank(self.host):
             yield "--host is empty. Type --host 127.0.0.1, or another address of this machine."
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a host is this very machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may mean any address
+        return False

@@ -37,12 +37,6 @@ class RewardBatch:
     global_step: int = 0  # steps that the policy had made
     max_steps: int = 0  # of the run
 
-    def __post_init__(self) -> None:
-        needed = (self.queries, self.prompts, self.responses, self.labels, *self.columns.values())
-        optional = (self.sample_ids, self.source_prompts, self.response_ids)
-        sizes = [len(values) for values in (*needed, *filter(len, optional))]
-        assert set(sizes) == {len(self)}, f"parts of unequal length: {sizes}"
-
     def __len__(self) -> int:
         return len(self.queries)
 
@@ -178,91 +172,77 @@ def _concat_columns(
 
 
 def checked_result(answer: object, *, batch: RewardBatch, source: str) -> RewardResult:
-    """Check an answer of the form {rewards, scores?, extra_logs?, extra_columns?}, or bare rewards;
-    RewardError names the source and the sample.
+    """Check what a source returned: {rewards, scores?, extra_logs?, extra_columns?}, or bare
+    rewards. A RewardError names the source and the sample.
     """
-    return Check(batch, source).result(answer)
+    fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
+    if "rewards" not in fields:
+        names = sorted(map(str, fields))
+        raise RewardError(f"{source}: the answer has no 'rewards'; it has {names}")
+    extra = {name: fields.get(name) or {} for name in ("extra_logs", "extra_columns")}
+    for name, columns in extra.items():
+        if not isinstance(columns, Mapping):
+            raise RewardError(f"{source}: {name} is a {type(columns).__name__}, not a dict")
+    scores = fields.get("scores")
+    return RewardResult(
+        rewards=_numbers(fields["rewards"], f"{source}: rewards", batch),
+        scores=None if scores is None else _numbers(scores, f"{source}: scores", batch),
+        extra_logs={
+            str(name): _log_numbers(values, f"{source}: extra_logs[{name!r}]", batch)
+            for name, values in extra["extra_logs"].items()
+        },
+        extra_columns={
+            str(name): [
+                v if v is None or isinstance(v, str | int | float) else str(v)
+                for v in _one_per_sample(values, f"{source}: extra_columns[{name!r}]", batch)
+            ]
+            for name, values in extra["extra_columns"].items()
+        },
+    )
 
 
-@dataclass(frozen=True)
-class Check:
-    """The check of what a source returned for a batch; every RewardError names the source."""
+def optional_numbers(values: object, name: str, batch: RewardBatch) -> list[float | None]:
+    """Return one finite number per sample, B, from a tensor, an array or a list; None for samples
+    without one.
+    """
+    numbers: list[float | None] = []
+    for index, value in enumerate(_one_per_sample(values, name, batch)):
+        where = f"{name} of {batch.name_of(index)} is {value!r}"
+        if value is not None and not isinstance(value, int | float):
+            raise RewardError(f"{where}, not a number")
+        number = None if value is None else as_float32(value)
+        if number is not None and not math.isfinite(number):
+            raise RewardError(f"{where}, not a finite float32")
+        numbers.append(number)
+    return numbers
 
-    batch: RewardBatch
-    source: str
 
-    def result(self, answer: object) -> RewardResult:
-        """Check an answer of the form {rewards, scores?, extra_logs?, extra_columns?}."""
-        fields = answer if isinstance(answer, Mapping) else {"rewards": answer}
-        if "rewards" not in fields:
-            raise self._error(f"the answer has no 'rewards'; it has {sorted(map(str, fields))}")
-        scores = fields.get("scores")
-        return RewardResult(
-            rewards=self.numbers(fields["rewards"], "rewards"),
-            scores=None if scores is None else self.numbers(scores, "scores"),
-            extra_logs={
-                str(name): self._log_numbers(values, f"extra_logs[{name!r}]")
-                for name, values in self._columns(fields, "extra_logs")
-            },
-            extra_columns={
-                str(name): self._plain_values(values, f"extra_columns[{name!r}]")
-                for name, values in self._columns(fields, "extra_columns")
-            },
+def _numbers(values: object, name: str, batch: RewardBatch) -> list[float]:
+    """Return one finite number per sample, B."""
+    numbers = optional_numbers(values, name, batch)
+    if None in numbers:
+        which = batch.name_of(numbers.index(None))
+        raise RewardError(f"{name} of {which} is None, not a number")
+    return [number for number in numbers if number is not None]
+
+
+def _log_numbers(values: object, name: str, batch: RewardBatch) -> list[float | None]:
+    """Return a logged value per sample, B; a scalar counts for every sample."""
+    is_scalar = isinstance(values, int | float) or getattr(values, "shape", None) == ()
+    return optional_numbers([values] * len(batch) if is_scalar else values, name, batch)
+
+
+def _one_per_sample(values: Any, name: str, batch: RewardBatch) -> list[object]:
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise RewardError(f"{name} has shape {tuple(shape)}. Return one dimension, (B,).")
+    if shape is None and not isinstance(values, list | tuple):
+        kind = type(values).__name__
+        raise RewardError(f"{name} is a {kind}. Return a list, an array or a tensor.")
+    found = values if shape is None else values.tolist()
+    if len(found) != len(batch):
+        raise RewardError(
+            f"{name} has {len(found)} values for {len(batch)} samples ({batch.names()}). "
+            "Return exactly one per sample."
         )
-
-    def numbers(self, values: object, name: str) -> list[float]:
-        """Return one finite number per sample, B."""
-        numbers = self.optional_numbers(values, name)
-        if None in numbers:
-            which = self.batch.name_of(numbers.index(None))
-            raise self._error(f"{name} of {which} is None, not a number")
-        return [number for number in numbers if number is not None]
-
-    def optional_numbers(self, values: object, name: str) -> list[float | None]:
-        """Return one finite number per sample, B, from a tensor, an array or a list; None for
-        samples without one.
-        """
-        numbers: list[float | None] = []
-        for index, value in enumerate(self._one_per_sample(values, name)):
-            where = f"{name} of {self.batch.name_of(index)} is {value!r}"
-            if value is not None and not isinstance(value, int | float):
-                raise self._error(f"{where}, not a number")
-            number = None if value is None else as_float32(value)
-            if number is not None and not math.isfinite(number):
-                raise self._error(f"{where}, not a finite float32")
-            numbers.append(number)
-        return numbers
-
-    def _log_numbers(self, values: object, name: str) -> list[float | None]:
-        """Return a logged value per sample, B; a scalar counts for every sample."""
-        is_scalar = isinstance(values, int | float) or getattr(values, "shape", None) == ()
-        return self.optional_numbers([values] * len(self.batch) if is_scalar else values, name)
-
-    def _plain_values(self, values: object, name: str) -> list[object]:
-        """Return values to be written beside the samples, B, as JSON knows them."""
-        found = self._one_per_sample(values, name)
-        return [v if v is None or isinstance(v, str | int | float) else str(v) for v in found]
-
-    def _columns(self, fields: Mapping[Any, Any], name: str) -> list[tuple[object, object]]:
-        found = fields.get(name) or {}
-        if not isinstance(found, Mapping):
-            raise self._error(f"{name} is a {type(found).__name__}, not a dict")
-        return list(found.items())
-
-    def _one_per_sample(self, values: Any, name: str) -> list[object]:
-        shape = getattr(values, "shape", None)
-        if shape is not None and len(shape) != 1:
-            raise self._error(f"{name} has shape {tuple(shape)}. Return one dimension, (B,).")
-        if shape is None and not isinstance(values, list | tuple):
-            kind = type(values).__name__
-            raise self._error(f"{name} is a {kind}. Return a list, an array or a tensor.")
-        found = values if shape is None else values.tolist()
-        if len(found) != len(self.batch):
-            raise self._error(
-                f"{name} has {len(found)} values for {len(self.batch)} samples "
-                f"({self.batch.names()}). Return exactly one per sample."
-            )
-        return [v.item() if getattr(v, "shape", None) == () else v for v in found]
-
-    def _error(self, problem: str) -> RewardError:
-        return RewardError(f"{self.source}: {problem}")
+    return [v.item() if getattr(v, "shape", None) == () else v for v in found]

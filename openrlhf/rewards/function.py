@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards.base import Check, RewardBatch, RewardResult, checked_result
+from openrlhf.rewards.base import RewardBatch, RewardResult, checked_result, optional_numbers
 from openrlhf.utils.user_code import (
     accepted,
     blaming,
@@ -27,22 +26,6 @@ from openrlhf.utils.user_code import (
 FUNCTION_NAME, LIST_NAME, WEIGHTS_NAME = "reward_func", "reward_funcs", "reward_weights"
 OPTIONAL_ARGUMENTS = ("responses", "columns")  # given to a reward_func that names them
 RewardFunction = Callable[..., object]
-
-
-@dataclass
-class Notes:
-    """Numbers and columns that Hugging Face functions log beside their rewards, in one call."""
-
-    metrics: dict[str, object] = field(default_factory=dict)
-    columns: dict[str, object] = field(default_factory=dict)
-
-    def log_metric(self, name: str, value: object) -> None:
-        """Log a number."""
-        self.metrics[name] = value
-
-    def log_extra(self, column: str, values: object) -> None:
-        """Write a value per sample, B, beside the samples."""
-        self.columns[column] = values
 
 
 class UserFunction:
@@ -81,14 +64,22 @@ class UserFunction:
 
     def _sum_of_functions(self, batch: RewardBatch) -> object:
         """Return the weighted sum of the functions, each left out where it returns None."""
-        notes = Notes()
-        arguments = _completion_arguments(batch, notes)
+        metrics: dict[str, object] = {}
+        extra_columns: dict[str, object] = {}
+
+        def log_metric(name: str, value: object) -> None:
+            metrics[name] = value
+
+        def log_extra(column: str, values: object) -> None:
+            extra_columns[column] = values
+
+        arguments = _completion_arguments(batch)
+        arguments |= {"log_metric": log_metric, "log_extra": log_extra}
         answers = [self._call(f, **accepted(f, arguments)) for f in self.functions]
         if len(answers) == 1 and isinstance(answers[0], Mapping):
             return answers[0]
-        check = Check(batch, self.path)
         columns = {
-            _name(function): check.optional_numbers(answer, _name(function))
+            _name(function): optional_numbers(answer, f"{self.path}: {_name(function)}", batch)
             for function, answer in zip(self.functions, answers, strict=True)
         }
         return {
@@ -96,8 +87,8 @@ class UserFunction:
                 self._weighted_sum(numbers, batch.name_of(index))
                 for index, numbers in enumerate(zip(*columns.values(), strict=True))
             ],
-            "extra_logs": {**(columns if len(columns) > 1 else {}), **notes.metrics},
-            "extra_columns": notes.columns,
+            "extra_logs": {**(columns if len(columns) > 1 else {}), **metrics},
+            "extra_columns": extra_columns,
         }
 
     def _weighted_sum(self, numbers: Sequence[float | None], name: str) -> float:
@@ -155,7 +146,7 @@ def _weights(module: ModuleType, path: str | Path, num_functions: int) -> list[f
     return [float(weight) for weight in weights]
 
 
-def _completion_arguments(batch: RewardBatch, notes: Notes) -> dict[str, object]:
+def _completion_arguments(batch: RewardBatch) -> dict[str, object]:
     """Return all that a function in the Hugging Face shape may ask for, by name."""
     prompts = list(batch.source_prompts or batch.prompts)
     return {
@@ -168,8 +159,6 @@ def _completion_arguments(batch: RewardBatch, notes: Notes) -> dict[str, object]
         ],
         "completion_ids": [list(ids) for ids in batch.response_ids],
         "trainer_state": SimpleNamespace(global_step=batch.global_step, max_steps=batch.max_steps),
-        "log_extra": notes.log_extra,
-        "log_metric": notes.log_metric,
     }
 
 

@@ -19,7 +19,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtra
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.workers import FunctionPool, PoolSettings, TooLateError
+from openrlhf.rewards.workers import FunctionPool, PoolSettings
 from openrlhf.utils import extract_boxed_answer
 
 PARSE_TIMEOUT_S = 5
@@ -74,12 +74,11 @@ def math_equal(answer: str, truth: str) -> bool:
 
 def _equal_in_pool(answer: str, truth: str) -> bool:
     """Compare in a worker that runs this very file; one that takes too long finds no equality."""
+    pair = RewardBatch([answer], [""], [answer], [truth])
     try:
-        return bool(
-            _pool().submit(RewardBatch([answer], [""], [answer], [truth])).result().rewards[0]
-        )
+        return bool(_pool().submit(pair).result().rewards[0])
     except RewardError as error:
-        if isinstance(error.__cause__, TooLateError):
+        if isinstance(error.__cause__, TimeoutError):
             return False
         raise
 

@@ -19,9 +19,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 PASSED = 17  # exit code of `test` when the last line of the tests has run
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -98,22 +99,17 @@ def run_program() -> dict[str, Any]:
     return module.__dict__
 
 
-class Line:
-    """One end of the line between tests and program: a JSON message a line, plain data by value."""
+def send(line: IO[bytes], *message: Any) -> None:
+    """Send a message to the other process: JSON, plain data by value."""
+    line.write(json.dumps(message).encode() + b"\n")
+    line.flush()
 
-    def __init__(self, line: socket.socket) -> None:
-        self.file = line.makefile("rwb")
 
-    def send(self, *message: Any) -> None:
-        """Send a message."""
-        self.file.write(json.dumps(message).encode() + b"\n")
-        self.file.flush()
-
-    def receive(self) -> Any:
-        """Return the next message; end the process when the other end is gone."""
-        if not (line := self.file.readline()):
-            os._exit(1)
-        return json.loads(line)
+def receive(line: IO[bytes]) -> Any:
+    """Return the next message; end the process when the other end is gone."""
+    if not (message := line.readline()):
+        os._exit(1)
+    return json.loads(message)
 
 
 def encode(value: Any, number_of: Callable[[Any], int]) -> Any:
@@ -155,51 +151,51 @@ class Handle:
     def __instancecheck__(self, value: object) -> bool:
         return type(value) is Handle and self._ask("isinstance", value, self) is True
 
+    def _between(self, operation: str, other: object) -> Any:
+        return self._ask(operation, self, other) if type(other) is Handle else NotImplemented
 
-def _define_operations() -> None:
-    def between(name: str) -> Callable[[Any, Any], Any]:
-        def operation(self: Handle, other: object) -> Any:
-            return self._ask(name, self, other) if type(other) is Handle else NotImplemented
-
-        return operation
-
-    def of_one(name: str) -> Callable[..., Any]:
-        def operation(self: Handle, *arguments: object, **named: object) -> Any:
-            return self._ask(name, self, *arguments, **named)
-
-        return operation
-
-    for name in BETWEEN_HANDLES.split():
-        setattr(Handle, f"__{name.strip('_')}__", between(name))
-    for name in ON_A_HANDLE.split():
-        setattr(Handle, f"__{name}__", of_one(name))
+    def _of_one(self, operation: str, *arguments: object, **named: object) -> Any:
+        return self._ask(operation, self, *arguments, **named)
 
 
-class Asker:
-    """What the tests ask the program for."""
+for _name in BETWEEN_HANDLES.split():
+    setattr(Handle, f"__{_name.strip('_')}__", partialmethod(Handle._between, _name))
+for _name in ON_A_HANDLE.split():
+    setattr(Handle, f"__{_name}__", partialmethod(Handle._of_one, _name))
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.handles: dict[int, Handle] = {}
+
+class Names(dict[str, Any]):
+    """The global names of the tests: their own, Python's, then those that the program is asked
+    for.
+    """
+
+    def __init__(self, line: IO[bytes]) -> None:
+        super().__init__(__name__="__main__")
+        self._line = line
+        self._handles: dict[int, Handle] = {}
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):  # a program cannot put its own in the place of `abs`
+            raise KeyError(name)
+        return self.ask("variable", name)
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Have the program do something, and return or raise what came of it."""
-        self.line.send(operation, *(encode(part, _number_of) for part in (arguments, named)))
-        error, *parts = self.line.receive()
+        send(self._line, operation, *(encode(part, _number_of) for part in (arguments, named)))
+        error, *parts = receive(self._line)
         if error is not None:
             kind = getattr(builtins, error, None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
             raise (kind if is_error else Exception)(*parts)
-        value, after = (decode(part, self.handle) for part in parts)
+        value, after = (decode(part, self._handle) for part in parts)
         for argument, changed in zip(arguments, after):  # noqa: B905 - the program may lie
             if isinstance(argument, (list, dict, set)) and argument != changed:
                 argument.clear()
                 (argument.extend if isinstance(argument, list) else argument.update)(changed)
         return value
 
-    def handle(self, number: int) -> Handle:
-        """Return what stands in for an object of the program."""
-        return self.handles.setdefault(number, Handle(self.ask, number))
+    def _handle(self, number: int) -> Handle:
+        return self._handles.setdefault(number, Handle(self.ask, number))
 
 
 def _number_of(value: Any) -> int:
@@ -207,19 +203,6 @@ def _number_of(value: Any) -> int:
         raise TypeError(f"tests cannot hand over a {type(value).__name__}")
     number: int = value._number
     return number
-
-
-class Names(dict[str, Any]):
-    """The global names of the tests: their own, Python's, then the program's."""
-
-    def __init__(self, asker: Asker) -> None:
-        super().__init__(__name__="__main__")
-        self._asker = asker
-
-    def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):  # a program cannot put its own in the place of `abs`
-            raise KeyError(name)
-        return self._asker.ask("variable", name)
 
 
 def test(numbers: list[str]) -> None:
@@ -235,10 +218,9 @@ def test(numbers: list[str]) -> None:
         nothing = subprocess.DEVNULL
         subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, pass_fds=[number])
     confine()
-    _define_operations()
-    asker = Asker(Line(ours))
-    asker.ask("variable", "__name__")  # once the program has run to its end
-    exec(compile(tests, "tests", "exec"), Names(asker))
+    names = Names(ours.makefile("rwb"))
+    names.ask("variable", "__name__")  # once the program has run to its end
+    exec(compile(tests, "tests", "exec"), names)
     os._exit(PASSED)
 
 
@@ -257,7 +239,7 @@ class keeping_error:
 
 def serve(number: str) -> None:
     """Execute program.py and do what the tests ask for."""
-    line, objects = Line(socket.socket(fileno=int(number))), {}
+    line, objects = socket.socket(fileno=int(number)).makefile("rwb"), {}
     confine()
     names = run_program()
 
@@ -266,7 +248,7 @@ def serve(number: str) -> None:
         return id(value)
 
     while True:
-        operation, *parts = line.receive()
+        operation, *parts = receive(line)
         arguments, named = (decode(part, objects.__getitem__) for part in parts)
         with keeping_error() as kept:
             if operation == "variable":
@@ -278,7 +260,7 @@ def serve(number: str) -> None:
         if kept.error is not None:
             kinds = (kind.__name__ for kind in type(kept.error).__mro__)
             reply = [next(name for name in kinds if hasattr(builtins, name)), str(kept.error)]
-        line.send(*reply)
+        send(line, *reply)
 
 
 def main(mode: str, *words: str) -> None:

@@ -8,7 +8,6 @@ repeated after 5xx answers and broken connections only, at another server first.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import random
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from openrlhf.config.serving import is_loopback
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.rewards.base import (
     TRUNCATED_COLUMN,
@@ -30,9 +30,7 @@ from openrlhf.rewards.base import (
 )
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"  # sent as a bearer token where it is set
-MAX_ANSWER_BYTES = 64 * 1024**2
 MAX_TEXT_SHOWN = 200
-LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,7 @@ class Server:
     url: str
     num_in_flight: int = 0
     rests_until_s: float = 0.0  # on the monotonic clock
-    models: dict[str, str] | None = None  # name to hash, as its first answer had them
-
-
-class _TryAgainError(Exception):
-    """A try failed in a way that may pass: 5xx, no connection, no answer in time."""
+    models: dict[str, object] | None = None  # name to hash, as its first answer had them
 
 
 class RemoteReward(RewardSource):
@@ -83,8 +77,8 @@ class RemoteReward(RewardSource):
         await self._client.aclose()
 
     async def _open(self) -> None:
-        urls = [server.url for server in self._servers]
-        most = self.settings.max_in_flight * len(urls)
+        hosts = [urlsplit(server.url).hostname or "" for server in self._servers]
+        most = self.settings.max_in_flight * len(hosts)
         token = os.environ.get(TOKEN_VARIABLE)
         self._places = asyncio.Semaphore(most)
         self._client = httpx.AsyncClient(
@@ -92,9 +86,7 @@ class RemoteReward(RewardSource):
             limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
             timeout=None,
             # No proxy comes between this machine and itself.
-            mounts={f"all://{urlsplit(url).hostname}": None for url in urls if is_loopback(url)},
-            # No certificates are read where none is shown: that takes a while.
-            verify=any(url.startswith("https") for url in urls),
+            mounts={f"all://{host}": None for host in hosts if is_loopback(host)},
         )
 
     async def _tries(
@@ -114,11 +106,11 @@ class RemoteReward(RewardSource):
                 break
             server = self._next_server(counts)
             counts[server] += 1
-            try:
-                return server, await self._try(server, body, headers, left_s)
-            except _TryAgainError as error:
-                problem = f"{server.url}: {error}"
-                server.rests_until_s = time.monotonic() + self.settings.rest_s
+            answer = await self._try(server, body, headers, left_s)
+            if isinstance(answer, httpx.Response):
+                return server, answer
+            problem = f"{server.url}: {answer}"
+            server.rests_until_s = time.monotonic() + self.settings.rest_s
         seconds = time.monotonic() - start_s
         raise RewardError(
             f"{self.name}: no rewards for {batch.names()} after {sum(counts.values())} tries in "
@@ -132,32 +124,23 @@ class RemoteReward(RewardSource):
 
     async def _try(
         self, server: Server, body: bytes, headers: dict[str, str], left_s: float
-    ) -> httpx.Response:
+    ) -> httpx.Response | str:
+        """Return the response, or what happened where another try may go better."""
         timeout_s = min(self.settings.try_timeout_s, left_s)
+        request = self._client.post(server.url, content=body, headers=headers)
         server.num_in_flight += 1
         try:
-            answer = await asyncio.wait_for(self._post(server.url, body, headers), timeout_s)
-        except asyncio.TimeoutError as error:
-            raise _TryAgainError(f"no answer in {timeout_s:.1f} s") from error
-        except httpx.TransportError as error:
-            raise _TryAgainError(f"{type(error).__name__} {error}".strip()) from error
-        except httpx.DecodingError as error:
-            raise RewardError(f"{server.url}: the answer cannot be decoded: {error}") from error
+            answer = await asyncio.wait_for(request, timeout_s)
+        except asyncio.TimeoutError:
+            return f"no answer in {timeout_s:.1f} s"
+        except httpx.RequestError as error:
+            return f"{type(error).__name__} {error}".strip()
         finally:
             server.num_in_flight -= 1
         if answer.status_code >= 500:
-            raise _TryAgainError(f"answered {answer.status_code}: {start_of(answer.content)}")
+            return f"answered {answer.status_code}: {start_of(answer.content)}"
         server.rests_until_s = 0.0
         return answer
-
-    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
-        async with self._client.stream("POST", url, content=body, headers=headers) as answer:
-            content = bytearray()
-            async for piece in answer.aiter_bytes():
-                content += piece
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise RewardError(f"{url}: the answer is larger than {MAX_ANSWER_BYTES} bytes")
-            return httpx.Response(answer.status_code, content=bytes(content))
 
 
 def check_urls(spec: str) -> list[str]:
@@ -171,15 +154,6 @@ def check_urls(spec: str) -> list[str]:
                 "Type http://host:port/get_reward, several with commas between."
             )
     return urls
-
-
-def is_loopback(url: str) -> bool:
-    """Return True if a URL names this very machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host in LOOPBACK_NAMES or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def body_of(batch: RewardBatch) -> bytes:
@@ -204,21 +178,24 @@ def body_of(batch: RewardBatch) -> bytes:
 
 def result_of(answer: httpx.Response, batch: RewardBatch, server: Server) -> RewardResult:
     """Return the rewards in an answer; raises RewardError for any other."""
-    url, content = server.url, answer.content
+    url, content, names = server.url, answer.content, batch.names()
     if answer.status_code != 200:
         status = answer.status_code
-        raise RewardError(f"{url}: answered {status} for {batch.names()}: {start_of(content)}")
+        raise RewardError(f"{url}: answered {status} for {names}: {start_of(content)}")
     try:
         fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RewardError(
-            f"{url}: the answer for {batch.names()} is not JSON: {start_of(content)}"
-        ) from error
+    except (ValueError, RecursionError):
+        fields = None
     if not isinstance(fields, dict):
         raise RewardError(
-            f"{url}: the answer for {batch.names()} is a {type(fields).__name__}, not an object"
+            f"{url}: the answer for {names} is not a JSON object: {start_of(content)}"
         )
-    _check_ids(fields.get("ids"), batch, url)
+    ids = fields.get("ids")
+    if ids is not None and batch.sample_ids and ids != list(batch.sample_ids):
+        raise RewardError(
+            f"{url}: the answer has the ids {ids!r:.{MAX_TEXT_SHOWN}}, where {names} were asked "
+            "for. Give ids back as they came, in the order of the rewards."
+        )
     _check_models(fields.get("models"), server)
     return checked_result(fields, batch=batch, source=url)
 
@@ -229,32 +206,14 @@ def start_of(content: bytes) -> str:
     return " ".join(text.split()) or "an empty body"
 
 
-def _check_ids(ids: object, batch: RewardBatch, url: str) -> None:
-    """Refuse the answer to another request, or one in another order."""
-    if ids is None or not batch.sample_ids or ids == list(batch.sample_ids):
-        return
-    if not isinstance(ids, list) or len(ids) != len(batch):
-        raise RewardError(f"{url}: the answer's ids are not one for each of {batch.names()}")
-    pairs = zip(batch.sample_ids, ids, strict=True)
-    asked, found = next((asked, found) for asked, found in pairs if found != asked)
-    raise RewardError(
-        f"{url}: the answer is for sample {found!r:.{MAX_TEXT_SHOWN}}, where {asked} was "
-        "asked for. Give ids back as they came, in the order of the rewards."
-    )
-
-
 def _check_models(models: object, server: Server) -> None:
     """Refuse rewards of a model that took another's place during the run."""
-    if not isinstance(models, dict) or not all(isinstance(h, str) for h in models.values()):
+    if not isinstance(models, dict) or not models:
         return
     server.models = server.models or models
-    if models and models != server.models:
+    if models != server.models:
         raise RewardError(
-            f"{server.url}: another reward model answers now: {_shown(models)}, before it was "
-            f"{_shown(server.models)}. Serve that one again, or end this run and begin another: "
-            "rewards of two models are not comparable."
+            f"{server.url}: another reward model answers now: {models!s:.{MAX_TEXT_SHOWN}}, before "
+            f"it was {server.models!s:.{MAX_TEXT_SHOWN}}. Serve that one again, or end this run "
+            "and begin another: rewards of two models are not comparable."
         )
-
-
-def _shown(models: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({hashed})" for name, hashed in models.items())[:MAX_TEXT_SHOWN]

@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,21 +98,15 @@ class FunctionPool(RewardSource):
             await worker.kill()
 
 
-class EndedError(Exception):
-    """A worker gave no reply, in words."""
-
-
-class TooLateError(EndedError):
-    """A worker gave no reply within its time limit."""
-
-
 class Worker:
     """One worker of a pool: its process, started when there is none, and its limits."""
 
     def __init__(self, path: str, settings: PoolSettings, index: int) -> None:
         self.path = path
         self.settings = settings
-        self.log_path = settings.log_dir / f"reward-{index}.log" if settings.log_dir else None
+        folder = settings.log_dir
+        self.log_path = folder / f"reward-{index}.log" if folder else Path(os.devnull)
+        self._log_hint = f" See {self.log_path}." if folder else ""
         self.process: asyncio.subprocess.Process | None = None
 
     async def score(self, batch: RewardBatch) -> RewardResult:
@@ -123,11 +117,10 @@ class Worker:
             await self._start()
         if not len(batch):
             return RewardResult([])
-        if self.log_path is not None:
-            _rotate(self.log_path)
+        _rotate(self.log_path)
         try:
             reply = await self._ask(batch, self.settings.timeout_s, " (--reward_timeout_s)")
-        except EndedError as error:
+        except (EOFError, TimeoutError) as error:
             raise RewardError(
                 f"{self.path}: the reward function {error} while it scored {batch.names()}. "
                 f"Its worker was replaced.{self._log_hint}"
@@ -151,12 +144,9 @@ class Worker:
         memory = str(int(self.settings.memory_gib * GIB))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as stack:
-            output: Any = asyncio.subprocess.DEVNULL
-            if self.log_path is not None:
-                self.log_path.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(self.log_path.open("ab"))
+        with theirs, self.log_path.open("ab") as output:
             words = [str(theirs.fileno()), self.path, memory, str(os.getpid())]
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=ours, limit=MAX_REPLY_BYTES
@@ -172,7 +162,7 @@ class Worker:
             )
         try:
             reply = await self._ask(NO_SAMPLES, LOAD_TIMEOUT_S)
-        except EndedError as error:
+        except (EOFError, TimeoutError) as error:
             raise ConfigError(
                 f"{self.path}: the file {error} while it was imported.{self._log_hint}"
             ) from error
@@ -180,7 +170,7 @@ class Worker:
             raise ConfigError(reply["problems"])
 
     async def _ask(self, batch: RewardBatch, limit_s: float, flag: str = "") -> dict[str, Any]:
-        """Return the reply to a batch; on anything else end the process and raise EndedError."""
+        """Return the reply to a batch; else end the process and raise EOFError or TimeoutError."""
         assert self.process is not None, "it was started"
         token = secrets.token_hex(16)
         self._writer.write(pickle.dumps((token, batch)))
@@ -191,10 +181,10 @@ class Worker:
             if reply.done():
                 return reply.result()
             if ended.done():
-                raise EndedError(f"ended its process ({_exit_in_words(ended.result())})")
+                raise EOFError(f"ended its process ({_exit_in_words(ended.result())})")
             self.process.send_signal(DUMP_SIGNAL)  # its stack, to the log
             await asyncio.sleep(DUMP_S)
-            raise TooLateError(f"did not end in {limit_s:g} s{flag}")
+            raise TimeoutError(f"did not end in {limit_s:g} s{flag}")
         except BaseException:  # cancelled as well: the function still runs
             await self.kill()
             raise
@@ -210,10 +200,6 @@ class Worker:
                     found: dict[str, Any] = json.loads(line.removeprefix(token))
                     return found
         return await asyncio.get_running_loop().create_future()
-
-    @property
-    def _log_hint(self) -> str:
-        return f" See {self.log_path}." if self.log_path else ""
 
 
 def _rotate(path: Path) -> None:

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig
+from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig, is_loopback
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.support import check_here
 from openrlhf.serving.served_model import Batcher, RefusedError, ServedModel, load_order
@@ -43,7 +43,6 @@ PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each te
 
 Content = dict[str, Any]  # of a response
 Id = Annotated[str, Field(max_length=256)] | int | float
-MAX_ID_BITS = 64
 
 
 class RewardRequest(BaseModel):
@@ -78,10 +77,6 @@ def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
         if len(text) > limits.max_chars:
             problem = f"{len(text)} characters; at most {limits.max_chars} are taken"
             raise RefusedError(413, problem, f"query[{index}]")
-    for index, value in enumerate(request.ids or ()):
-        if isinstance(value, int) and value.bit_length() > MAX_ID_BITS:
-            problem = f"a whole number of more than {MAX_ID_BITS} bits"
-            raise RefusedError(422, problem, f"ids[{index}]")
     for name in PER_TEXT:
         values = getattr(request, name)
         if values is not None and len(values) != len(request.query):
@@ -202,9 +197,8 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         state = {"ready": is_ready, "reason": reason, **waiting}
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
-    @app.exception_handler(RefusedError)
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: RefusedError | HTTPException) -> Response:
+    async def refused(request: Request, error: HTTPException) -> Response:
         field = getattr(error, "field", None)
         return reply(request, error.status_code, {"error": str(error.detail), "field": field})
 
@@ -220,8 +214,6 @@ def check_headers(request: Request, limits: ServerLimitsConfig, token: str | Non
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RefusedError(415, "must be application/json", "content-type")
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise RefusedError(415, "compressed requests are not taken", "content-encoding")
     length = headers.get("content-length", "")
     if length.isdigit():
         check_size(int(length), limits)
@@ -315,7 +307,7 @@ def read_token(config: ServeRewardConfig) -> str | None:
             token = Path(config.token_file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source} cannot be read: {error}. Give a text file.") from error
-    elif not token and config.is_loopback:
+    elif not token and is_loopback(config.host):
         return None
     elif not token:
         raise ConfigError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from openrlhf.config.serving import ServeRewardConfig
@@ -40,13 +41,11 @@ Waiting = tuple[int, int, Row, "asyncio.Future[float]"]  # turn, number of its a
 SHORTEST = ([0],)  # every vocabulary has a token 0
 
 
-class RefusedError(Exception):
+class RefusedError(HTTPException):
     """A request that is refused: the HTTP status, the reason, and the field it lies in."""
 
     def __init__(self, status_code: int, detail: str, field: str | None) -> None:
-        super().__init__(detail)
-        self.status_code = status_code
-        self.detail = detail
+        super().__init__(status_code, detail)
         self.field = field
 
 

@@ -285,8 +285,9 @@ CHEATS = {
             while frame:
                 frame.f_globals["double"] = frame.f_locals["double"] = lambda x: 2 * x
                 frame.f_globals["tests"] = ""; frame = frame.f_back
-            for peer in [o for o in gc.get_objects() if type(o).__name__ == "Line"]:
-                peer.send(None, 4, {"tuple": []}); peer.send(None, -2, {"tuple": []})
+            for peer in [o for o in gc.get_objects() if type(o).__name__ == "BufferedRWPair"]:
+                peer.write(b'[null, 4, {"tuple": []}]\\n[null, -2, {"tuple": []}]\\n')
+                peer.flush()
             return 0
     """,
     "scribble on every descriptor": """
@@ -300,9 +301,10 @@ CHEATS = {
         import gc
         def double(x):
             for name in ("exec", "exit", "eval"):
-                for peer in [o for o in gc.get_objects() if type(o).__name__ == "Line"]:
-                    peer.send(None, {name: [17]}, {"tuple": []})
-                    peer.send(name, 17)
+                for peer in [o for o in gc.get_objects() if type(o).__name__ == "BufferedRWPair"]:
+                    peer.write(f'[null, {{"{name}": [17]}}, {{"tuple": []}}]\\n'.encode())
+                    peer.write(f'["{name}", 17]\\n'.encode())
+                    peer.flush()
             return 0
     """,
     "attack the process of the tests": """

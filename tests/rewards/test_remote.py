@@ -12,7 +12,6 @@ import pytest
 
 from openrlhf.config.serving import ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
-from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, RemoteSettings, body_of
 from openrlhf.serving.reward_server import read_request
@@ -86,10 +85,9 @@ def test_every_query_is_answered_once_and_no_request_is_empty(num_servers: int, 
         (b'{"rewards": 1}', "rewards is a int"),
         (b'{"rewards": null}', "rewards is a NoneType"),
         (b"{}", "the answer has no 'rewards'"),
-        (b"null", "the answer for sample step1/0/0 is a NoneType, not an object"),
-        (b"[1.0]", "the answer for sample step1/0/0 is a list, not an object"),
-        (b"<html>oops</html>", "the answer for sample step1/0/0 is not JSON: <html>oops</html>"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[1.0]", "the answer for sample step1/0/0 is not a JSON object: [1.0]"),
+        (b"<html>oops</html>", "is not a JSON object: <html>oops</html>"),
+        (b"[" * 100_000, "is not a JSON object"),
         (b'{"rewards": [1], "scores": [2, 3]}', "scores has 2 values for 1 samples"),
         (b'{"rewards": [1], "extra_logs": {"a": ["x"]}}', "extra_logs['a'] of sample"),
     ],
@@ -176,24 +174,13 @@ def test_ids_that_come_back_as_they_were_or_not_at_all_are_fine() -> None:
             assert score(server.url, 2, PAIRS).rewards == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda ids: ids[::-1],
-            "the answer is for sample 'step1/1/0', where step1/0/0 was asked for",
-        ),
-        (lambda ids: [ids[0], None], "is for sample None, where step1/1/0 was asked for"),
-        (lambda ids: ids[:1], "ids are not one for each of samples step1/0/0, step1/1/0"),
-        (lambda ids: "step1/0/0", "ids are not one for each of samples step1/0/0, step1/1/0"),
-    ],
-)
-def test_the_answer_to_other_samples_is_an_error(
-    change: Callable[[list[str]], object], message: str
-) -> None:
+@pytest.mark.parametrize("change", [lambda ids: ids[::-1], lambda ids: ids[:1], "".join])
+def test_the_answer_to_other_samples_is_an_error(change: Callable[[list[str]], object]) -> None:
     with echoing(change) as server, pytest.raises(RewardError) as caught:
         score(server.url, 2, PAIRS)
-    assert message in str(caught.value) and server.url in str(caught.value)
+    found = change(["step1/0/0", "step1/1/0"])
+    words = f"the ids {found!r}, where samples step1/0/0, step1/1/0 were asked for"
+    assert words in str(caught.value) and server.url in str(caught.value)
     assert len(server.requests) == 1
 
 
@@ -214,8 +201,8 @@ def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_
         with pytest.raises(RewardError) as caught:
             source.submit(batch_of(1)).result()
         assert source.submit(batch_of(1)).result().rewards == [1.0]
-    assert f"{server.url}: another reward model answers now: judge (bb)" in str(caught.value)
-    assert "before it was judge (aa). Serve that one again" in str(caught.value)
+    assert f"{server.url}: another reward model answers now: {{'judge': 'bb'}}" in str(caught.value)
+    assert "before it was {'judge': 'aa'}. Serve that one again" in str(caught.value)
 
 
 def test_samples_without_ids_are_sent_without() -> None:
@@ -235,19 +222,6 @@ def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> No
         score(server.url, settings=settings)
     assert time.monotonic() - start < 2
     assert 2 <= len(server.requests) <= 3
-
-
-def test_an_answer_without_end_is_given_up_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 10**6)
-    sent = []
-
-    def flood(server: RewardServer, body: dict[str, object]) -> Answer:
-        return 200, iter(lambda: sent.append(1) or b"[" * 10**5, None)  # type: ignore[func-returns-value]
-
-    with RewardServer(flood) as server, pytest.raises(RewardError) as caught:
-        score(server.url)
-    assert str(caught.value) == f"{server.url}: the answer is larger than 1000000 bytes"
-    assert len(server.requests) == 1  # never asked again
 
 
 def test_sixty_four_requests_are_in_flight_and_no_more() -> None:

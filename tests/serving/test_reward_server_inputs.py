@@ -78,7 +78,7 @@ BODIES = {
     "ids too few": (b'{"query": ["a"], "ids": []}', 422, "ids"),
     "ids over all floats": (b'{"query": ["a", "b"], "ids": [1, 1e999]}', 422, "ids[1]"),
     "ids over 256 characters": (body_with_ids("a" * 256, "a" * 257), 422, "ids[1]"),
-    "ids over 64 bits": (body_with_ids(2**64 - 1, -(2**64)), 422, "ids[1]"),
+    "an id of 5000 digits": (b'{"query": ["a"], "ids": [' + b"7" * 5000 + b"]}", 400, "body"),
     "ids of lists": (body_with_ids(["a"]), 422, "ids[0]"),
     "an unknown field of a megabyte": (
         json.dumps({"query": [], "x" * 10**6: 1}).encode(),
@@ -103,7 +103,7 @@ def test_a_bad_body_is_refused_and_its_field_is_named(served, name, tmp_path, mo
     "ids",
     [
         ["step12/3/0/t1", "é" * 256, "\x00", ""],
-        [None, 2**64 - 1, -(2**63), 0.5],
+        [None, 10**4000, -(2**63), 0.5],
         ["\U0001f600" * 256, -1e308, 0, None],
     ],
 )
@@ -128,7 +128,6 @@ def test_what_looks_bad_but_is_text_is_scored(served):
     [
         ({"content_type": "text/plain"}, 415, "content-type"),
         ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
-        ({"content_encoding": "gzip"}, 415, "content-encoding"),
         ({"x_request_id": "a b"}, 400, "x-request-id"),
         ({"x_request_id": "a" * 129}, 400, "x-request-id"),
     ],
@@ -140,8 +139,7 @@ def test_bad_headers_are_refused_by_name(served, headers, status, field):
 
 def test_a_body_that_would_unpack_to_much_is_not_unpacked(served):
     bomb = gzip.compress(b'{"query": ["' + b"a" * 100_000_000 + b'"]}')
-    assert served.ask(bomb, content_encoding="gzip").status_code == 415
-    assert served.ask(bomb).status_code == 400
+    assert served.ask(bomb, content_encoding="gzip").status_code == 400
 
 
 def test_20_mib_are_refused_before_they_are_read(served):
