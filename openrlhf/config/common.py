@@ -205,6 +205,12 @@ class DeepSpeedConfig(Base):
         "With --load_checkpoint: go on with another number of ranks or ZeRO stage.",
         "use_ds_universal_ckpt",
     )
+    config: str | None = option(
+        None,
+        "A DeepSpeed JSON file; its `auto` values are filled in.",
+        "deepspeed_config",
+        opens="file",
+    )
 
     def problems(self, *optims: OptimizerConfig) -> Iterator[str]:
         """Yield a line for each pair of settings that do not work together."""

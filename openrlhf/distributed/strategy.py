@@ -3,16 +3,21 @@ and DeepSpeed's configuration from our flags.
 
 Knows DeepSpeed and the topology; does not know what a model computes or where batches come from.
 Gradient accumulation is ours (boundaries are set by hand), so DeepSpeed sees micro-batch 1 and one
-accumulation step.
+accumulation step. A user's own JSON is merged in: its "auto" values are filled, extra keys kept,
+contradictions to flags named.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +48,27 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # DeepSpeed's; buckets are allocated, so small models get smaller ones.
 DEFAULT_BUCKET_SIZE = 500_000_000
+
+# Keys of a user's file that flags decide; another value there is a contradiction.
+FLAG_OF_KEY = {
+    "zero_optimization.stage": "--zero_stage",
+    "zero_optimization.zero_hpz_partition_size": "--zpg",
+    "zero_optimization.overlap_comm": "--overlap_comm",
+    "zero_optimization.offload_optimizer.device": "--adam_offload",
+    "gradient_clipping": "--max_norm",
+    "bf16.enabled": "--ds.param_dtype",
+    "fp16.enabled": "--ds.param_dtype",
+    "data_types.grad_accum_dtype": "--grad_accum_dtype",
+    "train_micro_batch_size_per_gpu": "--micro_train_batch_size",
+    "gradient_accumulation_steps": "--train_batch_size",
+    "train_batch_size": "--train_batch_size",
+    "optimizer.params.lr": "--learning_rate",
+    "optimizer.params.betas": "--adam_betas",
+    "optimizer.params.eps": "--adam.eps",
+    "optimizer.params.weight_decay": "--l2",
+    "scheduler.params.warmup_num_steps": "--lr_warmup_ratio",
+    "scheduler.params.total_num_steps": "--max_epochs",
+}
 
 
 @dataclass(frozen=True)
@@ -239,6 +265,8 @@ def training_config(
     """Return the DeepSpeed configuration of a model that is trained."""
     stage = effective_stage(ds, facts)
     config = {**_common(ds, facts, stage), "gradient_clipping": optim.max_norm}
+    if ds.config:
+        merge_user_config(config, ds)
     if ds.deepcompile:
         config["compile"] = {"deepcompile": True}
     if ds.tensor_parallel_size > 1:  # the layers are split before DeepSpeed sees them
@@ -270,11 +298,48 @@ def effective_stage(ds: DeepSpeedConfig, facts: ModelFacts) -> int:
     stage 0. In 16 bits stages 0 and 1 are stage 2: only there does DeepSpeed sum micro-batches in
     fp32 and check them.
     """
-    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile
+    needs_zero = ds.adam_offload or ds.enable_sleep or ds.deepcompile or ds.config is not None
     if facts.dtype != torch.float32:
         return max(2, ds.zero_stage)
     is_alone = facts.num_copies == 1 and ds.zero_stage < 3
     return 0 if is_alone and not needs_zero else ds.zero_stage
+
+
+def merge_user_config(config: dict[str, Any], ds: DeepSpeedConfig) -> None:
+    """Lay the JSON of `ds.config` over ours: "auto" takes our value, other keys win.
+
+    Raises ConfigError for what is no JSON object, and for every contradiction to a flag.
+    """
+    try:
+        user = dict(_leaves(json.loads(Path(str(ds.config)).read_text("utf-8"))))
+    except (ValueError, AttributeError) as error:
+        message = f"--deepspeed_config {ds.config} is not a JSON object ({error}). Mend the file."
+        raise ConfigError(message) from error
+    ours = {**dict(_leaves(config)), "zero_optimization.stage": ds.zero_stage}
+    set_by_user = {key: value for key, value in user.items() if value != "auto"}
+    problems = [
+        f'{ds.config}: {key} is {value}, but {FLAG_OF_KEY[key]} decides it: write "auto" there.'
+        for key, value in set_by_user.items()
+        if key in FLAG_OF_KEY and value != ours.get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    for key, value in set_by_user.items():
+        *parents, last = key.split(".")
+        if key in FLAG_OF_KEY or parents[:1] in (["optimizer"], ["scheduler"]):
+            continue  # these are made outside
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:

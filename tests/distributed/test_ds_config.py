@@ -1,6 +1,9 @@
-"""Flags become DeepSpeed's dictionary."""
+"""Flags become DeepSpeed's dictionary; a user's JSON is completed or refused by name."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from openrlhf.distributed.strategy import (
     effective_stage,
     training_config,
 )
+from openrlhf.errors import ConfigError
 
 FP32 = ModelFacts(torch.float32, num_parameters=1000, hidden_size=8, num_copies=2)
 BF16 = ModelFacts(torch.bfloat16, num_parameters=1000, hidden_size=8, num_copies=2)
@@ -39,3 +43,53 @@ def test_sixteen_bit_gradients_are_summed_in_fp32_unless_the_user_says_otherwise
     assert config["bf16"]["enabled"] and config["data_types"] == {"grad_accum_dtype": "fp32"}
     asked = training_config(DeepSpeedConfig(grad_accum_dtype="bf16"), OptimizerConfig(), BF16)
     assert asked["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
+def write(path: Path, tree: object) -> DeepSpeedConfig:
+    path.write_text(json.dumps(tree))
+    return DeepSpeedConfig(zero_stage=2, config=str(path))
+
+
+def test_auto_is_filled_and_other_keys_are_kept(tmp_path: Path) -> None:
+    ds = write(
+        tmp_path / "ds.json",
+        {
+            "train_batch_size": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 123, "overlap_comm": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            "comms_logger": {"enabled": True},
+        },
+    )
+    config = training_config(ds, OptimizerConfig(), ALONE)
+    assert config["gradient_clipping"] == 1.0
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["zero_optimization"]["reduce_bucket_size"] == 123
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert config["comms_logger"] == {"enabled": True}
+    assert not {"scheduler", "optimizer"} & config.keys()  # they are made outside
+
+
+def test_every_contradiction_is_named_with_its_flag(tmp_path: Path) -> None:
+    ds = write(
+        tmp_path / "ds.json",
+        {
+            "zero_optimization": {"stage": 3},
+            "gradient_clipping": 5.0,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        },
+    )
+    with pytest.raises(ConfigError) as caught:
+        training_config(ds, OptimizerConfig(), FP32)
+    lines = caught.value.problems
+    assert len(lines) == 3
+    assert "zero_optimization.stage is 3, but --zero_stage decides it" in lines[0]
+    assert "gradient_clipping is 5.0, but --max_norm decides it" in lines[1]
+    assert "warmup_num_steps is 10, but --lr_warmup_ratio decides it" in lines[2]
+
+
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
+    ds = write(tmp_path / "ds.json", [1])
+    with pytest.raises(ConfigError, match=r"--deepspeed_config .* is not a JSON object"):
+        training_config(ds, OptimizerConfig(), FP32)
