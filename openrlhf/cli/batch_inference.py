@@ -7,7 +7,7 @@ looks at the choice once, when a library first asks for a device, be it at its i
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 from openrlhf.cli.runner import Command, Work, imported
 from openrlhf.config.serving import BatchInferenceConfig
@@ -16,19 +16,16 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import VISIBLE, visible_gpus
 
 
-def see_own_gpus(
-    config: BatchInferenceConfig, *, env: MutableMapping[str, str] | None = None
-) -> None:
+def see_own_gpus(config: BatchInferenceConfig) -> None:
     """Leave a rank of generate_vllm the GPUs of its engine; without GPUs there is nothing to do.
 
     Raises ConfigError when the machine has too few for all of its ranks.
     """
-    env = os.environ if env is None else env
-    topology = Topology.from_env(local_rank=config.local_rank, env=env)
-    names = visible_gpus(env)
+    topology = Topology.from_env(local_rank=config.local_rank)
+    names = visible_gpus(os.environ)
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
         size = config.vllm.tensor_parallel_size or 1
-        env[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
+        os.environ[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
 
 
 def own_gpus(names: Sequence[str], local_rank: int, tensor_parallel_size: int) -> Sequence[str]:

@@ -129,7 +129,6 @@ class BatchTask(ABC):
             lambda: load_tokenizer(
                 path,
                 chat_template=data.tokenizer_chat_template,
-                use_fast=not data.disable_fast_tokenizer,
                 trust_remote_code=trust,
             )
         )

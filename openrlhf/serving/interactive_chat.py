@@ -55,7 +55,6 @@ class Chat:
         self.tokenizer = load_tokenizer(
             path,
             chat_template=data.tokenizer_chat_template,
-            use_fast=not data.disable_fast_tokenizer,
             trust_remote_code=trust,
         )
         if data.apply_chat_template:

@@ -70,9 +70,7 @@ class ServedModel:
             reward_scale(facts)
         limit = num_positions(facts)
         self.max_len = min(config.data.max_len, limit or config.data.max_len)
-        self.tokenizer = load_tokenizer(
-            path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=trust
-        )
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
         self._encoder = TextEncoder(self.tokenizer)
 
     def load(self) -> None:

@@ -145,7 +145,6 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
         lambda: load_tokenizer(
             model_path,
             chat_template=data.tokenizer_chat_template,
-            use_fast=not data.disable_fast_tokenizer,
             trust_remote_code=config.trust_remote_code,
         )
     )

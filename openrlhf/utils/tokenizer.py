@@ -45,7 +45,6 @@ def load_tokenizer(
     name_or_path: str,
     *,
     chat_template: str | None = None,
-    use_fast: bool = True,
     trust_remote_code: bool = False,
 ) -> Tokenizer:
     """Load a tokenizer, with a pad token but never a new id (embeddings keep their size).
@@ -58,7 +57,7 @@ def load_tokenizer(
     try:
         with looking_up("model", name_or_path):  # whose config may be missing as well: one line
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name_or_path, use_fast=use_fast, trust_remote_code=trust_remote_code
+                name_or_path, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError) as error:
         problem = f"cannot be loaded: {first_line(error)} Give a folder with tokenizer files, or a "

@@ -56,6 +56,8 @@ def test_killed_engines_go_on_where_they_stopped_and_two_answer_as_one(tmp_path:
     parts = tmp_path / "killed.jsonl.parts"
     num_done = kill_in_the_middle(command(TWO, f"{flags} {killed}"), parts)
     assert 0 < num_done < NUM_PROMPTS and not killed.exists()
+    with next(parts.glob("*/rank0.jsonl")).open("a") as file:
+        file.write('\n[17, [{"input": "half a li')
     said = run_command(*command(TWO, f"{flags} {killed}"), env=environment())
     assert "going on with what is done" in said and said.count("160 rows written") == 1
     one = ["-m", "openrlhf.cli.batch_inference", *flags.split(), straight]

@@ -52,8 +52,6 @@ def error_of(
     ("what", "message"),
     [
         ("time.sleep(1e6)", "did not end in 2 s (--reward_timeout_s)"),
-        ("os._exit(1)", "ended its process (exit code 1)"),
-        ("raise ValueError('no such label')", "unruly.py:6: ValueError: no such label"),
         ("return {'rewards': [float('nan')] * len(queries)}", "nan"),
     ],
 )

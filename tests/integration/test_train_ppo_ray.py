@@ -56,36 +56,16 @@ def test_ppo_in_hybrid_mode(
     assert (tmp_path / "run" / "chat_template.jinja").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "estimator", "engines"),
+    ("model", "estimator", "flags"),
     [
-        pytest.param(
-            "tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "tiny_model_dir",
-            "rloo",
-            "--vllm_num_engines 1 --ring_attn_size 2 --vllm_sync_with_ray",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(  # what reaches the engine is merged, out of the parts that two ranks hold
-            "tiny_model_dir",
-            "reinforce",
-            "--vllm_num_engines 1 --lora_rank 4 --zero_stage 3",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "two_key_heads_dir",
-            "group_norm",
-            "--vllm_num_engines 1 --ds_tensor_parallel_size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "tiny_model_dir",
-            "reinforce_baseline",
-            "--vllm_num_engines 1 --vllm_tensor_parallel_size 2",
-            marks=pytest.mark.slow,
-        ),
+        ("tiny_tied_model_dir", "dr_grpo", "--vllm_num_engines 2"),
+        ("tiny_model_dir", "rloo", "--ring_attn_size 2 --vllm_sync_with_ray"),
+        # What reaches the engine is merged, out of the parts that two ranks hold.
+        ("tiny_model_dir", "reinforce", "--lora_rank 4 --zero_stage 3"),
+        ("two_key_heads_dir", "group_norm", "--ds_tensor_parallel_size 2"),
+        ("tiny_model_dir", "reinforce_baseline", "--vllm_tensor_parallel_size 2"),
     ],
 )
 def test_two_ranks_stay_in_sync_with_their_engines(
@@ -93,7 +73,7 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
     estimator: str,
-    engines: str,
+    flags: str,
     given: dict,
 ) -> None:
     answers: dict[str, list[Rollout]] = {}
@@ -108,7 +88,7 @@ def test_two_ranks_stay_in_sync_with_their_engines(
     train_ppo_ray.main(
         argv(
             f"--advantage_estimator {estimator} --init_kl_coef 0 --actor_num_gpus_per_node 2 "
-            f"{engines} --num_episodes 2 --actor_learning_rate 1e-3 "
+            f"--vllm_num_engines 1 {flags} --num_episodes 2 --actor_learning_rate 1e-3 "
             "--enable_prefix_caching --use_dynamic_batch",
             **given | {"pretrain": request.getfixturevalue(model)},
             n_samples_per_prompt="2",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -106,49 +104,6 @@ def test_rewards_are_those_of_transformers_for_any_ranks_and_stage(
         assert row["reward"] == pytest.approx(expected, abs=1e-5)
 
 
-def command_of(folder: Path, out: str, flags: str) -> list[str]:
-    paths = f"--pretrain {folder}/model --dataset {folder}/many.jsonl --output_path {folder}/{out}"
-    module = "openrlhf.cli.batch_inference"
-    words = f"--eval_task generate {paths} {flags}".split()
-    return [sys.executable, "-m", module, *words]
-
-
-def kill_in_the_middle(command: list[str], parts: Path) -> int:
-    """Start, wait for the first results on disk, kill -9; answers how many there were."""
-    process = subprocess.Popen(command, env=os.environ, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    try:
-        while not (files := list(parts.glob("*/rank0.jsonl"))) or not files[0].stat().st_size:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return len(files[0].read_text().splitlines()) - 1
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_file_of_a_straight_one(folder: Path) -> None:
-    write_jsonl(folder / "many.jsonl", [{"input": f"prompt {i}"} for i in range(240)])
-    flags = "--max_new_tokens 48 --prompt_max_len 64 --micro_batch_size 2 --best_of_n 2 --seed 3"
-    command = command_of(folder, "killed.jsonl", flags)
-    parts = folder / "killed.jsonl.parts"
-    num_done = kill_in_the_middle(command, parts)
-    assert 0 < num_done < 240
-    assert not (folder / "killed.jsonl").exists()
-    [part] = parts.glob("*/rank0.jsonl")
-    with part.open("a") as file:
-        file.write('\n[17, [{"input": "half a li')
-    result = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "going on with what is done" in result.stdout
-    straight = command_of(folder, "straight.jsonl", flags)
-    subprocess.run(straight, env=os.environ, check=True, capture_output=True, timeout=300)
-    killed = (folder / "killed.jsonl").read_text()
-    assert killed == (folder / "straight.jsonl").read_text()
-    assert len(killed.splitlines()) == 2 * 240
-
-
 def test_parts_of_other_settings_are_not_taken(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,48 +130,12 @@ def test_slices_are_short_at_the_end_and_begin_again() -> None:
     assert [list(slice_of(5, 2, iteration)) for iteration in range(6)] == expected
 
 
-def test_the_wish_for_a_reward_changes_the_prompt_but_not_the_rows_input(folder: Path) -> None:
-    wishes = [{"input": "ab <rm_score>: 9.00 "}]
-    write_jsonl(folder / "plain.jsonl", [{"input": "ab"}])
-    write_jsonl(folder / "wishes.jsonl", wishes)
-    config = config_of(folder, "generate", GREEDY, dataset="plain.jsonl", output_path="a.jsonl")
-    wish = config.csft.model_copy(update={"enable": True, "prompt": "<rm_score>: 9.00"})
-    run_batch_inference(config.model_copy(update={"csft": wish}))
-    run_batch_inference(
-        config_of(folder, "generate", GREEDY, dataset="wishes.jsonl", output_path="b.jsonl")
-    )
-    [asked], [spelled] = read_rows(folder / "a.jsonl"), read_rows(folder / "b.jsonl")
-    assert asked["input"] == "ab"
-    assert asked["output"] == spelled["output"]
-
-
-def test_rewards_reach_the_post_processor(folder: Path) -> None:
-    rows = [{"input": "q", "output": text} for text in ("a", "bb", "ccc")]
-    write_jsonl(folder / "q.jsonl", [*rows, {"input": "r", "output": "a"}])
-    paths = {"pretrain": "reward", "dataset": "q.jsonl"}
-    run_batch_inference(config_of(folder, "rm", "", output_path="all.jsonl", **paths))
-    flags = "--post_processor iter_dpo"
-    run_batch_inference(config_of(folder, "rm", flags, output_path="pairs.jsonl", **paths))
-    rewards = {row["output"]: row["reward"] for row in read_rows(folder / "all.jsonl")[:3]}
-    [pair] = read_rows(folder / "pairs.jsonl")
-    assert rewards[pair["chosen"]] == pair["chosen_reward"] == max(rewards.values())
-    assert rewards[pair["rejected"]] == pair["rejected_reward"] == min(rewards.values())
-
-
 def test_a_reward_model_that_openrlhf_saved_scores(folder: Path) -> None:
     as_openrlhf_saves(folder / "reward", folder / "theirs", head="value_head")
     for pretrain in ("reward", "theirs"):
         paths = {"pretrain": pretrain, "dataset": "answers.jsonl"}
         run_batch_inference(config_of(folder, "rm", "", output_path=f"by-{pretrain}", **paths))
     assert (folder / "by-reward").read_text() == (folder / "by-theirs").read_text()
-
-
-def test_a_bad_row_is_named_before_a_model_is_loaded(folder: Path, refuse) -> None:
-    write_jsonl(folder / "bad.jsonl", [{"input": "a"}, {"input": None}])
-    paths = f"--pretrain {folder}/model --dataset {folder}/bad.jsonl --output_path {folder}/no"
-    code, error = refuse("batch_inference", f"--eval_task generate {paths}".split())
-    assert code == 2
-    assert error.splitlines()[-1].endswith("bad.jsonl: row 2: 'input' is missing, not text")
 
 
 def test_too_long_answers_are_refused_before_a_model_is_loaded(folder: Path) -> None:
@@ -250,12 +169,18 @@ def test_ranks_take_neighbouring_gpus_each() -> None:
     ],
 )
 def test_only_ranks_of_generate_vllm_are_left_their_own_gpus(
-    folder: Path, task: str, world_size: int, visible: str, expected: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    world_size: int,
+    visible: str,
+    expected: str,
 ) -> None:
     env = {"WORLD_SIZE": str(world_size), "RANK": str(world_size - 1), "LOCAL_RANK": "1"}
-    env["CUDA_VISIBLE_DEVICES"] = visible
-    see_own_gpus(config_of(folder, task, ""), env=env)
-    assert env["CUDA_VISIBLE_DEVICES"] == expected
+    for name, value in (env | {"CUDA_VISIBLE_DEVICES": visible}).items():
+        monkeypatch.setenv(name, value)
+    see_own_gpus(config_of(folder, task, ""))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_gpus_are_shared_out_before_torch_is_imported() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -18,7 +16,6 @@ import transformers
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
 from openrlhf.errors import ConfigError
-from openrlhf.serving import interactive_chat
 from openrlhf.serving.interactive_chat import HELP, AnswerStream, Chat, say
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
@@ -143,17 +140,6 @@ def test_ctrl_c_at_the_prompt_ends_the_talk(talk):
     assert text.endswith("> \nGoodbye.\n")
 
 
-def test_text_is_written_word_by_word_and_characters_whole(tiny_tokenizer, monkeypatch):
-    written: list[str] = []
-    monkeypatch.setattr(interactive_chat, "say", written.append)
-    stream = AnswerStream(tiny_tokenizer, skip_prompt=True)
-    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
-    for token in tiny_tokenizer("a é!").input_ids:  # é is two tokens
-        stream.put(torch.tensor([token]))
-    stream.end()
-    assert [text for text in written if text] == ["a ", "é!"]
-
-
 def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(talk, tmp_path):
     (tmp_path / "start.txt").write_text("Be kind.\n")
     flags = ["--ta_prompt", str(tmp_path / "start.txt"), "--enable_csft"]
@@ -191,31 +177,3 @@ def test_the_command_talks_through_its_streams_until_ctrl_c(tiny_model_dir):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, b"\nGoodbye.\n")
     assert b"Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_line_is_called_back_in_a_terminal(tiny_model_dir):
-    master, terminal = pty.openpty()
-    command = [sys.executable, "-m", "openrlhf.cli.interactive_chat"]
-    command += ["--pretrain", str(tiny_model_dir), *GREEDY.split()]
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL)
-    os.close(terminal)
-
-    def read_until(end: bytes) -> bytes:
-        text = b""
-        while not text.endswith(end):
-            text += os.read(master, 4096)
-        return text
-
-    try:
-        read_until(b"leave; Ctrl-C stops an answer, then the chat.\r\n> ")
-        os.write(master, b"/reset\n")
-        read_until(b"anew.\r\n> ")
-        os.write(master, b"\x1b[A\n")  # the arrow up
-        assert b"/reset\r\nThe conversation starts anew." in read_until(b"anew.\r\n> ")
-        os.write(master, b"\x04")
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)

@@ -203,23 +203,6 @@ def test_other_machines_need_a_token_and_this_one_does_not(monkeypatch, tmp_path
         read_token(config_of(token_file=str(tmp_path / "none")))
 
 
-def test_what_is_in_flight_is_answered_when_the_server_stops(reward_dir, monkeypatch):
-    with ThreadPoolExecutor(2) as pool, serving(reward_dir) as served:
-        model = served.service.models[0]
-        score = model.score
-        monkeypatch.setattr(model, "score", lambda rows: time.sleep(0.4) or score(rows))
-        first = pool.submit(served.rewards, "first")
-        wait_until(lambda: served.service.batchers[0].num_forwards == 1)
-        second = pool.submit(served.rewards, "second")  # waits for the first's forward
-        wait_until(lambda: served.service.batchers[0].num_waiting == 1)
-        url = served.url
-        served.server.should_exit = True
-        found = [*first.result(), *second.result()]
-    assert found == pytest.approx(trainers_scores(reward_dir, ["first", "second"]), abs=1e-5)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
-
-
 class Process:
     """The command itself; `lines` is what it has said so far."""
 

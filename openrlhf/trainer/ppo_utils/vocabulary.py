@@ -14,7 +14,6 @@ def load_policy_tokenizer(config: PPOConfig) -> Tokenizer:
     return load_tokenizer(
         config.policy_path,
         chat_template=config.data.tokenizer_chat_template,
-        use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -34,7 +33,6 @@ def other_tokenizer(config: PPOConfig, path: str, own: Tokenizer) -> Tokenizer |
     ]
     other = load_tokenizer(
         path,
-        use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
     )
     others = other.get_vocab()
