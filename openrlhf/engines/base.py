@@ -6,11 +6,13 @@ knows which one it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class WeightBucket:
 
 
 class RolloutEngine(Protocol):
-    """The calls of every engine that samples and takes weights."""
+    """An engine that samples and takes weights: VLLMEngine here, or one in another process."""
 
     @property
     def who(self) -> str:
@@ -83,33 +85,8 @@ class RolloutEngine(Protocol):
         Cancelling it stops the sampling, and ends when the engine has stopped.
         """
 
-    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Join the trainer's group, once before the first broadcast."""
-
-    def begin_weight_update(self, *, keep_running: bool = False) -> None:
-        """Stop sampling and get ready to receive buckets.
-
-        Requests that run are refused with a WeightSyncError, so that no sample is of two policies
-        by accident. With `keep_running` they are held between two tokens, and go on under the new
-        weights; every token carries the version it was sampled under (`version_starts`).
-        """
-
-    def receive_bucket(self, bucket: WeightBucket) -> None:
-        """Load the tensors of one bucket."""
-
-    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
-        """Make the new weights live and drop the prefix cache; return the fingerprints of the
-        tensors that came, by Hugging Face parameter name.
-        """
-
-    def sleep(self) -> None:
-        """Give device memory back (weights and cache); weights must be sent before it samples."""
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take device memory again; tags "weights" or "kv_cache" for a part of it."""
-
-    def shutdown(self) -> None:
-        """Free everything; the engine answers no further call."""
+    def call(self, method: Callable[..., Result], *args: object) -> Result:
+        """Run a method of VLLMEngine and wait for its result."""
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
-from openrlhf.errors import EngineError
 from openrlhf.utils.packable import is_padded
 
 MAX_NUM_ROWS = 256
@@ -68,15 +67,7 @@ class OwnGenerate:
         self._lock = threading.Lock()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of every request, in order; log-probs are those before top-p.
-
-        Raises EngineError for an empty prompt.
-        """
-        for request in requests:
-            if not request.prompt_token_ids or request.sampling.max_new_tokens < 1:
-                raise EngineError(
-                    f"request {request.request_id} has no prompt or no room to answer"
-                )
+        """Return the completions of every request, in order; log-probs are those before top-p."""
         answers: list[list[Completion]] = [[] for _ in requests]
         with self._lock, generating(self.model) as base:
             for rows in self._batches(requests):

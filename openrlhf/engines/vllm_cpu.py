@@ -40,7 +40,7 @@ def limit_cache(vllm_config: Any) -> None:
     A CPU engine would take `gpu_memory_utilization` of the machine: remove when it takes less.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    if not is_cpu() or cache.kv_cache_memory_bytes is not None:
+    if not is_cpu():
         return
     parallel = vllm_config.parallel_config
     values_per_token = (

@@ -50,7 +50,6 @@ class VLLMEngineConfig:
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True  # samples of a prompt share its computation
     enforce_eager: bool = False
     max_num_seqs: int = 256
@@ -83,7 +82,6 @@ class VLLMEngine:
 
     def __init__(self, config: VLLMEngineConfig) -> None:
         self.config = config
-        self.weight_version = 0
         self.num_steps = 0  # done since the start
         self._waiting: dict[str, tuple[GenerationRequest, Future[list[Completion]]]] = {}
         self._num_requests = 0
@@ -103,6 +101,10 @@ class VLLMEngine:
         # Small functions of vLLM's sampler are compiled even in eager mode: up to 16 s for nothing.
         is_eager = self.llm.model_config.enforce_eager
         self._stance = "force_eager" if is_eager else "default"
+
+    def call(self, method: Callable[..., Answer], *args: object) -> Answer:
+        """Run a method of this class."""
+        return method(self, *args)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Sample for all requests with continuous batching; answers in the order of the requests.
@@ -150,10 +152,11 @@ class VLLMEngine:
         """Join the trainer's group; wait until all are there."""
         self._call(lambda: self._rpc("init_weight_transfer_engine", init_info=init_info))
 
-    def begin_weight_update(self, *, keep_running: bool = False) -> None:
-        """Pause, and get ready for buckets. Requests in flight keep their tokens, and their keys
-        and values are computed again under the new weights, so that later log-probs are those of
-        the new policy.
+    def begin_weight_update(self, keep_running: bool) -> None:
+        """Pause, and get ready for buckets. Requests that run are refused with a WeightSyncError:
+        no sample is of two policies by accident. With `keep_running` they keep their tokens, and
+        their keys and values are computed again under the new weights, so that later log-probs are
+        those of the new policy.
 
         That is vLLM's `pause_generation(mode="keep")` with its caches cleared, and what AReaL does
         (arXiv 2505.24298); PipelineRL (2509.19128) keeps the old cache and saves the forward.
@@ -199,7 +202,6 @@ class VLLMEngine:
             fingerprints, *others = self._rpc("weight_fingerprints")
             if any(other != fingerprints for other in others):
                 raise WeightSyncError("the workers of the engine received different tensors")
-            self.weight_version = weight_version
             self._is_current, self._update_failed = True, False
             self._resume_if_ready()
             return fingerprints
@@ -445,10 +447,8 @@ def engine_args(config: VLLMEngineConfig, backend: str, worker_extension: str) -
 
 
 def completion(output: Any) -> Completion:
-    """Return what vLLM answered as a Completion; raises EngineError when a log-prob is missing."""
+    """Return what vLLM answered as a Completion."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise EngineError(f"vLLM answered {len(token_ids)} tokens but {len(logprobs)} log-probs")
     spans = output.weight_versions or []
     starts = tuple((span.start, int(span.version)) for span in spans)
     return Completion(

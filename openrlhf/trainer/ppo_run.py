@@ -112,7 +112,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         # One at a time where reward models and what is trained share devices and run side by side.
         turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
     )
-    phases.start()
+    phases.sleep()
     sizes = _init_models(config, groups, inputs.schedule, phases)
     print_banner(banner_sections(config, inputs.schedule, cluster, sizes, len(inputs.prompts)))
     samplers = list(engines) or [

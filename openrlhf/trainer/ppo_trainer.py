@@ -15,6 +15,7 @@ from typing import NoReturn
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.engines.base import RolloutEngine
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
@@ -191,7 +192,7 @@ class PPOTrainer:
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
         for engine in self.parts.engines:  # they may be at work, and are not needed any more
-            engine.shutdown()
+            engine.call(VLLMEngine.shutdown)
         self.parts.phases.engines.clear()
         with self.parts.phases.training():
             outcome = self.parts.checkpoints.save_last(self.state)

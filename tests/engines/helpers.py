@@ -14,7 +14,6 @@ from torch import Tensor
 from openrlhf.engines.base import (
     Completion,
     GenerationRequest,
-    RolloutEngine,
     SamplingSettings,
     WeightBucket,
 )
@@ -49,7 +48,7 @@ def greedy(model: Any, num_tokens: int = 24, prompt: Sequence[int] = PROMPT) -> 
     return tuple(ids[len(prompt) :])
 
 
-def engine_greedy(engine: RolloutEngine, num_tokens: int = 24) -> tuple[int, ...]:
+def engine_greedy(engine: VLLMEngine, num_tokens: int = 24) -> tuple[int, ...]:
     [[answer]] = engine.generate([request(temperature=0.0, max_new_tokens=num_tokens)])
     return answer.token_ids
 
@@ -90,21 +89,21 @@ def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterato
 
 
 def send(
-    engine: RolloutEngine,
+    engine: VLLMEngine,
     tensors: Sequence[tuple[str, Tensor]],
     version: int,
     *,
     bucket_bytes: int = 2**20,
     keep_running: bool = False,
 ) -> dict[str, int]:
-    engine.begin_weight_update(keep_running=keep_running)
+    engine.begin_weight_update(keep_running)
     for bucket in buckets(tensors, bucket_bytes):
         engine.receive_bucket(bucket)
     return engine.finish_weight_update(version)
 
 
 @contextmanager
-def restored(engine: RolloutEngine, model: Any, version: int) -> Iterator[None]:
+def restored(engine: VLLMEngine, model: Any, version: int) -> Iterator[None]:
     """Whatever the block does to a shared engine, it holds these weights afterwards."""
     try:
         yield

@@ -34,7 +34,7 @@ class ReceivingModel(OwnGenerate):
 
     def init_weight_transfer(self, init_info: dict[str, object]) -> None: ...
 
-    def begin_weight_update(self, *, keep_running: bool = False) -> None:
+    def begin_weight_update(self, keep_running: bool) -> None:
         self._received = {}
 
     @torch.no_grad()

@@ -83,7 +83,7 @@ def test_samples_of_two_updates_are_what_each_policy_would_have_sampled(engine, 
 def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, models):
     with restored(engine, models[0], 0):
         running = sampled(engine, 5, max_new_tokens=60)
-        engine.begin_weight_update(keep_running=True)
+        engine.begin_weight_update(True)
         [late] = engine.submit([request(max_new_tokens=20)])
         send(engine, weights(models[1]), 1, keep_running=True)
         check(late.result(30)[0], models[:2], [1])

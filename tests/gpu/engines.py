@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,6 +41,9 @@ class RemoteEngine:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, config, devices), daemon=True)
         self.process.start()
+
+    def call(self, method: Callable[..., Any], *args: object) -> Any:
+        return getattr(self, method.__name__)(*args)
 
     def __getattr__(self, method: str) -> Any:
         def call(*args: object, **options: object) -> Any:

@@ -49,7 +49,7 @@ def test_weights_that_came_between_two_sleeps_are_what_is_sampled_with(tmp_path,
     model = load(path)
     with sleeping_engine(path, device) as (engine, transport):
         phases = DevicePhases([engine], engines_sleep=True, training_sleeps=False)
-        phases.start()
+        phases.sleep()
         for version in (1, 2, 3):
             with phases.training():
                 assert phases.needs_weights

@@ -145,6 +145,9 @@ class NotedEngine:
             raise AttributeError(name)
         return getattr(self.engine, name)
 
+    def call(self, method: Callable[..., Any], *args: object) -> Any:
+        return getattr(self, method.__name__)(*args)
+
     def sleep(self) -> None:
         self.events.append(("engine", "sleep"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -125,6 +126,9 @@ class FakeSleeper:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def call(self, method: Callable[..., None], *args: object) -> None:
+        getattr(self, method.__name__)(*args)
+
     def sleep(self) -> None:
         self.calls.append("sleep")
 
@@ -135,7 +139,7 @@ class FakeSleeper:
 def test_a_sleeping_engine_gets_weights_before_it_generates() -> None:
     engine = FakeSleeper()
     phases = DevicePhases([engine], engines_sleep=True, training_sleeps=False)
-    phases.start()
+    phases.sleep()
     with pytest.raises(AssertionError, match="no weights"), phases.rollout():
         pass
     for enter in (phases.sync, phases.rollout, phases.rollout, phases.training):
@@ -156,6 +160,6 @@ def test_engines_sleep_and_wake_at_the_same_time() -> None:
             meeting.wait()
 
     phases = DevicePhases([Engine() for _ in range(3)], engines_sleep=True, training_sleeps=False)
-    phases.start()
+    phases.sleep()
     with phases.sync(), phases.rollout():
         pass

@@ -79,13 +79,16 @@ class FakeEngine:
         self.held: dict[str, torch.Tensor] = {}
         self.buckets: list[tuple[str, ...]] = []
 
+    def call(self, method, *args):
+        return getattr(self, method.__name__)(*args)
+
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
         rank, size = info["rank_offset"], info["world_size"]
         group = BroadcastGroup(CPU, info["host"], info["port"], rank=rank, world_size=size)
         self.reader.join(group)
 
-    def begin_weight_update(self, *, keep_running: bool = False) -> None:
+    def begin_weight_update(self, keep_running: bool) -> None:
         self.keeps_running = keep_running
         self.held.clear()
 

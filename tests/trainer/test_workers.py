@@ -46,7 +46,7 @@ class Probe(ModelWorker):
 class Engine:
     """An engine without a model, in a process of its own."""
 
-    def call(self, method: str) -> object:
+    def run(self, method: str) -> object:
         """As LLMRayActor does."""
         return getattr(self, method)()
 
@@ -105,7 +105,7 @@ def test_an_error_of_an_engine_names_it_and_its_node() -> None:
     assert engine.who == "vllm-1"
     engine.ready()
     with pytest.raises(EngineError) as caught:
-        engine.sleep()
+        engine.call(Engine.sleep)
     assert str(caught.value) == "The engine has no memory left. [vllm-1 on node 10.0.0.7]"
     ray.kill(engine.handle)
 

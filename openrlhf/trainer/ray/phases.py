@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from openrlhf.engines.base import RolloutEngine
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 
@@ -41,10 +42,6 @@ class DevicePhases:
         """Return True if the engines hold no weights and wait for a sync."""
         return "weights" not in self.awake
 
-    def start(self) -> None:
-        """Put the engines to sleep, before any model is loaded."""
-        self._sleep()
-
     def put_away(self, group: WorkerGroup) -> None:
         """Move the group's training states off the device until its update."""
         if self.training_sleeps:
@@ -61,7 +58,7 @@ class DevicePhases:
     def training(self) -> Iterator[None]:
         """Engines sleep inside."""
         with self.turn:
-            self._sleep()
+            self.sleep()
             yield
 
     @contextmanager
@@ -81,15 +78,16 @@ class DevicePhases:
 
     def _wake(self, tag: str) -> None:
         if tag not in self.awake:
-            self._on_all(lambda engine: engine.wake_up((tag,)))
+            self._on_all(VLLMEngine.wake_up, (tag,))
             self.awake.add(tag)
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
+        """Put the engines to sleep; at first before any model is loaded."""
         if self.engines and self.awake:
-            self._on_all(lambda engine: engine.sleep())
+            self._on_all(VLLMEngine.sleep)
             self.awake.clear()
 
-    def _on_all(self, call: Callable[[RolloutEngine], None]) -> None:
+    def _on_all(self, method: Callable[..., None], *args: object) -> None:
         """Make the call on all engines at once: each may take a second."""
         with ThreadPoolExecutor(max_workers=max(len(self.engines), 1)) as pool:
-            list(pool.map(call, self.engines))
+            list(pool.map(lambda engine: engine.call(method, *args), self.engines))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
-from openrlhf.engines.base import Completion, GenerationRequest, WeightBucket
+from openrlhf.engines.base import Completion, GenerationRequest, Result, WeightBucket
 from openrlhf.engines.vllm_engine import ABORT_S, VLLMEngine, VLLMEngineConfig
 from openrlhf.trainer.ray.launcher import CALL_TIMEOUT_S, get, start_actor
 from openrlhf.trainer.ray.placement import Slot
@@ -36,15 +36,15 @@ class LLMRayActor(VLLMEngine):
         work = "generating" if self.is_busy else None
         return Health(work, self.num_steps, os.getpid())
 
-    def receive_bucket(self, bucket: WeightBucket, content: Any = None) -> None:
-        """Load the tensors of one bucket; `content`: its bytes, of Ray's object store."""
-        if content is not None:
-            bucket = replace(bucket, handle={"bytes": content})
+    def receive_bucket(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket, which may lie in Ray's object store."""
+        if "object" in bucket.handle:
+            bucket = replace(bucket, handle={"bytes": ray.get(bucket.handle["object"])})
         super().receive_bucket(bucket)
 
-    async def call(self, method: str, *args: object, **options: object) -> Any:
+    async def run(self, method: str, *args: object) -> Any:
         """Run a method of this class in a thread, while the event loop takes requests."""
-        return await asyncio.to_thread(getattr(self, method), *args, **options)
+        return await asyncio.to_thread(getattr(self, method), *args)
 
 
 @dataclass(eq=False)
@@ -60,13 +60,12 @@ class RayEngine:
         """The engine in the words of an error."""
         return f"{self.name} on node {self.node}" if self.node else self.name
 
-    def _call(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
-        reference = self.handle.call.remote(method.__name__, *args, **options)
-        return get(reference, self.who, CALL_TIMEOUT_S)
+    def call(self, method: Callable[..., Result], *args: object) -> Result:
+        return get(self.handle.run.remote(method.__name__, *args), self.who, CALL_TIMEOUT_S)  # type: ignore[no-any-return]
 
     def ready(self) -> None:
         """Wait until the engine is up."""
-        self.node = self._call(LLMRayActor.ready)
+        self.node = self.call(LLMRayActor.ready)
 
     async def sample(self, request: GenerationRequest) -> list[Completion]:
         reference = self.handle.sample.remote(request)
@@ -81,28 +80,6 @@ class RayEngine:
         if answer.exception() is None:
             return answer.result()
         return get(reference, self.who, 0.0)  # type: ignore[no-any-return]  # raises
-
-    def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        self._call(LLMRayActor.init_weight_transfer, init_info)
-
-    def begin_weight_update(self, *, keep_running: bool = False) -> None:
-        self._call(LLMRayActor.begin_weight_update, keep_running=keep_running)
-
-    def receive_bucket(self, bucket: WeightBucket) -> None:
-        # Ray fetches an object only where its reference is an argument itself.
-        self._call(LLMRayActor.receive_bucket, bucket, bucket.handle.get("object"))
-
-    def finish_weight_update(self, weight_version: int) -> dict[str, int]:
-        return self._call(LLMRayActor.finish_weight_update, weight_version)  # type: ignore[no-any-return]
-
-    def sleep(self) -> None:
-        self._call(LLMRayActor.sleep)
-
-    def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        self._call(LLMRayActor.wake_up, tags)
-
-    def shutdown(self) -> None:
-        self._call(LLMRayActor.shutdown)
 
 
 def _ignore_error(answer: asyncio.Future[list[Completion]]) -> None:

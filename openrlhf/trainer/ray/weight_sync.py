@@ -19,6 +19,7 @@ from torch import Tensor
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
 from openrlhf.engines.base import NamedTensors, RolloutEngine, WeightBucket
+from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.engines.weight_transfer import BroadcastGroup, WeightTransport
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import fingerprint
@@ -77,7 +78,7 @@ class BroadcastTransport(WeightTransport):
                     "rank_offset": 1 + index * workers_per_engine,
                     "world_size": world_size,
                 }
-                calls.append(pool.submit(engine.init_weight_transfer, info))
+                calls.append(pool.submit(engine.call, VLLMEngine.init_weight_transfer, info))
             all_results(calls)
         finally:
             pool.shutdown(wait=False)
@@ -160,16 +161,16 @@ def send_weights(
     pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
     try:
         all_results(
-            [pool.submit(e.begin_weight_update, keep_running=keep_running) for e in engines]
+            [pool.submit(e.call, VLLMEngine.begin_weight_update, keep_running) for e in engines]
         )
         pending: list[Future[None]] = []
         for bucket, data in transport.buckets(_noted(tensors, sent)):
             all_results(pending)
-            pending = [pool.submit(engine.receive_bucket, bucket) for engine in engines]
+            pending = [pool.submit(e.call, VLLMEngine.receive_bucket, bucket) for e in engines]
             pending.append(pool.submit(transport.push, data))
         all_results(pending)
         receipts = all_results(
-            [pool.submit(engine.finish_weight_update, weight_version) for engine in engines]
+            [pool.submit(e.call, VLLMEngine.finish_weight_update, weight_version) for e in engines]
         )
         transport.finish()
     finally:
