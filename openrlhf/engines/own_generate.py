@@ -7,7 +7,6 @@ before top-p. Suffixes: R rows of a batch, L tokens so far, T tokens to come, V 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ class Row:
 
 
 class OwnGenerate:
-    """A model that samples with its own `generate`; calls from several threads take turns.
+    """A model that samples with its own `generate`.
 
     The model may be in training: its mode and its attention come back after each call. Sample k of
     a request takes the request's seed plus k; a call that needs seeds draws the first from torch's
@@ -64,12 +63,11 @@ class OwnGenerate:
         self.stream = stream
         self.max_num_rows = max_num_rows
         self.weight_version = weight_version
-        self._lock = threading.Lock()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of every request, in order; log-probs are those before top-p."""
         answers: list[list[Completion]] = [[] for _ in requests]
-        with self._lock, generating(self.model) as base:
+        with generating(self.model) as base:
             for rows in self._batches(requests):
                 completions = sample_rows(base, rows, self.weight_version)
                 for row, completion in zip(rows, completions, strict=True):

@@ -189,19 +189,18 @@ class VLLMEngine:
 
         Raises WeightSyncError when a parameter is missing or does not hold what came.
         """
-        from openrlhf.engines.weight_receiver import check_held  # noqa: PLC0415 - imports vLLM
 
         def finish() -> dict[str, int]:
             self._rpc("finish_weight_update")
-            if not check_held(self._rpc("held_sums")):
+            receipt, *others = self._rpc("weight_receipt")
+            if any(other != receipt for other in others):
+                raise WeightSyncError("the workers of the engine received different tensors")
+            fingerprints, num_compared = receipt
+            if not num_compared:
                 warn_once("what the engine holds after a sync cannot be compared for this model")
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("the engine could not drop its prefix cache")
             self.llm.set_weight_version(str(weight_version))
-            fingerprints: dict[str, int]
-            fingerprints, *others = self._rpc("weight_fingerprints")
-            if any(other != fingerprints for other in others):
-                raise WeightSyncError("the workers of the engine received different tensors")
             self._is_current, self._update_failed = True, False
             self._resume_if_ready()
             return fingerprints

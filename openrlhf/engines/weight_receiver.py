@@ -6,9 +6,9 @@ this module in every worker, for `WORKER_EXTENSION`, and finds the backend regis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -41,7 +36,6 @@ from openrlhf.utils.tensors import bit_sum, checksum
 
 BACKEND = "openrlhf"
 WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
-WORD_BYTES = 8
 
 
 @dataclass
@@ -62,14 +56,6 @@ class BucketInfo(WeightTransferUpdateInfo):
     bucket: WeightBucket
 
 
-class HeldSum(NamedTuple):
-    """Bit sums of one plain parameter in one worker, modulo 2^64."""
-
-    sent: int  # of the tensors it was made from
-    held: int
-    is_part: bool  # of a parameter that is split over the workers
-
-
 class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
     """Receives buckets and loads them into the model of this worker."""
 
@@ -81,6 +67,7 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.reader = BucketReader(self.device)
         self.fingerprints: dict[str, int] = {}
         self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum
+        self.num_compared = 0  # parameters, after the last update
         self.known_names: frozenset[str] = frozenset()  # of a whole update, once there was one
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
@@ -126,35 +113,34 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         vllm_cpu.after_reload(self.model)
         if absent:
             raise WeightSyncError(f"incomplete update: {len(absent)} missing, e.g. {absent[0]}")
+        self.num_compared = self._check_held()
         self.known_names = frozenset(self.fingerprints)
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory."""
         self.reader.close()
 
-    def held_sums(self) -> dict[str, HeldSum]:
-        """Return the sums of plain parameters, by their name in vLLM.
+    def _check_held(self) -> int:
+        """Raise WeightSyncError for a plain parameter that does not hold the bits that came; return
+        how many were compared.
 
-        A parameter is left out where its layer is packed, its tensors have other names, its loader
-        changes values, or it is cut inside a word.
+        A parameter is left out where its layer is packed or split over workers, its tensors have
+        other names, or its loader changes values.
         """
-        return {
-            name: found
-            for layer_name, layer in self.model.named_modules()
-            for leaf, param in layer._parameters.items()
-            if (found := self._held_sum(layer, param, name := f"{layer_name}.{leaf}")) is not None
-        }
-
-    def _held_sum(self, layer: nn.Module, param: Any, name: str) -> HeldSum | None:
-        if param is None or not _keeps_bits(param):
-            return None
-        sources = self._sources(name)
-        is_part = _is_part(layer, param)
-        dtypes = {self.received[s][0] if s in self.received else None for s in sources}
-        if dtypes != {param.dtype} or (is_part and not _is_cut_between_words(layer, param)):
-            return None
-        sent = sum(self.received[source][1] for source in sources)
-        return HeldSum(sent % 2**64, bit_sum(_plain_rows(layer, param.data)), is_part)
+        num_compared = 0
+        for layer_name, layer in self.model.named_modules():
+            for leaf, param in layer._parameters.items():
+                if param is None or not _keeps_bits(layer, param):
+                    continue
+                sources = self._sources(f"{layer_name}.{leaf}")
+                found = [self.received[source] for source in sources if source in self.received]
+                if [dtype for dtype, _ in found] != [param.dtype] * len(sources):
+                    continue
+                sent = sum(bits for _, bits in found) % 2**64
+                if bit_sum(_plain_rows(layer, param.data)) != sent:
+                    raise WeightSyncError(f"{layer_name}.{leaf} does not hold what was received")
+                num_compared += 1
+        return num_compared
 
     def _sources(self, name: str) -> list[str]:
         """Return the tensors of a checkpoint that vLLM makes one parameter from."""
@@ -194,32 +180,16 @@ class ReceiptExtension:
         """Forget an update that failed or was never finished, so that a new one can begin."""
         self._weight_update_active = False
 
-    def weight_fingerprints(self) -> dict[str, int]:
-        """Return the fingerprints of the tensors received in the last update, by name."""
-        return self.weight_transfer_engine.fingerprints  # type: ignore[attr-defined]
-
-    def held_sums(self) -> dict[str, HeldSum]:
-        """Return what the plain parameters hold and should hold."""
-        return self.weight_transfer_engine.held_sums()  # type: ignore[attr-defined]
+    def weight_receipt(self) -> tuple[dict[str, int], int]:
+        """Return the fingerprints of the tensors received in the last update, by name, and how many
+        parameters were compared with them.
+        """
+        receiver = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return receiver.fingerprints, receiver.num_compared
 
     def report_full_logprobs(self) -> None:
         """Report log-probs as they are before top-p."""
         report_full_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
-
-
-def check_held(workers: Sequence[dict[str, HeldSum]]) -> int:
-    """Raise WeightSyncError unless the workers of an engine hold together what was sent; return how
-    many parameters could be compared.
-    """
-    first = workers[0]
-    for name, (sent, _, is_part) in first.items():
-        sums = [worker[name].held for worker in workers if name in worker]
-        if len(sums) < len(workers) or any(worker[name].sent != sent for worker in workers):
-            raise WeightSyncError(f"the workers of the engine received different weights: {name}")
-        is_wrong = sum(sums) % 2**64 != sent if is_part else any(value != sent for value in sums)
-        if is_wrong:
-            raise WeightSyncError(f"{name} does not hold what was received")
-    return len(first)
 
 
 def _own_pending(layer: nn.Module) -> None:
@@ -243,14 +213,14 @@ def _is_half_full(layer: nn.Module, info: Any) -> bool:
     return bool(info.load_numel + num_padded < info.load_numel_total)
 
 
-def _keeps_bits(param: Any) -> bool:
-    """Return True if the parameter is plain and its loader copies values as they are."""
+def _keeps_bits(layer: nn.Module, param: Any) -> bool:
+    """Return True if the parameter is plain and whole, and its loader copies values as they are."""
     loader = getattr(param, "weight_loader", default_weight_loader)
     owner = getattr(loader, "__self__", None)
-    is_copy = loader is default_weight_loader
-    return param.numel() > 0 and (
-        is_copy or isinstance(owner, (LinearBase, VocabParallelEmbedding))
+    is_copied = loader is default_weight_loader or isinstance(
+        owner, (LinearBase, VocabParallelEmbedding)
     )
+    return is_copied and param.numel() > 0 and getattr(layer, "tp_size", 1) == 1
 
 
 def _plain_rows(layer: nn.Module, data: Tensor) -> Tensor:
@@ -258,15 +228,3 @@ def _plain_rows(layer: nn.Module, data: Tensor) -> Tensor:
     if isinstance(layer, VocabParallelEmbedding):
         return data[: layer.shard_indices.num_org_elements]
     return data
-
-
-def _is_part(layer: nn.Module, param: Tensor) -> bool:
-    if getattr(layer, "tp_size", 1) == 1:
-        return False
-    is_row_weight = isinstance(layer, RowParallelLinear) and param.ndim > 1
-    return is_row_weight or isinstance(layer, (ColumnParallelLinear, VocabParallelEmbedding))
-
-
-def _is_cut_between_words(layer: nn.Module, param: Tensor) -> bool:
-    has_copies = isinstance(layer, QKVParallelLinear) and layer.num_kv_head_replicas > 1
-    return not has_copies and param.shape[-1] * param.element_size() % WORD_BYTES == 0

@@ -1,0 +1,56 @@
+"""vLLM and a model's own `generate` sample alike, with the log-probs that the trainer computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.engines.own_generate import OwnGenerate
+from tests.engines.helpers import PROMPT, greedy, largest_gap, request
+
+
+@pytest.fixture(params=["vllm", "own"])
+def sampler(request: pytest.FixtureRequest, model: Any) -> Any:
+    return OwnGenerate(model) if request.param == "own" else request.getfixturevalue("engine")
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_the_trainer(sampler, model, temperature):
+    prompts = [tuple(range(10, 10 + n)) for n in (1, 40, 7, 64)]
+    requests = [request(p, temperature=temperature, max_new_tokens=16) for p in prompts]
+    for prompt, [answer] in zip(prompts, sampler.generate(requests), strict=True):
+        assert len(answer.token_ids) == len(answer.logprobs) == 16
+        assert largest_gap(model, prompt, answer, temperature) < 1e-3
+        # The gate would notice a temperature that one side forgot.
+        assert largest_gap(model, prompt, answer, 1.6 - temperature) > 1e-2
+
+
+def test_top_p_leaves_the_tail_out_but_not_the_logprobs(sampler, model):
+    settings = {"temperature": 0.7, "max_new_tokens": 12, "num_samples": 4}
+    nucleus, whole, greedy_one = sampler.generate(
+        [
+            request(top_p=0.3, **settings),
+            request(**settings),  # in the same batch, without a limit
+            request(top_p=0.3, temperature=0.0, max_new_tokens=12),
+        ]
+    )
+    for answer in nucleus:
+        assert largest_gap(model, PROMPT, answer, 0.7) < 1e-3
+        logits = model(torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0] / 0.7
+        probs = logits.softmax(-1)[len(PROMPT) - 1 : -1]
+        for row, token in zip(probs, answer.token_ids, strict=True):
+            assert row[row > row[token]].sum() < 0.3 + 1e-4  # mass of the likelier tokens
+    assert all(largest_gap(model, PROMPT, answer, 0.7) < 1e-3 for answer in whole)
+    assert largest_gap(model, PROMPT, greedy_one[0], 1.0) < 1e-3
+
+
+def test_every_stop_id_stops_and_belongs_to_the_answer(sampler, model):
+    tokens = greedy(model, 24)
+    expected = tokens[: tokens.index(tokens[10]) + 1]
+    for stops in [(tokens[10],), (1, tokens[10])]:
+        sampling = request(temperature=0.0, max_new_tokens=24, stop_token_ids=stops)
+        [[answer]] = sampler.generate([sampling])
+        assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
+        assert len(answer.logprobs) == len(expected)
