@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from openrlhf.config.common import CheckpointConfig, RunConfig
 from openrlhf.config.local_paths import reads_from
 from openrlhf.distributed import folders
 from openrlhf.distributed.collectives import is_main, on_main, together
-from openrlhf.distributed.export import library_versions
 from openrlhf.errors import CheckpointError, ConfigError, DataError
 from openrlhf.utils.logging import notice, warn
 from openrlhf.utils.progress import progress
@@ -181,7 +181,7 @@ class CheckpointStore:
 
     def _seal(self, staged: Path, step: int) -> Path:
         final = self.root / staged.name.removeprefix(folders.TEMPORARY)
-        folders.seal(staged, final, {"step": step, "libraries": library_versions()})
+        folders.seal(staged, final, {"step": step})
         return final
 
 
@@ -298,35 +298,42 @@ class RunCheckpoints:
         `write` fills the resumable part, `export` writes a Hugging Face model, `state` is what the
         run notes of itself, as JSON. Raises CheckpointError when it failed several times in a row.
         """
+        writes = {} if self.config.disable_ds else {"states": write}
+        if self.config.save_hf:
+            writes["export"] = export
         notes = {**state, "data": asdict(self.data), "settings": self.settings}
-        is_resumable = not self.config.disable_ds
+        error = self._keep(step, writes, None if self.config.disable_ds else notes)
+        self.num_failed = 0 if error is None else self.num_failed + 1
+        if error is not None:
+            line = f"checkpoint of step {step} was not saved: {error}"
+            if self.num_failed >= MAX_FAILED_SAVES:
+                raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
+            warn_on_main(f"{line} The earlier ones are kept, training goes on.")
+            return False
+        try:
+            on_main(self.store.rotate)
+        except CheckpointError as problem:
+            warn_on_main(f"old checkpoints could not be removed: {problem}")
+        return True
+
+    def _keep(
+        self,
+        step: int,
+        writes: Mapping[str, Callable[[Path], None]],
+        state: Mapping[str, object] | None,
+    ) -> CheckpointError | None:
+        """Fill and commit these folders of a step; return why that failed."""
         try:
             with progress("saving a checkpoint"):
                 staged = on_main(lambda: self.store.stage(step))
-                if is_resumable:
-                    together(lambda: write(staged.states))
-                if self.config.save_hf:
-                    together(lambda: export(staged.export))
-                on_main(lambda: self.store.commit(step, notes if is_resumable else None))
+                for part, write in writes.items():
+                    together(partial(write, getattr(staged, part)))
+                on_main(lambda: self.store.commit(step, state))
         except CheckpointError as error:
-            self._note_failure(step, error)
-            return False
-        self.num_failed = 0
-        try:
-            on_main(self.store.rotate)
-        except CheckpointError as error:
-            warn_on_main(f"old checkpoints could not be removed: {error}")
-        return True
-
-    def _note_failure(self, step: int, error: CheckpointError) -> None:
-        """Say that a save failed; raise CheckpointError when several in a row did."""
-        if is_main():
-            self.store.discard(step)
-        self.num_failed += 1
-        line = f"checkpoint of step {step} was not saved: {error}"
-        if self.num_failed >= MAX_FAILED_SAVES:
-            raise CheckpointError(f"{line} It is failure {self.num_failed} in a row: stopping.")
-        warn_on_main(f"{line} The earlier ones are kept, training goes on.")
+            if is_main():
+                self.store.discard(step)
+            return error
+        return None
 
     def save_last(self, save: Callable[[], bool]) -> str:
         """Save a run that was asked to stop, even if it keeps no checkpoints.
@@ -350,16 +357,10 @@ class RunCheckpoints:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
-        try:
-            staged = on_main(lambda: self.store.stage(step))
-            together(lambda: export(staged.best))
-            on_main(lambda: self.store.commit(step, None))
-        except CheckpointError as error:
-            if is_main():
-                self.store.discard(step)
+        error = self._keep(step, {"best": export}, None)
+        if error is not None:
             warn_on_main(f"the best model (step {step}) was not saved: {error}")
-            return False
-        return True
+        return error is None
 
     def set_later_aside(self) -> Path | None:
         """Move what the run does not go on from away."""

@@ -48,14 +48,12 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase | None,
     path: str | Path,
     *,
-    command: str | None = None,
     tensors: NamedTensors | None = None,
 ) -> None:
     """Write a model at `path`, whatever ZeRO stage holds its weights; all ranks must call, the main
     rank writes.
 
-    `tensors` are other weights under the same names, such as an average. `command` is what the
-    model card says the model was made with; by default this process's own command line.
+    `tensors` are other weights under the same names, such as an average.
     """
     tensors = exported_parameters(hf_model) if tensors is None else tensors
     state = {}
@@ -66,7 +64,7 @@ def export_hf(
     def write() -> None:
         try:
             with progress("writing the model's files"):
-                write_folder(hf_model, state, tokenizer, Path(path), command=command)
+                write_folder(hf_model, state, tokenizer, Path(path))
         except (OSError, SafetensorError) as error:  # what safetensors makes of a full disk
             shutil.rmtree(Path(path) / STAGED, ignore_errors=True)
             num_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -108,8 +106,6 @@ def write_folder(
     state: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None,
     path: Path,
-    *,
-    command: str | None = None,
 ) -> None:
     """Write a model with these weights at `path`: first beside it, then moved into place."""
     temporary = path / STAGED
@@ -126,7 +122,7 @@ def write_folder(
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
     card = temporary / "README.md"
-    card.write_text(model_card(hf_model, command or own_command()))
+    card.write_text(model_card(hf_model))
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(card, file)  # the library makes files that only their owner can read
     _move_in(temporary, path)
@@ -142,7 +138,7 @@ def mend_generation_config(config: GenerationConfig) -> None:
         config.do_sample = True
 
 
-def model_card(hf_model: nn.Module, command: str | None) -> str:
+def model_card(hf_model: nn.Module) -> str:
     """Return README.md: what the model was made from, with which command and versions.
 
     Folders are left out of absolute paths: a card is published, and they name people and machines.
@@ -150,7 +146,7 @@ def model_card(hf_model: nn.Module, command: str | None) -> str:
     base = without_folders(getattr(hf_model.config, "_name_or_path", "") or "unknown")
     lines = ["---", "library_name: transformers", "tags: [openrlhf]", "---", "", "# Model card", ""]
     lines.append(f"Trained from `{base}` with OpenRLHF.")
-    if command:
+    if (command := own_command()) is not None:
         lines += ["", "```", without_folders(command), "```"]
     lines += ["", "| library | version |", "|---|---|"]
     lines += [f"| {name} | {version} |" for name, version in library_versions().items()]

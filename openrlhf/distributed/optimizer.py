@@ -1,6 +1,6 @@
 """Optimizer and learning rate of a run: parameter groups, Muon, and every Hugging Face schedule.
 
-Muon is for hidden matrices, AdamW for all else. Its step on a matrix is the orthogonalised
+Muon is for the matrices of layers, AdamW for all else. Its step on a matrix is the orthogonalised
 momentum, whatever the size of the gradient. Gradients are therefore not clipped: under ZeRO the
 orthogonalised steps would be what is clipped.
 
@@ -11,7 +11,7 @@ schedule's value at k; after the last update the rate stands at the schedule's e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -23,9 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.weights import hf_model_of, ids_of_matrices
+from openrlhf.distributed.weights import LAYER, ids_of_matrices
 from openrlhf.utils.logging import warn
-from openrlhf.utils.packable import base_model_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,13 @@ WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its 
 
 
 def parameter_groups(model: nn.Module, optim: OptimizerConfig) -> list[Group]:
-    """Return trained parameters in groups: hidden matrices, which are Muon's, first; those without
-    decay, biases and the weights of norms, last. With Muon, mark its parameters.
+    """Return trained parameters in groups: matrices of layers, which are Muon's, first; biases and
+    the weights of norms, which do not decay, last. With Muon, mark its parameters.
     """
     adam, is_muon = optim.adam, optim.optim == "muon"
     matrices = ids_of_matrices(model)
-    hidden = matrices - set(map(id, embeddings_and_heads(model))) if is_muon else set()
+    in_layers = {id(p) for name, p in model.named_parameters() if LAYER.match(name)}
+    hidden = matrices & in_layers if is_muon else set()
     parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.use_muon = id(parameter) in hidden
@@ -56,22 +56,6 @@ def parameter_groups(model: nn.Module, optim: OptimizerConfig) -> list[Group]:
         group = {"params": params, "weight_decay": 0.0 if has_none else adam.weight_decay, **own}
         groups.append({**group, "use_muon": not is_adams} if is_muon else group)
     return groups
-
-
-def embeddings_and_heads(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of token embeddings, of the language-model head and of a value head."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            yield from module.parameters()
-    hf_model = base_model_of(hf_model_of(model))
-    if not hasattr(hf_model, "get_output_embeddings"):
-        return
-    head_name = hf_model.config.to_dict().get("value_head_prefix")
-    heads = [hf_model.get_output_embeddings()]
-    heads += [hf_model.get_submodule(head_name)] if head_name else []
-    for head in heads:
-        if head is not None:
-            yield from head.parameters()
 
 
 def make_optimizer(model: nn.Module, optim: OptimizerConfig, *, is_cuda: bool) -> Optimizer:

@@ -113,11 +113,7 @@ def resolve_dtype(
 
 
 def choose_attention(
-    requested: str,
-    *,
-    dtype: torch.dtype,
-    device_type: str | None = None,
-    has_padded_rows: bool = False,
+    requested: str, *, dtype: torch.dtype, has_padded_rows: bool = False
 ) -> str | None:
     """Return the attention for packed rows: flash-attn on CUDA in half precision, else our own.
 
@@ -128,7 +124,7 @@ def choose_attention(
         return requested
     if has_padded_rows:
         return "eager" if requested == "eager" else None
-    is_cuda = (device_type or default_device_type()) == "cuda"
+    is_cuda = torch.cuda.is_available()
     wants_flash = requested in ("auto", FLASH_2)
     if wants_flash and is_cuda and dtype != torch.float32 and is_installed("flash_attn"):
         return FLASH_2

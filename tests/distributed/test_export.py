@@ -43,7 +43,7 @@ def export_all(folder: Path) -> dict:
         model = load_causal_lm(folder / kind, command(param_dtype=param_dtype))
         engine = strategy.prepare_train(Actor(model), OptimizerConfig(), num_updates=1)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / kind)
-        export_hf(model, tokenizer, out_dir(folder, kind, stage), command="a command")
+        export_hf(model, tokenizer, out_dir(folder, kind, stage))
         given[kind, stage] = {n: t.clone() for n, t in stored_parameters(engine.module)}
     strategy.shut_down()
     return given
@@ -104,7 +104,7 @@ def test_the_folder_keeps_its_logs_and_loses_stale_weights(folder: Path, given: 
         "tokenizer_config.json",
     }
     card = (path / "README.md").read_text()
-    assert "a command" in card and "Trained from `qwen2`" in card
+    assert "Trained from `qwen2`" in card
     assert str(folder) not in card
 
 
@@ -206,7 +206,7 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     with torch.no_grad():
         trained.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     own = load_tokenizer(str(base))
-    export_hf(trained, own, path, command="c")
+    export_hf(trained, own, path)
     assert trained.config.pad_token_id == 0  # the live model is as it was
     expected = trained_scores(trained, [own(text + EOS)["input_ids"] for text in TEXTS])
 

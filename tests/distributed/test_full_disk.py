@@ -28,12 +28,12 @@ def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     tried: list[str] = []
     write_folder = export.write_folder
 
-    def write(model: nn.Module, state: dict, tokenizer: object, path: Path, **named: str) -> None:
+    def write(model: nn.Module, state: dict, tokenizer: object, path: Path) -> None:
         tried.append(path.name)
         if path.name == "run":
             (path / ".export").mkdir(parents=True, exist_ok=True)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_folder(model, state, tokenizer, path, **named)
+        write_folder(model, state, tokenizer, path)
 
     monkeypatch.setattr(export, "write_folder", write)
     monkeypatch.setattr(checkpoints, "EXPORT_TRIES", 3)

@@ -37,9 +37,8 @@ TARGETS = torch.arange(NUM_SAMPLES) % NUM_CLASSES
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(20, 16), nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, NUM_CLASSES)
-    )
+    layers = nn.Sequential(nn.Linear(16, 48), nn.Tanh())
+    return nn.Sequential(nn.Embedding(20, 16), layers, nn.Linear(48, NUM_CLASSES))
 
 
 def loss_of(model: object, rows: Tensor) -> Tensor:
@@ -109,7 +108,7 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
         steps = found["first_steps"]
         # The rate, times sqrt(48 / 16) for the shape, times singular values that five
         # Newton-Schulz steps bring near 1.
-        values = torch.linalg.svdvals(steps["1.weight"]) / (0.05 * 3**0.5)
+        values = torch.linalg.svdvals(steps["1.0.weight"]) / (0.05 * 3**0.5)
         assert values[:NUM_CLASSES].min() > 0.6 and values.max() < 1.3, values
         # The embedding's step is Adam's first: its rate, in the direction of the sign.
         embedding = steps["0.weight"][:NUM_SAMPLES]

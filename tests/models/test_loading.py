@@ -97,15 +97,20 @@ def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
     assert resolve_dtype("fp16", config, device_type="cpu") == torch.float16
 
 
-def test_flash_attention_is_taken_only_where_it_can_run(monkeypatch):
-    monkeypatch.setattr(loading, "is_installed", lambda package: True)
-    choose = choose_attention
-    assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_2"
-    assert choose("flash_attention_2", dtype=torch.float32, device_type="cuda") == PACKED_ATTENTION
-    assert choose("flash_attention_2", dtype=torch.bfloat16, device_type="cpu") == PACKED_ATTENTION
-    assert choose("sdpa", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
-    assert (
-        choose("flash_attention_3", dtype=torch.bfloat16, device_type="cuda") == "flash_attention_3"
-    )
-    monkeypatch.setattr(loading, "is_installed", lambda package: False)
-    assert choose("auto", dtype=torch.bfloat16, device_type="cuda") == PACKED_ATTENTION
+@pytest.mark.parametrize(
+    ("asked", "dtype", "has_gpu", "has_package", "taken"),
+    [
+        ("auto", torch.bfloat16, True, True, "flash_attention_2"),
+        ("auto", torch.bfloat16, True, False, PACKED_ATTENTION),
+        ("flash_attention_2", torch.float32, True, True, PACKED_ATTENTION),
+        ("flash_attention_2", torch.bfloat16, False, True, PACKED_ATTENTION),
+        ("sdpa", torch.bfloat16, True, True, PACKED_ATTENTION),
+        ("flash_attention_3", torch.bfloat16, True, True, "flash_attention_3"),
+    ],
+)
+def test_flash_attention_is_taken_only_where_it_can_run(
+    monkeypatch, asked, dtype, has_gpu, has_package, taken
+):
+    monkeypatch.setattr(loading, "is_installed", lambda package: has_package)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert choose_attention(asked, dtype=dtype) == taken
