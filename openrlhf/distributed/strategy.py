@@ -27,12 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed import collectives
-from openrlhf.distributed.collectives import (
-    RANK_TIMEOUT_S,
-    import_deepspeed,
-    init_process_group,
-    shut_down,
-)
 from openrlhf.distributed.optimizer import make_optimizer, make_schedule
 from openrlhf.distributed.tensor_parallel import split_layers
 from openrlhf.distributed.topology import Topology
@@ -93,7 +87,7 @@ class DeepSpeedStrategy:
         seed: int = 42,
         full_determinism: bool = False,
         local_rank: int = -1,
-        rank_timeout_s: float = RANK_TIMEOUT_S,
+        rank_timeout_s: float = collectives.RANK_TIMEOUT_S,
     ) -> None:
         self.rank_timeout_s = rank_timeout_s
         self.ds = ds
@@ -115,7 +109,9 @@ class DeepSpeedStrategy:
     def setup(self) -> None:
         """Seed everything, join the process group, take the device."""
         set_seed(self.seed, full_determinism=self.full_determinism)
-        self.device = init_process_group(self.topology, rank_timeout_s=self.rank_timeout_s)
+        self.device = collectives.init_process_group(
+            self.topology, rank_timeout_s=self.rank_timeout_s
+        )
         if self.topology.dp_size < self.topology.world_size:
             sizes = (self.topology.dp_size, self.topology.cp_size, self.topology.tp_size)
             mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
@@ -126,7 +122,7 @@ class DeepSpeedStrategy:
 
     def shut_down(self) -> None:
         """Leave the process group; nothing of this strategy can be used afterwards."""
-        shut_down()
+        collectives.shut_down()
 
     @property
     def is_main(self) -> bool:
@@ -147,7 +143,7 @@ class DeepSpeedStrategy:
         if stage == 3:
             split(model, config, dtype=facts.dtype, device=self.device)
         with progress("getting the optimizer ready"):
-            engine, *_ = import_deepspeed().initialize(
+            engine, *_ = collectives.import_deepspeed().initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         if self.topology.tp_size > 1:
@@ -175,7 +171,7 @@ class DeepSpeedStrategy:
             return EvalEngine(model.to(self.device, dtype=facts.dtype), self.device)
         config = inference_config(self.ds, facts, offload=offload)
         split(model, config, dtype=facts.dtype, device=self.device)
-        engine, *_ = import_deepspeed().initialize(
+        engine, *_ = collectives.import_deepspeed().initialize(
             model=model, config=config, dist_init_required=False
         )
         engine.eval()
@@ -225,7 +221,7 @@ def split(
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # DeepSpeed takes split ones as they are
-    deepspeed = import_deepspeed()
+    deepspeed = collectives.import_deepspeed()
     # The ranks of --zpg: DeepSpeed makes their group for the first model of a process only.
     has_zpg = config["zero_optimization"]["zero_hpz_partition_size"] > 1
     get_group = deepspeed.utils.groups._get_zero_param_intra_parallel_group

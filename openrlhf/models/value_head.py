@@ -71,19 +71,6 @@ class CriticModel(ScalarHeadModel):
 class RewardModel(ScalarHeadModel):
     """One reward for each sequence, read at its last token."""
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Return rewards -> (B,) fp32."""
-        return self.scores_at(batch, last_tokens(batch)).scores
-
-
-class RewardLearner(RewardModel):
-    """A reward model in training, with the router losses of a mixture of experts when asked."""
-
     def forward(self, batch: PackedBatch) -> RewardTerms:
-        """Return rewards and the router losses."""
-        return self.scores_at(batch, last_tokens(batch))
-
-
-def last_tokens(batch: PackedBatch) -> Tensor:
-    """Return the row position of the last token of every sequence, (B,) int64."""
-    return batch.cu_seqlens[1:].long() - 1
+        """Return rewards, (B,), and router losses when asked for."""
+        return self.scores_at(batch, batch.cu_seqlens[1:].long() - 1)

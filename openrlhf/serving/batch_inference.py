@@ -311,7 +311,7 @@ class ScoreTask(BatchTask):
                 [example.token_ids for example in examples],
                 [example.loss_mask for example in examples],
             )
-            scores = engine(packed.to(engine.device))
+            scores = engine(packed.to(engine.device)).scores
             assert isinstance(scores, Tensor), "RewardModel.forward"
             if number < len(batches):
                 for item, reward in zip(batch, scores.tolist(), strict=True):

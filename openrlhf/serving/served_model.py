@@ -131,7 +131,7 @@ class ServedModel:
         device = next(self.module.parameters()).device
         try:
             with torch.inference_mode():
-                scores: Tensor = self.module(batch.to(device))
+                scores: Tensor = self.module(batch.to(device)).scores
                 return scores.tolist()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces

@@ -21,7 +21,7 @@ from openrlhf.distributed.collectives import on_main
 from openrlhf.errors import CheckpointError
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_sequence_model
-from openrlhf.models.value_head import RewardLearner, RewardModel, RewardTerms
+from openrlhf.models.value_head import RewardModel, RewardTerms
 from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SupervisedRun
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
@@ -45,10 +45,10 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         self.scaled_step = -1
 
     @classmethod
-    def load_model(cls, config: RMConfig, model_path: str) -> RewardLearner:
+    def load_model(cls, config: RMConfig, model_path: str) -> RewardModel:
         """Load the backbone with a fresh head, or a reward model to go on with."""
         model = load_sequence_model(model_path, config)
-        reward_model = RewardLearner(
+        reward_model = RewardModel(
             add_lora(model, config.ds.lora), with_aux_loss=config.model.aux_loss_coef > 0
         )
         if config.model.gradient_checkpointing_enable:
@@ -138,7 +138,7 @@ def check_export(
         model = load_sequence_model(path, run.config, allow_fresh_head=False)
     with torch.no_grad():
         model = model if run.config.ds.load_in_4bit else model.to(run.engine.device)
-        found = RewardModel(model.eval())(batch.packed).cpu()
+        found = RewardModel(model.eval())(batch.packed).scores.cpu()
     error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
     if not error <= MAX_SCORE_ERROR[dtype]:
         raise CheckpointError(

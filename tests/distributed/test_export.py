@@ -194,7 +194,7 @@ def trained_scores(model: torch.nn.Module, texts: list[list[int]]) -> torch.Tens
     ids = [torch.tensor(text) for text in texts]
     batch = PackedBatch.from_sequences(ids, [torch.zeros(len(i), dtype=torch.bool) for i in ids])
     with torch.no_grad():
-        return RewardModel(model)(batch)
+        return RewardModel(model)(batch).scores
 
 
 @pytest.mark.parametrize("kind", BASES)

@@ -1,39 +1,37 @@
-"""--full_determinism: what it switches on, in a process of its own, for it holds for all of one."""
+"""--full_determinism: what it switches on."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
-# `put_` without accumulation is one of the operations that torch has no deterministic kernel for.
-PROBE = """
-import json, os
+import pytest
 import torch
+
 from openrlhf.distributed.strategy import set_seed
 
-def found(**options):
-    set_seed(7, **options)
-    drawn, is_refused = torch.rand(1).item(), False
+
+def drawn_and_refused() -> tuple[float, bool]:
+    """The next random number, and True if a kernel without a deterministic form is refused."""
+    drawn, is_refused = round(torch.rand(1).item(), 4), False
     try:
         torch.zeros(2).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
     except RuntimeError as error:
         is_refused = "does not have a deterministic implementation" in str(error)
-    flash = os.environ.get("FLASH_ATTENTION_DETERMINISTIC")
-    return [round(drawn, 4), is_refused, flash, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]
-
-print(json.dumps([found(), found(full_determinism=True)]))
-"""
+    return drawn, is_refused
 
 
-def test_nondeterministic_kernels_are_refused_and_flash_attention_sums_in_a_fixed_order() -> None:
-    unset = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
-    environment = unset | {"FLASH_ATTENTION_DETERMINISTIC": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    without, switched_on = json.loads(done.stdout.splitlines()[-1])
-    assert without == [0.5349, False, "0", None]  # 0.5349: torch's first number of seed 7
-    assert switched_on == [0.5349, True, "1", ":4096:8"]
+def test_nondeterministic_kernels_are_refused_and_flash_attention_sums_in_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # noted, to be put back
+        monkeypatch.delenv(name)
+    set_seed(7)
+    assert drawn_and_refused() == (0.5349, False)  # torch's first number of seed 7
+    try:
+        set_seed(7, full_determinism=True)
+        assert drawn_and_refused() == (0.5349, True)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

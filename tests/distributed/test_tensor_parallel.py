@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from openrlhf.config.common import AdamConfig, DeepSpeedConfig, OptimizerConfig
-from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.collectives import shut_down
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -161,13 +160,3 @@ def test_families_that_autotp_cannot_split_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="has 1 heads, not a multiple"):
         refuse_unsupported(one_key_head, "m", ds)
     refuse_unsupported(one_key_head, "m", DeepSpeedConfig())
-
-
-@pytest.mark.parametrize("flags", ["--zero_stage 3", "--lora_rank 4", "--optim muon"])
-def test_what_does_not_go_together_is_refused_in_one_line(flags: str) -> None:
-    from openrlhf.config.cli import parse_config
-
-    line = f"--pretrain m --dataset d --ds_tensor_parallel_size 2 {flags}"
-    with pytest.raises(ConfigError, match="--ds_tensor_parallel_size 2 with --") as caught:
-        parse_config(SFTConfig, line.split())
-    assert len(caught.value.problems) == 1

@@ -93,8 +93,8 @@ def test_a_reward_adapter_brings_its_head_and_scale(
     assert is_value_model(load_config(str(tmp_path / "reward")))
     loaded = load_sequence_model(tmp_path / "reward", allow_fresh_head=False)
     model = RewardModel(loaded, normalize_reward=True)
-    expected = (RewardModel(adapted)(batch) - 0.5) / 2.0
-    torch.testing.assert_close(model(batch), expected, atol=1e-5, rtol=1e-5)
+    expected = (RewardModel(adapted)(batch).scores - 0.5) / 2.0
+    torch.testing.assert_close(model(batch).scores, expected, atol=1e-5, rtol=1e-5)
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:

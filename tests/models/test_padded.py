@@ -37,7 +37,6 @@ LINEAR = {
 }
 PADDED = {
     "bloom": lambda: hf.BloomConfig(vocab_size=262, hidden_size=32, n_layer=2, n_head=4),
-    "falcon": lambda: hf.FalconConfig(**SIZES),
     "gpt_oss": lambda: hf.GptOssConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "mamba": lambda: hf.MambaConfig(vocab_size=262, hidden_size=32, num_hidden_layers=2),
     "qwen3_next": lambda: hf.Qwen3NextConfig(**LLAMA, **LINEAR, **EXPERTS),
@@ -113,7 +112,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 
 def test_a_budget_of_tokens_does_not_bound_padded_rows(tmp_path: Path, refuse: Callable) -> None:
     make_tokenizer(tmp_path / "model")
-    PADDED["falcon"]().save_pretrained(tmp_path / "model")
+    PADDED["bloom"]().save_pretrained(tmp_path / "model")
     data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q", "output": "a"}])
     words = f"--pretrain {tmp_path}/model --save_path {tmp_path}/run --use_dynamic_batch "
     words += f"--dataset {data} --input_key input --output_key output"
@@ -127,7 +126,7 @@ def test_a_reward_model_scores_as_it_would_alone(family: str, tmp_path: Path) ->
     make_reward_model(tmp_path, architecture=family, hidden_size=32)
     sequences = random_sequences(list(LENGTHS))
     with torch.no_grad():
-        scores = RewardModel(load_sequence_model(tmp_path))(full_batch(sequences))
+        scores = RewardModel(load_sequence_model(tmp_path))(full_batch(sequences)).scores
         own = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
         alone = [own.eval()(input_ids=ids[None]).logits[0, 0] for ids in sequences]
     assert scores.std() > 0.01

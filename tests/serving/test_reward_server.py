@@ -59,7 +59,7 @@ def trainers_scores(path, texts, *, normalize_reward=False):
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
         with torch.no_grad():
             batch = PackedBatch.from_sequences([ids], [torch.zeros(len(ids))])
-            scores.append(model(batch).item())
+            scores.append(model(batch).scores.item())
     return scores
 
 

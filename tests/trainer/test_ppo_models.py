@@ -80,7 +80,7 @@ def scores_by_hand(path: Path, reader: Path) -> list[float]:
     ids = [torch.tensor(row) for row in rows]
     batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
     with torch.no_grad():
-        return model(batch).tolist()
+        return model(batch).scores.tolist()
 
 
 def test_a_reward_model_of_the_policys_vocabulary_reads_its_tokens(

@@ -86,10 +86,10 @@ class RewardModelActor(ModelWorker):
         model cannot read as a whole.
         """
         if self.tokenizer is None or not len(experience):
-            return self.forward_in_micro_batches(experience, self.engine, what="rewards")
+            return self._scores(experience)
         read = read_as_text(experience, self.policy_tokenizer, self.tokenizer)
         is_too_long = read.seq_lengths > self.max_len
         kept = read.select((~is_too_long).nonzero().flatten().tolist())
         rewards = torch.full((len(read),), torch.nan)
-        rewards[~is_too_long] = self.forward_in_micro_batches(kept, self.engine, what="rewards")
+        rewards[~is_too_long] = self._scores(kept)
         return rewards
