@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from openrlhf.config.cli import check_settings, settings_of
 from openrlhf.config.common import CheckpointConfig, RunConfig
@@ -445,28 +444,22 @@ def export_final(export: Callable[[Path], None], path: Path) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return where every random generator of this process stands, as JSON."""
-    version, words, gauss_next = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": [version, list(words), gauss_next],
-        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    numpy_state = np.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    has_cuda = torch.cuda.is_available()
+    return {
+        "python": random.getstate(),
+        "numpy": numpy_state,
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if has_cuda else None,
     }
-    if torch.cuda.is_available():
-        state["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
-    return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Put every generator where `random_state` found it."""
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_as_bytes(state["torch"]))
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(_as_bytes(state["cuda"]))
-
-
-def _as_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
