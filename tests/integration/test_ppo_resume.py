@@ -141,4 +141,4 @@ def test_a_run_goes_from_two_ranks_to_one_and_back_with_the_same_prompts(
     last = [tmp_path / run / "ckpt" / "global_step9" for run in starts]
     assert saved_run(last[0])["sampler"] == saved_run(last[1])["sampler"]
     facts = [json.loads((path / "actor" / "engine.json").read_text()) for path in last]
-    assert facts[0]["schedule"]["num_done"] == facts[1]["schedule"]["num_done"] == 9
+    assert facts[0]["schedule"]["last_epoch"] == facts[1]["schedule"]["last_epoch"] == 9
