@@ -31,7 +31,7 @@ Thing = TypeVar("Thing")
 
 RANK_TIMEOUT_S = 600.0
 PATIENCE = 3.0  # of ranks with one another: while one of them writes a model the others wait
-BEAT, GOODBYE = b"beat", b"goodbye"
+BEAT = b"beat"
 BEAT_EVERY_S = 2.0
 SAY_AFTER_S = 20.0  # then after twice as long, and so on
 
@@ -234,8 +234,6 @@ def watching_ranks(deadline_s: float) -> Iterator[None]:
         finally:
             is_over.set()
             thread.join()
-            with suppress(OSError):
-                own.sendto(GOODBYE, listener)
 
 
 def _own_socket() -> socket.socket:
@@ -262,11 +260,11 @@ def _watch(
             own.sendto(BEAT, listener)
         if is_over.wait(BEAT_EVERY_S):
             return
-        beats, now = _received(own), time.monotonic()
+        is_beating, now = _has_received(own), time.monotonic()
         # A rank that was itself stopped for an hour has not seen the other one rest.
         quiet_s, before = quiet_s + min(now - before, 2 * BEAT_EVERY_S), now
-        if beats:
-            quiet_s, say_after_s, is_heard = 0.0, SAY_AFTER_S, GOODBYE not in beats
+        if is_beating:
+            quiet_s, say_after_s, is_heard = 0.0, SAY_AFTER_S, True
         if not is_heard:
             continue
         said = f"{who} has not answered for {quiet_s:.0f} s while the other ranks wait for it"
@@ -280,9 +278,9 @@ def _watch(
             warn(f"{said}; the run ends after {deadline_s:g} s (--rank_timeout_s).")
 
 
-def _received(own: socket.socket) -> list[bytes]:
-    beats = []
+def _has_received(own: socket.socket) -> bool:
+    is_beating = False
     with suppress(OSError):  # there is nothing more
         while True:
-            beats.append(own.recv(len(GOODBYE)))
-    return beats
+            is_beating = bool(own.recv(len(BEAT)))
+    return is_beating

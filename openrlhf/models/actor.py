@@ -173,16 +173,6 @@ def load_balancing_losses(
     return num_experts * (choices_BE / num_rows_B1 * (probs_sum_BE / num_rows_B1)).sum(-1)
 
 
-def experts_per_token(model: PreTrainedModel) -> int:
-    """Return the experts a token is sent to; raise ConfigError if their choice is not recorded."""
-    top_k = num_experts_per_token(model.config)
-    if not top_k or "router_logits" not in (model.base_model._can_record_outputs or {}):
-        raise ConfigError(
-            f"--aux_loss_coef is set, and {type(model).__name__} has no experts. Leave it out."
-        )
-    return top_k
-
-
 class PackedModel(nn.Module):
     """A Hugging Face model read at chosen places of packed rows.
 
@@ -195,7 +185,8 @@ class PackedModel(nn.Module):
     def __init__(self, model: nn.Module, *, with_aux_loss: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.top_k = experts_per_token(base_model_of(model)) if with_aux_loss else None
+        config = base_model_of(model).config
+        self.top_k = num_experts_per_token(config) if with_aux_loss else None
 
     def states_at(self, batch: PackedBatch, positions_N: Tensor) -> ReadStates:
         """Return hidden states of these row positions, and router losses (B,) when asked for."""

@@ -11,8 +11,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -348,8 +347,12 @@ def check_own_logits(model: PreTrainedModel) -> None:
     """
     if model.device.type == "cpu" and model.num_parameters() > MAX_WEIGHTS_ON_CPU:
         return
-    with _plain_attention(model):
-        ahead, error = _distances(model)
+    attention, is_packed = model.config._attn_implementation, not is_padded(model)
+    if is_packed:  # on any device
+        model.set_attn_implementation(PACKED_ATTENTION)
+    ahead, error = _distances(model)
+    if is_packed:
+        model.set_attn_implementation(attention)
     name, is_half = type(model).__name__, next(model.parameters()).dtype != torch.float32
     if not ahead <= MAX_AHEAD[is_half]:
         raise ConfigError(f"{name}: its tokens see those to their right. Use a causal model.")
@@ -381,22 +384,6 @@ def _distances(model: PreTrainedModel) -> tuple[float, float]:
     found_N, *_ = actor.head(token_stats, hidden_NH, batch.targets, 1.0, False)  # noqa: FBT003
     own_N = own_BTV.gather(-1, tokens_BT[:, 1:, None]).flatten()
     return ahead, (own_N - found_N).abs().mean().item()
-
-
-@contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """A block without dropout, and with an attention that any device has."""
-    was_training, attention = model.training, model.config._attn_implementation
-    is_packed = not is_padded(model)
-    model.eval()
-    if is_packed:
-        model.set_attn_implementation(PACKED_ATTENTION)
-    try:
-        yield
-    finally:
-        model.train(was_training)
-        if is_packed:
-            model.set_attn_implementation(attention)
 
 
 def say_padded(config: CommandConfig, paths: Iterable[str]) -> None:

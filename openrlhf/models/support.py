@@ -177,5 +177,8 @@ def _split_problems(config: PretrainedConfig, path: str, ds: DeepSpeedConfig) ->
 
 
 def num_experts_per_token(config: PretrainedConfig) -> int:
-    """Return the experts that a token is sent to; 0 if the model has none."""
+    """Return the experts that a token is sent to; 0 if the model has none, or does not tell."""
+    family = causal_class(config)
+    if family is None or "router_logits" not in (family._can_record_outputs or {}):
+        return 0
     return int(config.get_text_config().to_dict().get("num_experts_per_tok") or 0)
