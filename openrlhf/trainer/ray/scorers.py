@@ -93,3 +93,8 @@ class RewardModelActor(ModelWorker):
         rewards = torch.full((len(read),), torch.nan)
         rewards[~is_too_long] = self._scores(kept)
         return rewards
+
+    def _scores(self, experience: Experience) -> Tensor:
+        return self.forward_in_micro_batches(
+            experience, lambda batch: self.engine(batch).scores, what="rewards"
+        )
