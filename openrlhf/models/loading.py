@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from openrlhf.config.base import is_given
 from openrlhf.config.common import CommandConfig, DeepSpeedConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, first_line
@@ -36,7 +37,7 @@ from openrlhf.models.support import (
 )
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.logging import say_notices
+from openrlhf.utils.logging import notice, say_notices
 from openrlhf.utils.packable import is_padded, why_padded
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
@@ -386,12 +387,19 @@ def _distances(model: PreTrainedModel) -> tuple[float, float]:
     return ahead, (own_N - found_N).abs().mean().item()
 
 
-def say_padded(config: CommandConfig, paths: Iterable[str]) -> None:
-    """Say which of the models at `paths` is padded; the main rank calls."""
-    trust = config.trust_remote_code
+def say_attention(config: CommandConfig, paths: Iterable[str]) -> None:
+    """Say which of the models at `paths` is padded, and if flash attention does not run: where
+    there is no GPU, only to who typed it. The main rank calls.
+    """
+    trust, is_cuda = config.trust_remote_code, torch.cuda.is_available()
     configs = {path: load_config(path, trust_remote_code=trust) for path in paths}
     notes = [padding_note(facts, path) for path, facts in configs.items()]
     say_notices(filter(None, notes))
+    is_asked = is_cuda or is_given(config, "ds.attn_implementation")
+    runs = all(notes) or (is_cuda and is_installed("flash_attn"))
+    if config.ds.attention == FLASH_2 and is_asked and not runs:
+        lacks = "the flash-attn package" if is_cuda else "a GPU"
+        notice(f"{FLASH_2} needs {lacks}: packed rows use torch's own attention (SDPA)")
 
 
 def merge_adapter(

@@ -22,7 +22,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.loading import DTYPES, say_padded
+from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
 from openrlhf.rollout.agents.worker import AgentSetup
@@ -92,7 +92,7 @@ def _prepare_and_run(
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
-        say_padded(config, named_models(config))
+        say_attention(config, named_models(config))
         with open_cluster(
             config,
             worker_classes(config),

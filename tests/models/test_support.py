@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers as hf
 
+from openrlhf.config.cli import parse_config
 from openrlhf.config.common import DeepSpeedConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ConfigError
-from openrlhf.models import support
-from openrlhf.models.loading import apply_liger, load_causal_lm
+from openrlhf.models import loading, support
+from openrlhf.models.loading import apply_liger, load_causal_lm, say_attention
 from openrlhf.models.support import check_here, num_positions
 from tests.models.helpers import tiny_model
 
@@ -82,6 +84,27 @@ def test_everything_a_machine_lacks_is_said_at_once(bare):
         assert ("torch sees no CUDA device" in line) == (module != "bitsandbytes")
     assert said[0].endswith(f". Mend that, or leave {flags[0]} out.")
     assert said[3].startswith("--deepcompile: ") and len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "has_gpu", "has_package", "lacks"),
+    [
+        ("", False, False, None),
+        ("--flash_attn", False, False, "a GPU"),
+        ("--attn_implementation sdpa", True, False, None),
+        ("", True, False, "the flash-attn package"),
+        ("--flash_attn", True, True, None),
+    ],
+)
+def test_flash_attention_that_does_not_run_is_said_once(
+    monkeypatch, capsys, qwen2_dir, words, has_gpu, has_package, lacks
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(loading, "is_installed", lambda package: has_package)
+    config = parse_config(SFTConfig, ["--pretrain", "m", "--dataset", "d", *words.split()]).config
+    say_attention(config, [str(qwen2_dir)])
+    said = capsys.readouterr().out
+    assert (f"flash_attention_2 needs {lacks}: " in said) if lacks else said == ""
 
 
 def test_fp16_needs_a_gpu_or_a_cpu_that_knows_it(monkeypatch):
