@@ -8,7 +8,6 @@ thread, such as a step of an agent, it is made in a worker of a FunctionPool, wh
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from decimal import Decimal
@@ -91,9 +90,6 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> li
 @lru_cache(maxsize=1)
 def _pool() -> FunctionPool:
     return FunctionPool(__file__, POOL)
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # the pool is its parent's
 
 
 def _final(text: str) -> str:

@@ -67,8 +67,9 @@ class FunctionPool(RewardSource):
         super().__init__(self.path, self.settings.batch_size)
         numbers = range(self.settings.num_workers)
         self.workers = [Worker(self.path, self.settings, index) for index in numbers]
-        self._idle = self.workers[::-1]
-        self._places = asyncio.Semaphore(len(self.workers))
+        self._idle: asyncio.Queue[Worker] = asyncio.LifoQueue()
+        for worker in reversed(self.workers):
+            self._idle.put_nowait(worker)
         try:
             self.run(self.score_part(NO_SAMPLES))
         except ConfigError:
@@ -77,21 +78,14 @@ class FunctionPool(RewardSource):
 
     @property
     def has_room(self) -> bool:
-        return bool(self._idle)
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Return the processes that live now."""
-        found = [worker.process for worker in self.workers if worker.process is not None]
-        return [process.pid for process in found if process.returncode is None]
+        return not self._idle.empty()
 
     async def score_part(self, batch: RewardBatch) -> RewardResult:
-        async with self._places:
-            worker = self._idle.pop()
-            try:
-                return await worker.score(batch)
-            finally:
-                self._idle.append(worker)
+        worker = await self._idle.get()
+        try:
+            return await worker.score(batch)
+        finally:
+            self._idle.put_nowait(worker)
 
     async def release(self) -> None:
         for worker in self.workers:

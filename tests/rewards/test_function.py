@@ -123,37 +123,6 @@ def test_an_exception_of_the_user_keeps_its_line_and_message(tmp_path):
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_hugging_face_functions_get_prompts_completions_and_columns(tmp_path):
-    source = reward_from(
-        tmp_path,
-        """
-        def accuracy(prompts, completions, **columns):
-            assert prompts == ["p0", "p1"] and completions == ["r0", "r1"]
-            assert columns["labels"] == ["0", "1"]
-            return [float(x) for x in columns["answer"]]
-        """,
-    )
-    assert source.answer(batch_of(2, answer=[3, 4])).rewards == [3.0, 4.0]
-
-
-def test_hugging_face_functions_without_kwargs_get_only_the_columns_they_name(tmp_path):
-    source = reward_from(
-        tmp_path,
-        """
-        def reward_func(completions, answer):
-            return [float(c == a) for c, a in zip(completions, answer)]
-        """,
-    )
-    batch = batch_of(2, answer=["r0", "x"], other=[1, 2])
-    assert source.answer(batch).rewards == [1.0, 0.0]
-
-
-def test_none_of_the_only_hugging_face_function_is_an_error(tmp_path):
-    source = reward_from(tmp_path, "def f(prompts, completions, **kwargs): return [1.0, None]")
-    with pytest.raises(RewardError, match=r"no reward function applies to sample 0/1/0"):
-        source.answer(batch_of(2))
-
-
 @pytest.mark.parametrize(
     ("code", "message"),
     [

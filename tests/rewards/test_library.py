@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -157,13 +156,7 @@ def test_threads_get_the_answers_of_the_main_thread_and_survive_what_has_no_end(
     math_grader._pool.cache_clear()
     assert in_thread("so it is \\boxed{\\frac{1}{2}}", "0.5") and not in_thread("1/2", "0.2")
     assert in_thread(*power) is False
-    os.kill(math_grader._pool().worker_pids[0], signal.SIGKILL)
-    while math_grader._pool().worker_pids:
-        time.sleep(0.01)
-    assert in_thread("1/2", "0.5") is True
-    if (child := os.fork()) == 0:  # which starts a pool of its own
-        os._exit(math_grader._pool.cache_info().currsize)
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_thread("1/2", "0.5") is True  # in a new process
     math_grader._pool().close()
     math_grader._pool.cache_clear()
 
@@ -208,12 +201,6 @@ def test_a_program_passes_its_tests_or_does_not() -> None:
 # Each is a wrong `double` and a way to look right all the same.
 CHEATS = {
     "leave at once": "import os; os._exit(0)",
-    "read its own file": """
-        import re
-        marks = re.findall(r"all tests ran \\w+", open("program.py").read())
-        print(*marks, flush=True)
-        import os; os._exit(0)
-    """,
     "look for the tests": """
         import glob, os, re
         def read(path):
@@ -231,11 +218,6 @@ CHEATS = {
             __ne__ = __lt__ = __gt__ = __bool__ = __eq__
             __sub__ = __abs__ = lambda self, *other: self
         def double(x): return Any()
-    """,
-    "a number that equals everything": """
-        class Any(int):
-            def __eq__(self, other): return True
-        def double(x): return Any(7)
     """,
     "change Python": """
         import builtins, os, sys, unittest
@@ -363,12 +345,6 @@ def test_tests_see_arrays() -> None:
     assert passes_tests(program, tests, CodeLimits(timeout_s=20, memory_mib=2048))
 
 
-def test_a_program_that_does_not_end_fails_at_the_time_limit() -> None:
-    start = time.monotonic()
-    assert not passes_tests("while True: pass", "assert True", CodeLimits(timeout_s=1))
-    assert time.monotonic() - start < 10
-
-
 def test_a_program_gets_its_input_and_nothing_of_this_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -431,9 +407,7 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
         ("while True: pass", None),
         ("import time; time.sleep(1000)", None),
         ("x = bytearray(10**10)", "MemoryError"),
-        ("open('big', 'wb').write(b'x' * 10**7)", "File too large"),
         ("print('x' * 10**7)", "File too large"),
-        ("raise ValueError('mine')", "ValueError: mine"),
         ("1/0", "ZeroDivisionError"),
         ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ""),
         ("print('\ud800')", ""),

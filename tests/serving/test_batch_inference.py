@@ -317,24 +317,6 @@ def test_dialogues_go_through_generation_and_scoring_and_into_training(folder: P
     assert (row["input"], row["output"]) == ([question], "3")
 
 
-def test_dialogues_in_an_object_and_calls_of_tools_are_answered_and_scored(folder: Path) -> None:
-    question, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
-    write_jsonl(folder / "object.jsonl", [{"input": {"messages": [question, answer]}}])
-    paths = {"dataset": "object.jsonl", "output_path": "object-out.jsonl"}
-    run_batch_inference(config_of(folder, "generate", GREEDY, **paths))
-    [row] = read_rows(folder / "object-out.jsonl")
-    assert row["input"] == [question]
-
-    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    called = {"role": "assistant", "content": None, "tool_calls": [call]}
-    write_jsonl(folder / "call.jsonl", [{"messages": [question, called]}])
-    for name, said in (("object", "2"), ("call", "")):
-        paths = {"dataset": f"{name}.jsonl", "output_path": f"{name}-rm.jsonl"}
-        run_batch_inference(config_of(folder, "rm", "", pretrain="reward", **paths))
-        [row] = read_rows(folder / f"{name}-rm.jsonl")
-        assert (row["input"], row["output"]) == ([question], said)
-
-
 def test_a_wrong_model_hides_no_column(folder: Path, refuse) -> None:
     paths = f"--pretrain {folder}/model --dataset {folder}/answers.jsonl --output_path {folder}/o"
     words = f"--eval_task rm {paths} --output_key gold --input_key question".split()
