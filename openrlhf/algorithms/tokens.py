@@ -64,11 +64,6 @@ def last_action_index(num_actions_B: Tensor) -> Tensor:
     return num_actions_B.cumsum(0)[num_actions_B > 0] - 1
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum where the mask is True, (); what lies under False, NaN included, has no effect."""
-    return values.masked_fill(~mask.bool(), 0).sum()
-
-
 def chunked_logprobs(  # noqa: PLR0913 - linear + log_softmax in one, with the options of LM heads
     hidden_NH: Tensor,
     weight_VH: Tensor,

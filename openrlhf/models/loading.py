@@ -256,8 +256,8 @@ def load_sequence_model(
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
     has_stored_head = is_value_model(config)
-    if not has_stored_head and not allow_fresh_head:
-        raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
+    if not allow_fresh_head:
+        check_value_model(config, path)
     if is_classifier(config) and config.num_labels != 1:
         raise ConfigError(
             f"The model at {path!r} has {config.num_labels} labels; a value head has one."
@@ -437,6 +437,12 @@ def is_value_model(config: PretrainedConfig) -> bool:
     """Return True for a checkpoint with a scalar head, which must then be found in it."""
     has_own_class = OPENRLHF_CLASSES.intersection(config.architectures or ())
     return bool(has_own_class) or is_classifier(config) or "value_head_prefix" in config.to_dict()
+
+
+def check_value_model(config: PretrainedConfig, path: str) -> None:
+    """Raise ConfigError for a checkpoint without a scalar head."""
+    if not is_value_model(config):
+        raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -40,11 +39,6 @@ class CodeResult:
     stdout: str
     stderr: str
 
-    @property
-    def is_ok(self) -> bool:
-        """Return True if it ended by itself without an error."""
-        return self.exit_code == 0
-
 
 def run_python(program: str, stdin: str = "", limits: CodeLimits | None = None) -> CodeResult:
     """Run a Python program in an empty folder with an empty environment; never raises for what the
@@ -64,36 +58,36 @@ def passes_tests(program: str, tests: str, limits: CodeLimits | None = None) -> 
 
 
 def _run(mode: str, program: str, stdin: str, limits: CodeLimits) -> CodeResult:
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-        # A lone surrogate cannot be written as UTF-8: the program then fails on what stands there.
-        Path(folder, "program.py").write_text(program, "utf-8", errors="replace")
-        files[0].write(stdin.encode(errors="replace"))
-        files[0].seek(0)
-        code = _exit_code(mode, folder, files, limits)
-        return CodeResult(code, _start_of(files[1]), _start_of(files[2]))
-
-
-def _exit_code(mode: str, folder: str, files: list[IO[bytes]], limits: CodeLimits) -> int | None:
     cpu_s = max(int(limits.timeout_s + 1), 1)
     numbers = (cpu_s, limits.memory_mib * MIB, limits.file_mib * MIB, os.getpid())
-    process = subprocess.Popen(
-        [sys.executable, "-I", str(PROGRAM_PROCESS), mode, *map(str, numbers)],
-        stdin=files[0],
-        stdout=files[1],
-        stderr=files[2],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"},
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limits.timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill_tree(process.pid)
-        process.wait()
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+    ):
+        # A lone surrogate cannot be written as UTF-8: the program then fails on what stands there.
+        Path(folder, "program.py").write_text(program, "utf-8", errors="replace")
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(PROGRAM_PROCESS), mode, *map(str, numbers)],
+            stdin=given,
+            stdout=output,
+            stderr=errors,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+        try:
+            process.wait(limits.timeout_s)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_tree(process.pid)
+            process.wait()
+        return CodeResult(code, _start_of(output), _start_of(errors))
 
 
 def _start_of(file: IO[bytes]) -> str:

@@ -40,7 +40,7 @@ from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig, check_vllm_is_installed
 from openrlhf.errors import ConfigError, RewardError
 from openrlhf.models.loading import (
-    is_value_model,
+    check_value_model,
     load_causal_lm,
     load_config,
     load_sequence_model,
@@ -288,10 +288,7 @@ class ScoreTask(BatchTask):
 
     def _check_model(self, facts: PretrainedConfig) -> None:
         check_here(self.config.ds, trains=False)
-        if not is_value_model(facts):
-            raise ConfigError(
-                f"The model at {self.model_path!r} has no value head. Give a trained reward model."
-            )
+        check_value_model(facts, self.model_path)
 
     def _tokenise(self) -> None:
         self.samples = SFTDataset(self.rows, self.tokenizer, scored_format(self.config.data))

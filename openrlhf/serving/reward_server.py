@@ -279,13 +279,11 @@ def serve_rewards(config: ServeRewardConfig) -> None:
 
 
 def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
-    """Return HTTP without access log, websockets, trusted proxies or a word about the software."""
+    """Return HTTP without an access log, trusted proxies or a word about the software."""
     return uvicorn.Config(
         app,
         http="h11",
         loop="asyncio",
-        ws="none",
-        lifespan="off",
         access_log=False,
         log_config=None,
         log_level="critical",

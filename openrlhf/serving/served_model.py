@@ -22,10 +22,10 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from openrlhf.config.serving import ServeRewardConfig
-from openrlhf.errors import ConfigError, first_line
+from openrlhf.errors import first_line
 from openrlhf.models.loading import (
+    check_value_model,
     default_device_type,
-    is_value_model,
     load_config,
     load_sequence_model,
 )
@@ -37,7 +37,8 @@ from openrlhf.utils.tensors import dtype_name, fingerprint
 from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 Row = Sequence[int]  # token ids of one text
-Waiting = tuple[int, int, Row, "asyncio.Future[float]"]  # turn, number of its arrival
+Answer = asyncio.Future["float | RefusedError"]
+Waiting = tuple[int, int, Row, Answer]  # turn, number of its arrival
 SHORTEST = ([0],)  # every vocabulary has a token 0
 
 
@@ -62,10 +63,7 @@ class ServedModel:
         self.name = Path(path).name  # `org/name` and `/models/name` are both `name`
         self.hash = ""  # of weights and scale, once they are loaded
         facts = load_config(path, trust_remote_code=trust)
-        if not is_value_model(facts):
-            raise ConfigError(
-                f"The model at {path!r} has no value head. Give a trained reward model."
-            )
+        check_value_model(facts, path)
         if config.reward.normalize_enable:
             reward_scale(facts)
         limit = num_positions(facts)
@@ -170,12 +168,12 @@ class Batcher:
 
         Cancelling frees its place.
         """
-        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        futures: list[Answer] = [asyncio.get_running_loop().create_future() for _ in rows]
         for turn, (row, future) in enumerate(zip(rows, futures, strict=True), start=self._turn):
             heapq.heappush(self._waiting, (turn, next(self._arrivals), row, future))
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._run())
-        scores: list[float | RefusedError] = await asyncio.gather(*futures, return_exceptions=True)
+        scores: list[float | RefusedError] = await asyncio.gather(*futures)
         for index, score in enumerate(scores):
             if isinstance(score, RefusedError):
                 score.field = f"query[{index}]"
@@ -190,16 +188,12 @@ class Batcher:
             scores = await loop.run_in_executor(self._thread, self._scores, rows)
             self.num_rows += len(rows)
             for (_, future), score in zip(taken, scores, strict=True):
-                if future.done():  # given up
-                    continue
-                if isinstance(score, RefusedError):
-                    future.set_exception(score)
-                else:
+                if not future.done():  # or else given up
                     future.set_result(score)
 
-    def _next_rows(self) -> list[tuple[Row, asyncio.Future[float]]]:
+    def _next_rows(self) -> list[tuple[Row, Answer]]:
         """Take rows until the forward is full."""
-        taken: list[tuple[Row, asyncio.Future[float]]] = []
+        taken: list[tuple[Row, Answer]] = []
         num_tokens = 0
         while self._waiting and len(taken) != self._max_rows:
             turn, _, row, future = self._waiting[0]

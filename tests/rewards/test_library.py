@@ -350,7 +350,7 @@ def test_a_program_gets_its_input_and_nothing_of_this_environment(
 ) -> None:
     monkeypatch.setenv("CANARY", "secret")
     result = run_python("import os\nprint(input(), os.environ.get('CANARY'), os.listdir())", "hi")
-    assert result.stdout == "hi None ['program.py']\n" and result.is_ok
+    assert result.stdout == "hi None ['program.py']\n" and result.exit_code == 0
 
 
 SPY = """
@@ -423,7 +423,7 @@ def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None)
         assert result.exit_code is None
     else:
         assert told in result.stderr
-        assert result.is_ok == (program == "print('\ud800')")
+        assert (result.exit_code == 0) == (program == "print('\ud800')")
 
 
 def test_what_a_program_leaves_running_is_ended() -> None:
@@ -436,7 +436,7 @@ while not os.path.exists("pid") or not open("pid").read(): time.sleep(0.01)
 print(open("pid").read())
 """
     result = run_python(program)
-    assert result.is_ok
+    assert result.exit_code == 0
     pid = int(result.stdout)
     deadline = time.monotonic() + 5
     while _is_running(pid) and time.monotonic() < deadline:
