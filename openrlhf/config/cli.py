@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from openrlhf.config.base import Caution, Meanings, Option, value_at, walk, with_value
+from openrlhf.config.base import Caution, Meanings, Option, is_given, value_at, walk, with_value
 from openrlhf.config.common import CommandConfig
 from openrlhf.config.local_paths import LISTS
 from openrlhf.errors import ConfigError
@@ -32,6 +32,11 @@ Setting: TypeAlias = tuple[str, str, list[str]]  # name with `_` for `-`, as typ
 
 SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), "true")
 SWITCH_WORDS |= dict.fromkeys(("false", "0", "no", "off"), "false")
+# Settings that the columns of the data decide where nobody types them.
+RECOGNISED = (
+    *("data.input_key", "data.output_key", "data.prompt_key", "data.label_key"),
+    *("data.apply_chat_template", "model.pretrain_mode_enable"),
+)
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -340,14 +345,14 @@ def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
     return config, environment
 
 
-def save_resolved(config: CommandConfig, path: Path, *, without: Iterable[str] = ()) -> None:
-    """Write the whole tree as YAML; `--config` on it gives the same tree again.
+def save_resolved(config: CommandConfig, path: Path) -> None:
+    """Write the tree as YAML; `--config` on it gives the same tree again.
 
-    Leaves out secrets, the local rank, which belongs to a process and not to a run, and the leaves
-    `without`, dotted.
+    Leaves out secrets, the local rank, which belongs to a process and not to a run, and what the
+    columns of the data decide again where nobody typed it.
     """
     public, _ = take_secrets(config)
-    left_out = {"local_rank", *without}
+    left_out = {"local_rank", *(path for path in RECOGNISED if not is_given(config, path))}
     values = {
         option.path: Given(_as_yaml(value_at(public, option.path)), "")
         for option in walk(type(config))

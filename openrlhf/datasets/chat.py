@@ -166,27 +166,18 @@ def plain_text(value: object, column: str) -> str:
     return value
 
 
-def text_to_learn(value: object, column: str) -> str:
-    """Return text to learn from; a row without any is left out, another type is an error."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise LeftOutError("empty response")
-    return plain_text(value, column)
-
-
 def is_blank(message: Message) -> bool:
     """Return True for a message without text, parts of another kind or tool calls."""
     content = message.get("content")
-    if isinstance(content, str):
-        return not content.strip() and not message.get("tool_calls")
-    return not content and not message.get("tool_calls")
+    said = content.strip() if isinstance(content, str) else content
+    return not said and not message.get("tool_calls")
 
 
 def fill_template(input_template: str | None, text: str) -> str:
     """Return the text inside a format string with one {}; a template without {} is not used."""
-    if not has_placeholder(input_template):
-        return text
-    assert input_template is not None
-    return input_template.format(text)
+    return (
+        input_template.format(text) if input_template and has_placeholder(input_template) else text
+    )
 
 
 def has_placeholder(input_template: str | None) -> bool:
@@ -232,7 +223,7 @@ def render_dialogue(
     Spans come from the template's generation markers, else from rendering prefixes of the dialogue,
     and end where inference stops: no model samples what a template writes behind that. Raises
     ConfigError for a template without markers whose prefixes are no prefixes, RowError for a
-    refused dialogue, LeftOutError for a cut answer that the template does not keep.
+    refused dialogue.
     """
     check_order(messages)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -250,22 +241,9 @@ def render_dialogue(
         text = text[: spans[-1][1]]
     if is_cut and spans:  # the template would end an answer that did not end
         *others, (start, end) = spans
-        stop = _end_of_words(encoder, messages[-1], text, start, end)
-        return Rendered(text[:stop], (*others, (start, stop)), is_cut=True)
+        cut = text[:end].removesuffix(frame_of(encoder)[2])
+        return Rendered(cut, (*others, (start, len(cut))), is_cut=True)
     return Rendered(text, tuple(spans))
-
-
-def _end_of_words(encoder: TextEncoder, answer: Message, text: str, start: int, end: int) -> int:
-    """Return where the last word of an answer ends in its turn (start, end) of a rendered text."""
-    content = answer.get("content")
-    if isinstance(content, list) and content and isinstance(content[-1], Mapping):
-        content = content[-1].get("text")
-    words = encoder.hide(content) if isinstance(content, str) else ""
-    for said in (words, words.strip()) if not answer.get("tool_calls") else ():
-        place = text.rfind(said, start, end)
-        if said and place >= 0:
-            return place + len(said)
-    raise LeftOutError("cut answer that the chat template rewrites")
 
 
 def _prefix_span(

@@ -15,36 +15,18 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import Rendered, RowError, plain_text
-from openrlhf.datasets.conventions import pick_columns
-from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
+from openrlhf.datasets.tokenized import (
+    Row,
+    RowFormat,
+    Tokenised,
+    TokenizedDataset,
+    Tokens,
+    pick_columns,
+)
 from openrlhf.errors import ConfigError
 from openrlhf.utils.tokenizer import Tokenizer, encode_text
 
 STEPWISE_COLUMNS = ["prompt", "completions", "labels"]
-
-
-@dataclass(frozen=True)
-class ProcessFormat(RowFormat):
-    """How rows become judged steps."""
-
-    input_key: str | None = None  # None: `input`, `text`, or the columns of STEPWISE_COLUMNS
-    label_key: str | None = None  # None: `label` or `labels`
-    placeholder_token: str = ""  # the marker
-    reward_tokens: tuple[str, ...] = ()  # what a label may be, the positive one first; () for any
-
-    def find_columns(self, rows: Dataset) -> list[str]:
-        """Return the columns of the text and of its labels, or STEPWISE_COLUMNS where they are
-        those.
-        """
-        found = rows.column_names
-        is_usual = self.input_key in (None, "input") and "input" not in found
-        if is_usual and set(STEPWISE_COLUMNS) <= set(found):
-            return STEPWISE_COLUMNS
-        return pick_columns(
-            found,
-            (self.input_key, ("input", "text"), "--input_key"),
-            (self.label_key, ("label", "labels"), "--label_key"),
-        )
 
 
 @dataclass(frozen=True)
@@ -69,24 +51,32 @@ class ProcessRewardDataset(TokenizedDataset):
         labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
         return ProcessExample(token_ids, marker_mask, labels[: int(marker_mask.sum())], is_soft)
 
-    def _find_columns(self) -> None:
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
+        """Return the columns of the text and of its labels, or STEPWISE_COLUMNS where they are
+        those.
+        """
+        found = rows.column_names
+        is_usual = form.input_key in (None, "input") and "input" not in found
+        if is_usual and set(STEPWISE_COLUMNS) <= set(found):
+            return STEPWISE_COLUMNS
+        return pick_columns(
+            found,
+            (form.input_key, ("input", "text"), "--input_key"),
+            (form.label_key, ("label", "labels"), "--label_key"),
+        )
+
+    def _settle(self) -> None:
         form, tokenizer = self._format, self._encoder.tokenizer
-        marker = form.placeholder_token
-        self.marker_id = single_token_id(tokenizer, marker, flag="--placeholder_token")
+        self.marker_id = single_token_id(
+            tokenizer, form.placeholder_token, flag="--placeholder_token"
+        )
         self.reward_token_ids = tuple(
             single_token_id(tokenizer, text, flag="--reward_tokens") for text in form.reward_tokens
         )
-        self._columns = form.find_columns(self._rows)
         is_stepwise = self._columns == STEPWISE_COLUMNS
-        self._say_read(
-            self._columns,
-            "steps and their labels" if is_stepwise else "text and its labels",
-            is_asked=self._columns == [form.input_key or "input", form.label_key or "label"],
-            fills_template=False,
-        )
-        if not is_stepwise:
-            text, labels = self._columns
-            self.recognised = {"data.input_key": text, "data.label_key": labels}
+        how = "steps and their labels" if is_stepwise else "text and its labels"
+        self._say_read(self._columns, how)
 
     def _tokens_of(self, row: Row) -> Tokenised:
         marker = self._format.placeholder_token
@@ -94,7 +84,7 @@ class ProcessRewardDataset(TokenizedDataset):
         text = marker.join(map(self._encoder.plain, steps))
         ids = self._encode(Rendered(text)).ids
         mask = [token == self.marker_id for token in ids]
-        name = self._columns[-1]
+        name = str(self._columns[-1])
         values = row[name]
         if not isinstance(values, (list, tuple)):
             raise RowError(f"'{name}' is {type(values).__name__}, not a list of labels")
@@ -110,7 +100,8 @@ class ProcessRewardDataset(TokenizedDataset):
         own, each step with the marker at its end.
         """
         if self._columns != STEPWISE_COLUMNS:
-            return plain_text(row[self._columns[0]], self._columns[0])
+            name = str(self._columns[0])
+            return plain_text(row[name], name)
         steps, marker = row["completions"], self._format.placeholder_token
         if not isinstance(steps, (list, tuple)) or not all(isinstance(s, str) for s in steps):
             raise RowError("'completions' is not a list of texts")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -22,25 +22,16 @@ from openrlhf.datasets.chat import (
     without_answer,
     wrap_input,
 )
-from openrlhf.datasets.conventions import PROMPT_COLUMNS, pick_columns, uses_chat_template
 from openrlhf.datasets.prompt_record import PromptRecord
-from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
-
-
-@dataclass(frozen=True)
-class PromptFormat(RowFormat):
-    """How rows become prompts."""
-
-    input_key: str | None = None  # None: the first of PROMPT_COLUMNS that is there
-    label_key: str | None = None
-    max_len: int | None = None  # tokens of a prompt; None for no limit
-    around: str | None = None  # text around what is asked, with {input}, as `wrap_input` puts it
-
-    def find_columns(self, rows: Dataset) -> list[str]:
-        """Return the columns of the prompt and, where it has one, of the label."""
-        label = [(self.label_key, (), "--label_key")] if self.label_key else []
-        wanted = (self.input_key, PROMPT_COLUMNS, "--input_key")
-        return pick_columns(rows.column_names, wanted, *label)
+from openrlhf.datasets.tokenized import (
+    PROMPT_COLUMNS,
+    Row,
+    RowFormat,
+    Tokenised,
+    TokenizedDataset,
+    Tokens,
+    pick_columns,
+)
 
 
 class PromptDataset(TokenizedDataset):
@@ -76,20 +67,19 @@ class PromptDataset(TokenizedDataset):
             return self._example(index)[1]["text"]
         return self._encoder.reveal(self._prompt_text(row, self._input_key))
 
-    def _find_columns(self) -> None:
-        form = self._format
-        name = self._input_key = form.find_columns(self._rows)[0]
-        tokenizer = self._encoder.tokenizer
-        is_chat = uses_chat_template(form.apply_chat_template, self._rows, [name], tokenizer)
-        is_asked = form.apply_chat_template or not is_chat
-        self._format = replace(form, input_key=name, apply_chat_template=is_chat)
-        self._say_read(
-            [name],
-            "messages, with the chat template" if is_chat else "text",
-            is_asked=is_asked and name == (form.input_key or "input"),
-            fills_template=not is_chat,
-        )
-        self.recognised = {"data.input_key": name, "data.apply_chat_template": is_chat}
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
+        """Return the columns of the prompt and, where it has one, of the label."""
+        label = [(form.label_key, (), "--label_key")] if form.label_key else []
+        wanted = (form.input_key, PROMPT_COLUMNS, "--input_key")
+        return pick_columns(rows.column_names, wanted, *label)
+
+    def _settle(self) -> None:
+        self._input_key, *_ = self._columns
+        is_chat = self._uses_chat_template([self._input_key])
+        self._format = replace(self._format, apply_chat_template=is_chat)
+        how = "messages, with the chat template" if is_chat else "text"
+        self._say_read([self._input_key], how, fills_template=not is_chat)
 
     def _tokens_of(self, row: Row) -> Tokenised:
         key, column, around = self._format.label_key, self._input_key, self._format.around
@@ -106,7 +96,8 @@ class PromptDataset(TokenizedDataset):
         return [self._encode(Rendered(text))], extra
 
     def _holds_messages(self, row: Row) -> bool:
-        return self._format.apply_chat_template and not isinstance(row[self._input_key], str)
+        is_chat = bool(self._format.apply_chat_template)
+        return is_chat and not isinstance(row[self._input_key], str)
 
     def _cut(self, tokens: list[Tokens], extra: Any, limit: int) -> Tokenised:
         """Return the last tokens of a prompt, behind the BOS it began with."""

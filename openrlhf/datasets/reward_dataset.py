@@ -26,35 +26,17 @@ from openrlhf.datasets.chat import (
     render_dialogue,
     to_messages,
 )
-from openrlhf.datasets.conventions import number_of, pick_columns, uses_chat_template
 from openrlhf.datasets.sft_dataset import preprocess_data as answered_texts
-from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, TokenizedDataset, Tokens
+from openrlhf.datasets.tokenized import (
+    Row,
+    RowFormat,
+    Tokenised,
+    TokenizedDataset,
+    Tokens,
+    number_of,
+    pick_columns,
+)
 from openrlhf.errors import DataError
-
-
-@dataclass(frozen=True)
-class PreferenceFormat(RowFormat):
-    """How rows become preference pairs."""
-
-    prompt_key: str | None = None  # None: the column `prompt`, or else whole dialogues
-    chosen_key: str = "chosen"
-    rejected_key: str = "rejected"
-    with_margin: bool = False  # read `margin`: how much better the chosen side is
-    max_len: int | None = 512
-
-    def find_columns(self, rows: Dataset) -> list[str]:
-        """Return the columns of both sides, behind that of a prompt."""
-        columns, prompt = rows.column_names, []
-        if self.prompt_key is not None or "prompt" in columns:
-            prompt = [(self.prompt_key, ("prompt",), "--prompt_key")]
-        sides = [(self.chosen_key, (), "--chosen_key"), (self.rejected_key, (), "--rejected_key")]
-        found = pick_columns(columns, *prompt, *sides)
-        if self.with_margin and "margin" not in columns:
-            raise DataError(
-                f"column 'margin' is not in the data set; columns found: {', '.join(columns)}. "
-                "Add it, or leave --margin_loss out."
-            )
-        return found
 
 
 @dataclass(frozen=True)
@@ -78,30 +60,35 @@ class PreferenceDataset(TokenizedDataset):
         [chosen, rejected], margin = self._example(index)
         return PreferencePair(*chosen.tensors, *rejected.tensors, margin)
 
-    def _find_columns(self) -> None:
-        asked = self._format
-        names = asked.find_columns(self._rows)
-        prompt = names[0] if len(names) > 2 else None
-        is_chat = uses_chat_template(
-            asked.apply_chat_template, self._rows, names, self._encoder.tokenizer
-        )
-        if prompt and not asked.prompt_key and not is_chat and self._is_in_answers(names):
-            self.notices.append(
-                Caution(
-                    f"column '{prompt}' was not used: both answers of every row hold their prompt. "
-                    f"Type --prompt_key {prompt} to put it before them"
-                )
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:
+        """Return the columns of both sides, behind that of a prompt: the column `prompt`, if there
+        is one, or else sides are whole dialogues.
+        """
+        columns, prompt = rows.column_names, []
+        if form.prompt_key is not None or "prompt" in columns:
+            prompt = [(form.prompt_key, ("prompt",), "--prompt_key")]
+        sides = [(form.chosen_key, (), "--chosen_key"), (form.rejected_key, (), "--rejected_key")]
+        found = pick_columns(columns, *prompt, *sides)
+        if form.with_margin and "margin" not in columns:
+            raise DataError(
+                f"column 'margin' is not in the data set; columns found: {', '.join(columns)}. "
+                "Add it, or leave --margin_loss out."
             )
-            prompt = None
-        self._format = replace(asked, prompt_key=prompt, apply_chat_template=is_chat)
+        return found
+
+    def _settle(self) -> None:
+        form, names = self._format, self.find_columns(self._format, self._rows)
+        prompt = names[0] if len(names) > 2 else None
+        is_chat = self._uses_chat_template(names)
+        if prompt and not form.prompt_key and not is_chat and self._is_in_answers(names):
+            told = f"column '{prompt}' was not used: both answers of every row hold their prompt. "
+            self.notices.append(Caution(f"{told}Type --prompt_key {prompt} to put it before them"))
+            prompt, names = None, names[1:]
+        self._format = replace(form, prompt_key=prompt, apply_chat_template=is_chat)
         how = "text" if prompt else "text without a prompt column"
-        self._say_read(
-            names,
-            "messages, with the chat template" if is_chat else how,
-            is_asked=(asked.apply_chat_template or not is_chat) and prompt == asked.prompt_key,
-            fills_template=prompt is not None and not is_chat,
-        )
-        self.recognised = {"data.apply_chat_template": is_chat, "data.prompt_key": prompt}
+        how = "messages, with the chat template" if is_chat else how
+        self._say_read(names, how, fills_template=prompt is not None and not is_chat)
 
     def _is_in_answers(self, names: Sequence[str]) -> bool:
         """Return True if both answers of every row are texts that begin with its prompt."""

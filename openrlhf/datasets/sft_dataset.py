@@ -25,68 +25,20 @@ from openrlhf.datasets.chat import (
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.conventions import (
+from openrlhf.datasets.tokenized import (
     PROMPT_COLUMNS,
     TEXT_COLUMNS,
-    holds_answers,
-    holds_dialogues,
-    pick_columns,
-    uses_chat_template,
-)
-from openrlhf.datasets.tokenized import (
-    DEFAULT_TEMPLATE,
     Row,
     RowFormat,
     Tokenised,
     TokenizedDataset,
+    holds_dialogues,
+    pick_columns,
 )
 from openrlhf.errors import ConfigError, DataError
 
 LIKELY_ANSWERS = ("output", "response", "completion", "answer")  # columns that a remedy names
 Columns = tuple[str, str | None]  # prompt, answer; None: the prompt's column holds the answer too
-
-
-@dataclass(frozen=True)
-class SFTFormat(RowFormat):
-    """How rows become a prompt and its response."""
-
-    input_key: str | None = None  # None: the first of PROMPT_COLUMNS with an answer
-    output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last
-    usual_output: str | None = None  # looked for where nobody names a column
-    input_template: str | None = DEFAULT_TEMPLATE
-    multiturn: bool = False  # learn every assistant turn, not only the last
-    pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
-
-    def find_columns(self, rows: Dataset) -> Columns:
-        """Return the columns that flags name, or else the first of the usual ones with an
-        answer.
-        """
-        found = rows.column_names
-        if self.pretrain_mode:
-            return pick_columns(found, (self.input_key, TEXT_COLUMNS, "--input_key"))[0], None
-        is_named = self.input_key is not None or self.output_key is not None
-        if not is_named and holds_answers(found):
-            return "input", "output"
-        output = [(self.output_key, (), "--output_key")] if self.output_key is not None else []
-        prompt, *_ = pick_columns(found, (self.input_key, PROMPT_COLUMNS, "--input_key"), *output)
-        for name in [prompt] if is_named else [name for name in PROMPT_COLUMNS if name in found]:
-            answers = [self.usual_output, "completion" if name == "prompt" else None]
-            answer = self.output_key or next((a for a in answers if a in found), None)
-            has_own = (is_named or name != "prompt") and holds_dialogues(rows, name)
-            if answer is not None or has_own or self.is_whole_text((name, None), rows):
-                return name, answer
-        likely = next((name for name in LIKELY_ANSWERS if name in found), "NAME")
-        raise DataError(
-            f"no response column is given; columns found: {', '.join(found)}. Type --input_key "
-            f"{prompt} --output_key {likely}."
-        )
-
-    def is_whole_text(self, columns: Columns, rows: Dataset) -> bool:
-        """Return True if every token of the prompt column is learnt, and nothing else."""
-        if self.pretrain_mode is not None:
-            return self.pretrain_mode
-        is_text = columns == ("text", None) and not holds_dialogues(rows, "text")
-        return is_text and not self.apply_chat_template
 
 
 @dataclass(frozen=True)
@@ -97,40 +49,58 @@ class SFTExample:
     loss_mask: Tensor  # (T,) bool, False on the first token (nothing predicts it)
 
 
-class AnsweredPrompts(TokenizedDataset):
-    """Rows of a prompt and its response, in two columns or in one dialogue."""
+class SFTDataset(TokenizedDataset):
+    """Rows of a prompt and its response, in two columns or in one dialogue, in file order; raises
+    DataError.
+    """
 
     flags: ClassVar[str] = "--input_key, --output_key and --max_len"
+    text_flag: ClassVar[str] = "--input_key"  # that names a column to be learnt as a whole
 
-    def _find_columns(self) -> None:
-        asked, rows = self._format, self._rows
-        columns = asked.find_columns(rows)
-        is_text = asked.is_whole_text(columns, rows)
-        is_chat = not is_text and uses_chat_template(
-            asked.apply_chat_template, rows, filter(None, columns), self._encoder.tokenizer
+    def __getitem__(self, index: int) -> SFTExample:
+        [tokens], _ = self._example(index)
+        return SFTExample(*tokens.tensors)
+
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:
+        """Return the columns that flags name, or else the first of the usual ones with an
+        answer.
+        """
+        found = rows.column_names
+        if form.pretrain_mode:
+            return pick_columns(found, (form.input_key, TEXT_COLUMNS, cls.text_flag))[0], None
+        is_named = form.input_key is not None or form.output_key is not None
+        is_inferred = {"input", "output"} <= {*found} and {RENDERED, "finish_reason"} & {*found}
+        if not is_named and is_inferred:  # `batch_inference` keeps columns of its data beside them
+            return "input", "output"
+        output = [(form.output_key, (), "--output_key")] if form.output_key is not None else []
+        prompt, *_ = pick_columns(found, (form.input_key, PROMPT_COLUMNS, "--input_key"), *output)
+        for name in [prompt] if is_named else [name for name in PROMPT_COLUMNS if name in found]:
+            answers = [form.usual_output, "completion" if name == "prompt" else None]
+            answer = form.output_key or next((a for a in answers if a in found), None)
+            has_own = (is_named or name != "prompt") and holds_dialogues(rows, name)
+            if answer is not None or has_own or _is_whole_text(form, (name, None), rows):
+                return name, answer
+        likely = next((name for name in LIKELY_ANSWERS if name in found), "NAME")
+        raise DataError(
+            f"no response column is given; columns found: {', '.join(found)}. Type --input_key "
+            f"{prompt} --output_key {likely}."
         )
-        if asked.multiturn and not is_chat:
+
+    def _settle(self) -> None:
+        form, rows = self._format, self._rows
+        self.input_column, self.output_column = self.find_columns(form, rows)
+        is_text = _is_whole_text(form, (self.input_column, self.output_column), rows)
+        is_chat = not is_text and self._uses_chat_template(self._columns)
+        if form.multiturn and not is_chat:
             raise ConfigError(
                 "--multiturn finds turns in a chat template. Add --apply_chat_template."
             )
-        self.input_column, self.output_column = columns
-        self._format = replace(asked, apply_chat_template=is_chat, pretrain_mode=is_text)
-        how, fills_template = "text, of which every token is learnt", False
-        if is_chat:
-            how = "messages, with the chat template"
-        elif not is_text:
-            how, fills_template = "text", RENDERED not in rows.column_names
-        if fills_template and asked.input_template:
-            how = f"text, with --input_template {asked.input_template!r}"
-        named = {asked.input_key or "input", asked.output_key or asked.usual_output, None}
-        is_found = is_text or (is_chat and not asked.apply_chat_template)
-        is_asked = not is_found and named.issuperset(columns)
-        self._say_read(columns, how, is_asked=is_asked, fills_template=fills_template)
-        self.recognised = {
-            "data.input_key": self.input_column,
-            "data.output_key": self.output_column,
-            "data.apply_chat_template": is_chat,
-        }
+        self._format = replace(form, apply_chat_template=is_chat, pretrain_mode=is_text)
+        how = "text, of which every token is learnt" if is_text else "text"
+        is_plain = not is_text and not is_chat and RENDERED not in rows.column_names
+        how = "messages, with the chat template" if is_chat else how
+        self._say_read(self._columns, how, fills_template=is_plain)
 
     def asked(self, row: Row) -> Any:
         """Return the prompt of a row: messages, or text as the model reads it."""
@@ -160,16 +130,19 @@ class AnsweredPrompts(TokenizedDataset):
         return render_dialogue(self._encoder, messages, tools=tools, first=first, is_cut=is_cut)
 
 
-class SFTDataset(AnsweredPrompts):
-    """Examples to imitate, in file order; raises DataError."""
+class PretrainText(SFTDataset):
+    """Rows of --pretrain_data."""
 
-    def __getitem__(self, index: int) -> SFTExample:
-        [tokens], _ = self._example(index)
-        return SFTExample(*tokens.tensors)
+    flags = "--pretrain_key and --max_len"
+    text_flag = "--pretrain_key"
 
-    def _find_columns(self) -> None:
-        super()._find_columns()
-        self.recognised["model.pretrain_mode_enable"] = self._format.pretrain_mode
+
+def _is_whole_text(form: RowFormat, columns: Columns, rows: Dataset) -> bool:
+    """Return True if every token of the prompt column is learnt, and nothing else."""
+    if form.pretrain_mode is not None:
+        return form.pretrain_mode
+    is_text = columns == ("text", None) and not holds_dialogues(rows, "text")
+    return is_text and not form.apply_chat_template
 
 
 def preprocess_data(

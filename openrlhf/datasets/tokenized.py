@@ -1,8 +1,9 @@
 """From rows to examples of token ids, the same way for every kind of data.
 
-A subclass says what a row must hold and tokenises one. Rows are tokenised, held against the length
-limit and counted by `datasets.Dataset.map`: in several processes where there are many rows, whose
-result is then kept in the cache of the datasets library.
+A kind of data set finds its columns and tokenises a row. A flag that names a column always wins;
+without one, columns are recognised by the names that Hugging Face uses. Rows are tokenised, held
+against the length limit and counted by `datasets.Dataset.map`: in several processes where there are
+many rows. The result is kept in the cache of the datasets library.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import torch
@@ -23,7 +24,7 @@ from datasets import Dataset, Features, List, Value
 from filelock import FileLock
 from torch import Tensor
 
-from openrlhf.config.base import Base, Caution, is_given, with_default
+from openrlhf.config.base import Caution
 from openrlhf.datasets.chat import (
     RENDERED,
     LeftOutError,
@@ -36,22 +37,22 @@ from openrlhf.datasets.chat import (
     is_blank,
     plain_text,
     render,
-    text_to_learn,
     to_messages,
     without_answer,
 )
-from openrlhf.datasets.conventions import IMAGE_COLUMNS
 from openrlhf.datasets.problems import raise_bad_rows, row_place
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils import tokenizer as tokenizer_module
-from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer, chat_template_of
 
+PROMPT_COLUMNS = ("input", "prompt", "messages", "conversations", "text")
+IMAGE_COLUMNS = ("image", "images")
+TEXT_COLUMNS = ("text", "input", "prompt")  # to be learnt as a whole
 PARALLEL_ROWS = 10_000  # fewer are tokenised before processes have started
 MAX_PROCESSES = 16
 LOCK_S = 3600.0  # another rank of this machine may take so long to tokenise the same rows
 DEFAULT_TEMPLATE = "User: {}\nAssistant: "
 Row = Mapping[str, Any]
-ConfigT = TypeVar("ConfigT", bound=Base)
 
 # What is kept of each row of the data set, beside its example.
 _FACTS = {
@@ -75,29 +76,27 @@ _FEATURES = Features(
 
 
 @dataclass(frozen=True)
-class RowFormat(ABC):
-    """What every kind of row is read by."""
+class RowFormat:
+    """How rows are read; each kind of data set has its own fields among these."""
 
+    input_key: str | None = None  # None: the first usual column that is there; so for each key
+    output_key: str | None = None  # None: `usual_output`, `completion`, or the dialogue's last
+    usual_output: str | None = None  # looked for where nobody names a response column
+    label_key: str | None = None
+    prompt_key: str | None = None
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     input_template: str | None = None  # around a plain prompt
+    around: str | None = None  # text around what is asked, with {input}, as `wrap_input` puts it
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
+    multiturn: bool = False  # learn every assistant turn, not only the last
+    pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
+    with_margin: bool = False  # read `margin`: how much better the chosen side is
+    placeholder_token: str = ""  # ends a step
+    reward_tokens: tuple[str, ...] = ()  # what a label of a step may be, the positive one first
     max_len: int | None = 2048  # tokens; None for no limit
     overlong: str = "filter"  # filter | truncate | truncate_left | error
     allow_special_tokens: bool = True  # those spelled in plain text are what they say
-
-    @abstractmethod
-    def find_columns(self, rows: Dataset) -> Sequence[str | None]:
-        """Return the columns that are read; raise DataError that names each that is not there."""
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """The sizes of a model that reads the rows. An id beyond the embeddings ends deep in a kernel;
-    a place beyond the positions was never trained, or does not exist.
-    """
-
-    path: str
-    num_embeddings: int | None  # token ids are below it; None: not known
-    num_positions: int | None  # tokens of the longest sequence; None: any number
 
 
 class Tokens(NamedTuple):
@@ -124,11 +123,11 @@ class TokenizedDataset(ABC):
 
     def __init__(self, rows: Dataset, tokenizer: Tokenizer, row_format: RowFormat) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each
-        self.recognised: dict[str, object] = {}  # dotted settings that say how the rows are read
         self._rows = rows
-        self._format: Any = row_format
+        self._format = row_format
         self._encoder = TextEncoder(tokenizer, allow_special_tokens=row_format.allow_special_tokens)
-        self._find_columns()
+        self._columns = self.find_columns(row_format, rows)
+        self._settle()
         self._table = self._tokenised()
         self._facts: dict[str, list] = self._table.select_columns(list(_FACTS))[:]
         bad = [(row, what) for row, what in enumerate(self._facts["problem"]) if what]
@@ -154,36 +153,43 @@ class TokenizedDataset(ABC):
         digests = self._facts["digest"]
         return hashlib.sha256("".join(digests[row] for row in self.row_ids).encode()).hexdigest()
 
-    def check_fits(self, limits: ModelLimits) -> None:
-        """Raise DataError where a model of these sizes cannot read an example."""
+    def check_fits(
+        self, model: str, *, num_embeddings: int | None, num_positions: int | None
+    ) -> None:
+        """Raise DataError where a model of these sizes cannot read an example: an id beyond the
+        embeddings ends deep in a kernel, a place beyond the positions was never trained. None: not
+        known, or no limit.
+        """
         if not len(self):
             return
         problems = []
         ids, lengths = self._fact("largest_id"), self._fact("longest")
-        if limits.num_embeddings is not None and int(ids.max()) >= limits.num_embeddings:
-            first = int((ids >= limits.num_embeddings).int().argmax())
+        if num_embeddings is not None and int(ids.max()) >= num_embeddings:
+            first = int((ids >= num_embeddings).int().argmax())
             problems.append(
-                f"{self._place(first)} has token id {int(ids[first])}, and the model {limits.path} "
-                f"has {limits.num_embeddings} embeddings. Use a model whose folder holds its own "
+                f"{self._place(first)} has token id {int(ids[first])}, and the model {model} "
+                f"has {num_embeddings} embeddings. Use a model whose folder holds its own "
                 "tokenizer, or give it embeddings for the tokens that were added."
             )
-        if limits.num_positions is not None and int(lengths.max()) > limits.num_positions:
+        if num_positions is not None and int(lengths.max()) > num_positions:
             longest = int(lengths.argmax())
             problems.append(
-                f"{int((lengths > limits.num_positions).sum())} of {len(self._rows)} rows are "
-                f"longer than the {limits.num_positions} positions of the model {limits.path}: "
-                f"{self._place(longest)} has {int(lengths[longest])} tokens. Type --max_len "
-                f"{limits.num_positions}, or set max_position_embeddings in its config.json if it "
-                "can read more."
+                f"{int((lengths > num_positions).sum())} of {len(self._rows)} rows are longer than "
+                f"the {num_positions} positions of the model {model}: {self._place(longest)} has "
+                f"{int(lengths[longest])} tokens. Type --max_len {num_positions}, or set "
+                "max_position_embeddings in its config.json if it can read more."
             )
         if problems:
             raise DataError(problems)
 
+    @classmethod
     @abstractmethod
-    def _find_columns(self) -> None:
-        """Find the columns, and say in the format how they are read; raise DataError when one is
-        not there.
-        """
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> Sequence[str | None]:
+        """Return the columns that are read; raise DataError that names each that is not there."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Decide what the format leaves open, and say how the rows are read."""
 
     @abstractmethod
     def _tokens_of(self, row: Row) -> Tokenised:
@@ -198,22 +204,34 @@ class TokenizedDataset(ABC):
         if not all(any(part.mask) for part in tokens):
             raise LeftOutError("nothing to learn")
 
-    def _say_read(
-        self, columns: Sequence[str | None], how: str, *, is_asked: bool, fills_template: bool
-    ) -> None:
-        """Tell which columns are read and as what, unless that is what was asked for; and what has
-        no effect: an input template where prompts are not put into it, images.
+    def _uses_chat_template(self, columns: Iterable[str | None]) -> bool:
+        """Return True if the chat template renders the rows: as the flag says, or else where a
+        column holds dialogues. Raise ConfigError when there is no template.
         """
-        if not is_asked:
-            names = " and ".join(f"'{column}'" for column in columns if column is not None)
-            self.notices.append(f"{names} read as {how}")
+        is_chat = self._format.apply_chat_template
+        if is_chat is None:
+            is_chat = any(holds_dialogues(self._rows, name) for name in columns if name)
+        if is_chat:
+            chat_template_of(self._encoder.tokenizer)
+        return is_chat
+
+    def _say_read(
+        self, columns: Sequence[str | None], how: str, *, fills_template: bool = False
+    ) -> None:
+        """Tell which columns are read and as what, and what has no effect: an input template where
+        prompts are not put into it, images.
+        """
         template = self._format.input_template
-        if template not in (None, "", DEFAULT_TEMPLATE) and not fills_template:
+        if template and fills_template:
+            if not has_placeholder(template):
+                told = f"--input_template {template!r} has no {{}}: it is not used"
+                self.notices.append(Caution(told))
+            else:
+                how = f"{how}, with --input_template {template!r}"
+        elif template not in (None, "", DEFAULT_TEMPLATE):
             self.notices.append(Caution(f"--input_template {template!r} is not used for {how}"))
-        elif template and not has_placeholder(template):
-            self.notices.append(
-                Caution(f"--input_template {template!r} has no {{}}: it is not used")
-            )
+        names = " and ".join(f"'{column}'" for column in columns if column is not None)
+        self.notices.insert(0, f"{names} read as {how}")
         for name in set(IMAGE_COLUMNS) & set(self._rows.column_names):
             told = f"column '{name}' is not read: models that see images cannot be trained yet"
             self.notices.append(Caution(told))
@@ -255,7 +273,7 @@ class TokenizedDataset(ABC):
         """Return the prompt, if there is one, and the response of two columns of text. Behind a
         prompt that a chat template rendered, the response ends as the template ends one.
         """
-        answer, encoder = text_to_learn(self._response(row, column), column), self._encoder
+        answer, encoder = plain_text(self._response(row, column), column), self._encoder
         prompt = self._prompt_text(row, prompt_column) if prompt_column else ""
         _, middle, end = frame_of(encoder)
         is_rendered = prompt_column is not None and self._is_rendered(row, prompt_column)
@@ -266,9 +284,11 @@ class TokenizedDataset(ABC):
         return Rendered.of(prompt, encoder.hide(answer) + end, is_cut=is_cut or has_end)
 
     def _response(self, row: Row, column: str) -> Any:
-        """Return a response without the EOS spelled at its end, which is put there anyway."""
+        """Return a response without the EOS spelled at its end, which is put there anyway; raise
+        LeftOutError if it is empty.
+        """
         value, eos = row[column], self._encoder.tokenizer.eos_token
-        if value is None:
+        if value is None or (isinstance(value, str) and not value.strip()):
             raise LeftOutError("empty response")
         return value.removesuffix(eos) if isinstance(value, str) and eos else value
 
@@ -279,7 +299,7 @@ class TokenizedDataset(ABC):
         pieces, encoder = rendered.pieces, self._encoder
         token_ids: list[int] = []
         mask: list[bool] = []
-        [encoded] = encoder.encode_segments([[text for text, _ in pieces]])
+        encoded = encoder.encode_segments([text for text, _ in pieces])
         for (_, is_target), part in zip(pieces, encoded, strict=True):
             token_ids += part
             mask += [is_target] * len(part)
@@ -406,25 +426,40 @@ class TokenizedDataset(ABC):
             )
 
 
-def as_recognised(
-    config: ConfigT, data: TokenizedDataset, held_out: TokenizedDataset | None = None
-) -> ConfigT:
-    """Return the config with what its data was recognised as.
-
-    It stays as it is where evaluation reads other columns: no setting says both.
+def pick_columns(found: Sequence[str], *wanted: tuple[str | None, Sequence[str], str]) -> list[str]:
+    """Return for each (flag's value, candidates, flag) the column that the flag names, or else the
+    first candidate that is there; raise DataError that names all that are not there.
     """
-    if held_out is not None and held_out.recognised != data.recognised:
-        return config
-    for path, value in data.recognised.items():
-        config = with_default(config, path, value)
-    return config
+    names, problems = [], []
+    for asked, usual, flag in wanted:
+        there = [name for name in (usual if asked is None else (asked,)) if name in found]
+        names += there[:1]
+        if not there:
+            problems.append(
+                f"column '{asked or usual[0]}' is not in the data set; columns found: "
+                f"{', '.join(found) or 'none'}. Give the right one with {flag}."
+            )
+    if problems:
+        raise DataError(problems)
+    return names
 
 
-def undecided(config: Base, data: TokenizedDataset, held_out: TokenizedDataset | None) -> list[str]:
-    """Return dotted settings that nobody typed and that evaluation reads otherwise: whoever reads
-    the config again has to recognise them again.
+def holds_dialogues(rows: Dataset, column: str) -> bool:
+    """Return True if the first value of a column that is not empty is a message list."""
+    return isinstance(next(filter(None, rows[column]), None), (list, tuple, Mapping))
+
+
+def number_of(value: object) -> float | None:
+    """Return a number or truth value, also one spelled out as in a CSV file; else None."""
+    words = {"true": 1.0, "false": 0.0}
+    try:
+        return float(words.get(str(value).strip().lower(), value))  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return None
+
+
+def news(lines: Iterable[str], said: Sequence[str]) -> list[str]:
+    """Return the notices of a second data set that the first does not have; cautions, which count
+    rows, are always new.
     """
-    if held_out is None or held_out.recognised == data.recognised:
-        return []
-    paths = data.recognised.keys() | held_out.recognised.keys()
-    return sorted(path for path in paths if not is_given(config, path))
+    return [line for line in lines if isinstance(line, Caution) or line not in said]

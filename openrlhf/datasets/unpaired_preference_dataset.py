@@ -14,28 +14,14 @@ from datasets import Dataset
 from torch import Tensor
 
 from openrlhf.datasets.chat import RowError
-from openrlhf.datasets.conventions import number_of, pick_columns
-from openrlhf.datasets.sft_dataset import AnsweredPrompts, Columns, SFTFormat
-from openrlhf.datasets.tokenized import Row, Tokenised
+from openrlhf.datasets.sft_dataset import Columns, SFTDataset, SFTExample
+from openrlhf.datasets.tokenized import Row, RowFormat, Tokenised, number_of, pick_columns
 
 
 @dataclass(frozen=True)
-class UnpairedFormat(SFTFormat):
-    """How rows become labelled answers."""
-
-    label_key: str = "label"  # 1, 0, true or false
-
-    def find_columns(self, rows: Dataset) -> Columns:
-        pick_columns(rows.column_names, (self.label_key, (), "--label_key"))
-        return super().find_columns(rows)
-
-
-@dataclass(frozen=True)
-class UnpairedExample:
+class UnpairedExample(SFTExample):
     """A prompt, its response, and whether that is wanted."""
 
-    token_ids: Tensor  # (T,) int64
-    loss_mask: Tensor  # (T,) bool, True on the response and its end
     is_desirable: bool
     ref_sums: Sequence[float] | None = None  # of the response under a reference, once asked
 
@@ -55,7 +41,7 @@ class UnpairedExample:
         return self.token_ids[self.prompt_length :]
 
 
-class UnpairedPreferenceDataset(AnsweredPrompts):
+class UnpairedPreferenceDataset(SFTDataset):
     """Labelled answers, in file order; raises DataError."""
 
     flags: ClassVar[str] = "--input_key, --output_key, --label_key and --max_len"
@@ -64,9 +50,14 @@ class UnpairedPreferenceDataset(AnsweredPrompts):
         [tokens], is_desirable = self._example(index)
         return UnpairedExample(*tokens.tensors, is_desirable)
 
+    @classmethod
+    def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:
+        pick_columns(rows.column_names, (form.label_key, ("label",), "--label_key"))
+        return super().find_columns(form, rows)
+
     def _tokens_of(self, row: Row) -> Tokenised:
-        label = row[self._format.label_key]
-        if (number := number_of(label)) not in (0, 1):
-            raise RowError(f"'{self._format.label_key}' is {label!r}; labels are 1 and 0")
+        name = self._format.label_key or "label"
+        if (number := number_of(row[name])) not in (0, 1):
+            raise RowError(f"'{name}' is {row[name]!r}; labels are 1 and 0")
         tokens, _ = super()._tokens_of(row)
         return tokens, bool(number)

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
 from openrlhf.datasets.chat import RENDERED, to_messages
-from openrlhf.datasets.command_data import inference_data, prompt_format, scored_format
+from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
@@ -132,9 +132,10 @@ class BatchTask(ABC):
                 trust_remote_code=trust,
             )
         )
-        rows = inference_data(config).read(gathered)
+        data_set = inference_data(config)
+        rows = data_set.read(gathered)
         if rows is not None and tokenizer is not None:
-            self.rows, self.tokenizer = rows, tokenizer
+            self.rows, self.tokenizer, self.form = rows, tokenizer, data_set.form
             gathered.attempt(self._tokenise)
         gathered.raise_if_any()
         assert facts is not None, "or else problems were raised"
@@ -210,7 +211,7 @@ class PromptTask(BatchTask):
         refuse_adapter(self.model_path, "--pretrain")
 
     def _tokenise(self) -> None:
-        form, csft = prompt_format(self.config.data), self.config.csft
+        form, csft = self.form, self.config.csft
         if csft.enable:
             form = replace(form, around=wish_template(csft.prompt))
         self.samples = PromptDataset(self.rows, self.tokenizer, form)
@@ -291,7 +292,7 @@ class ScoreTask(BatchTask):
         check_value_model(facts, self.model_path)
 
     def _tokenise(self) -> None:
-        self.samples = SFTDataset(self.rows, self.tokenizer, scored_format(self.config.data))
+        self.samples = SFTDataset(self.rows, self.tokenizer, self.form)
 
     def results(
         self, mine: Sequence[int], strategy: DeepSpeedStrategy

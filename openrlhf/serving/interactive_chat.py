@@ -121,7 +121,7 @@ class Chat:
             text += fill_template(data.input_template, hide(line))
         if self.config.csft.enable:
             text = wrap_input(text, wish_template(self.config.csft.prompt))
-        return self._encoder.encode_prompts([text])[0]
+        return self._encoder.encode_prompt(text)
 
     def _respond(self, line: str) -> None:
         try:

@@ -25,7 +25,6 @@ from openrlhf.algorithms.balancing import (
 from openrlhf.config.common import RunConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import EpochSampler
-from openrlhf.datasets.tokenized import TokenizedDataset
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
@@ -126,7 +125,7 @@ class Inputs:
     model_path: str
     tokenizer: Tokenizer
     samples: SampleSet[Any]
-    eval_samples: SampleSet[Any] | None
+    eval_samples: SampleSet[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
     """Trains one model on samples; a recipe gives samples, model and loss."""
 
     name: ClassVar[str]  # of the command
-    sample_set: ClassVar[type[TokenizedDataset[Any]]]
 
     def __init__(self, run: SupervisedRun[Any]) -> None:
         self.run = run

@@ -18,7 +18,7 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import DPOConfig
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
+from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.models.actor import TokenStats
 from openrlhf.trainer.base_trainer import SupervisedRun
 from openrlhf.trainer.preference import (
@@ -38,7 +38,6 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
     """A preference loss; `reference` is None for losses of the policy alone."""
 
     name = "dpo"
-    sample_set = PreferenceDataset
 
     def __init__(self, run: SupervisedRun[DPOConfig]) -> None:
         super().__init__(run)

@@ -21,10 +21,7 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import KTOConfig
-from openrlhf.datasets.unpaired_preference_dataset import (
-    UnpairedExample,
-    UnpairedPreferenceDataset,
-)
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.support import num_positions
 from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun
@@ -44,7 +41,6 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
     """The loss on single answers."""
 
     name = "kto"
-    sample_set = UnpairedPreferenceDataset
 
     def __init__(self, run: SupervisedRun[KTOConfig]) -> None:
         super().__init__(run)

@@ -17,7 +17,6 @@ import torch
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.tokenized import as_recognised, undecided
 from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
@@ -86,7 +85,6 @@ def _prepare_and_run(
     config: PPOConfig, open_cluster: OpenCluster, gathered: Gathered, *, has_engines: bool
 ) -> None:
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
-    config = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     with inputs, holding_folders(config.ckpt):
         redirect_framework_logs(inputs.run_dir, "driver")
         opened = open_run(config, inputs)
@@ -139,8 +137,7 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     checkpoints.resume(trainer.state)
     # What is refused leaves the folder as it was.
-    unsaid = undecided(config, inputs.prompts, inputs.eval_prompts)
-    save_resolved(config, inputs.run_dir / "config.yaml", without=unsaid)
+    save_resolved(config, inputs.run_dir / "config.yaml")
     with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
         trainer.fit()
     _export(config, groups)

@@ -10,23 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.base import Caution
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.command_data import (
-    EVALUATION,
-    PRETRAIN,
-    TRAINING,
-    ppo_data,
-    pretrain_column,
-    prompt_format,
-)
-from openrlhf.datasets.conventions import news
+from openrlhf.datasets.command_data import EVALUATION, PRETRAIN, TRAINING, ppo_data
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.datasets.tokenized import ModelLimits
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import news
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.engines.vllm_engine import check_vllm_is_installed
 from openrlhf.errors import ConfigError
@@ -46,7 +38,6 @@ from openrlhf.utils.logging import say_notices
 from openrlhf.utils.tokenizer import Tokenizer, eos_token_ids
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PretrainedConfig
 
 
@@ -205,46 +196,22 @@ def _data(
     """Return prompts, prompts of the evaluation and pre-training text; note their problems. Without
     a tokenizer check files and columns alone.
     """
-    made: dict[str, PromptDataset | SFTDataset | None] = {}
+    made: dict[str, Any] = {}
     for data_set in ppo_data(config):
         rows = data_set.read(gathered)
-        make = _texts if data_set.about == PRETRAIN else _prompts
         if rows is not None and tokenizer is not None:
-            tokenise = partial(make, config, tokenizer, rows)
-            made[data_set.about] = gathered.attempt(tokenise, about=data_set.about)
-    return made.get(TRAINING), made.get(EVALUATION), made.get(PRETRAIN)  # type: ignore[return-value]
+            made[data_set.about] = data_set.tokenise(gathered, rows, tokenizer)
+    texts = made.get(PRETRAIN)
+    if texts is not None:
+        gathered.attempt(lambda: _check_texts(config, texts), about=PRETRAIN)
+    return made.get(TRAINING), made.get(EVALUATION), texts
 
 
-def _prompts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> PromptDataset:
-    return PromptDataset(rows, tokenizer, prompt_format(config.data, config.data.label_key))
-
-
-def _texts(config: PPOConfig, tokenizer: Tokenizer, rows: Dataset) -> SFTDataset:
-    """Return the text of --pretrain_data, cut at the length of prompt and response together."""
-    data = config.data
-    text_format = SFTFormat(
-        input_key=pretrain_column(config, rows),
-        pretrain_mode=True,
-        max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
-        overlong="truncate",
-        allow_special_tokens=data.allow_special_tokens,
-    )
-    texts = PretrainText(rows, tokenizer, text_format)
+def _check_texts(config: PPOConfig, texts: SFTDataset) -> None:
     path = config.policy_path
     policy = load_config(path, trust_remote_code=config.trust_remote_code)
-    limits = ModelLimits(
-        path,
-        num_embeddings=policy.get_text_config().vocab_size,
-        num_positions=num_positions(policy),
-    )
-    texts.check_fits(limits)
-    return texts
-
-
-class PretrainText(SFTDataset):
-    """The rows of --pretrain_data."""
-
-    flags = "--pretrain_key and --max_len"
+    num_embeddings, positions = policy.get_text_config().vocab_size, num_positions(policy)
+    texts.check_fits(path, num_embeddings=num_embeddings, num_positions=positions)
 
 
 def _reward_source(config: PPOConfig, run_dir: Path) -> RewardSource | None:

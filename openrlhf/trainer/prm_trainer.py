@@ -18,11 +18,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.language_loss import prm_losses
 from openrlhf.config.supervised import PRMConfig
-from openrlhf.datasets.process_reward_dataset import (
-    ProcessExample,
-    ProcessRewardDataset,
-    single_token_id,
-)
+from openrlhf.datasets.process_reward_dataset import ProcessExample, single_token_id
 from openrlhf.models.actor import Actor, ChunkedHead, token_stats
 from openrlhf.trainer.base_trainer import BaseTrainer, SupervisedRun, load_actor
 from openrlhf.utils.metrics import Metrics
@@ -104,7 +100,6 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     """
 
     name = "prm"
-    sample_set = ProcessRewardDataset
 
     def __init__(self, run: SupervisedRun[PRMConfig]) -> None:
         super().__init__(run)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.reward_loss import pairwise_losses
 from openrlhf.config.supervised import RMConfig
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferencePair
+from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.distributed.collectives import on_main
 from openrlhf.errors import CheckpointError
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
@@ -35,7 +35,6 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     """The loss on the difference of the two scores of a pair."""
 
     name = "rm"
-    sample_set = PreferenceDataset
 
     def __init__(self, run: SupervisedRun[RMConfig]) -> None:
         super().__init__(run)

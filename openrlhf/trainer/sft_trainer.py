@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from openrlhf.algorithms.language_loss import sft_loss
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
+from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
@@ -18,7 +18,6 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
     """The language-model loss on the tokens a row marks."""
 
     name = "sft"
-    sample_set = SFTDataset
 
     def counts(self, samples: Sequence[SFTExample]) -> dict[str, float]:
         """Return the number of tokens that are learned."""

@@ -17,10 +17,9 @@ import torch
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.datasets.command_data import row_format, supervised_data
-from openrlhf.datasets.conventions import news
+from openrlhf.datasets.command_data import supervised_data
 from openrlhf.datasets.problems import Gathered
-from openrlhf.datasets.tokenized import ModelLimits, as_recognised, undecided
+from openrlhf.datasets.tokenized import news
 from openrlhf.distributed.checkpoints import (
     DataFacts,
     RunCheckpoints,
@@ -84,7 +83,6 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     if not topology.is_main:
         hide_bars()  # one rank draws for all
     inputs = prepare_inputs(recipe, config)
-    config = as_recognised(config, inputs.samples, inputs.eval_samples)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.train.seed,
@@ -113,8 +111,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()
     if strategy.is_main:  # what is refused leaves the folder as it was
-        unsaid = undecided(config, inputs.samples, inputs.eval_samples)
-        save_resolved(config, run_dir / "config.yaml", without=unsaid)
+        save_resolved(config, run_dir / "config.yaml")
         say_start(trainer)
     try:
         with (
@@ -148,27 +145,25 @@ def prepare_inputs(recipe: Recipe, config: ConfigT) -> Inputs:
             trust_remote_code=config.trust_remote_code,
         )
     )
-    found = [data_set.read(gathered) for data_set in supervised_data(config)]
-    rows, eval_rows = [*found, None][:2]
+    found = [(data_set, data_set.read(gathered)) for data_set in supervised_data(config)]
     if tokenizer is None:  # nothing more can be known
         gathered.raise_if_any()
     assert tokenizer is not None, "or else problems were raised"
     gathered.attempt(lambda: recipe.check(config, tokenizer))
-    samples, eval_samples = None, None
-    if rows is not None:
-        samples = gathered.attempt(lambda: recipe.sample_set(rows, tokenizer, row_format(config)))
-    if eval_rows is not None:
-        eval_samples = gathered.attempt(
-            lambda: recipe.sample_set(eval_rows, tokenizer, row_format(config)),
-            about="evaluation: ",
-        )
-    readers = [limits_of(facts, path) for path, facts in configs.items()]
-    for found, about in ((samples, ""), (eval_samples, "evaluation: ")):
-        for limits in readers if found is not None else []:
-            gathered.attempt(partial(found.check_fits, limits), about=about)
+    made = []
+    for data_set, rows in found:
+        samples = None if rows is None else data_set.tokenise(gathered, rows, tokenizer)
+        for path, facts in configs.items() if samples is not None else ():
+            check = partial(
+                samples.check_fits,
+                path,
+                num_embeddings=getattr(facts.get_text_config(), "vocab_size", None),
+                num_positions=num_positions(facts),
+            )
+            gathered.attempt(check, about=data_set.about)
+        made.append(samples)
     gathered.raise_if_any()
-    assert samples is not None, "or else problems were raised"
-    return Inputs(model_path, tokenizer, samples, eval_samples)
+    return Inputs(model_path, tokenizer, *made)
 
 
 def _configs(
@@ -189,15 +184,6 @@ def _configs(
         }
         gathered.attempt(partial(refuse_unsupported, facts, path, config.ds, **needs))
     return found
-
-
-def limits_of(config: PretrainedConfig, path: str) -> ModelLimits:
-    """Return the sizes in a model's config; families name them otherwise, or have none."""
-    return ModelLimits(
-        path,
-        num_embeddings=getattr(config.get_text_config(), "vocab_size", None),
-        num_positions=num_positions(config),
-    )
 
 
 def prepare_run(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OverdueError
 from functools import lru_cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -99,7 +98,13 @@ def encode_text(
     """Return the ids of a text, without BOS or EOS; special tokens spelled in it stay text unless
     they are allowed.
     """
-    return _encode(tokenizer, [text], allow_special=allow_special_tokens)[0]
+    return tokenizer(
+        text,
+        add_special_tokens=False,
+        split_special_tokens=not allow_special_tokens,
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
 
 
 def leading_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -247,12 +252,11 @@ class TextEncoder:
         """Return True if a rendered text is white space and special tokens of the template."""
         return not self._special_pattern.sub("", text).strip()
 
-    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return ids of rendered prompts, with exactly one BOS where tokenizer or template adds
-        one.
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a rendered prompt, with exactly one BOS where tokenizer or template
+        adds one.
         """
-        rows = self.encode_segments([[text] for text in texts])
-        return [self.with_leading_ids(segments[0]) for segments in rows]
+        return self.with_leading_ids(self.encode_segments([text])[0])
 
     def with_leading_ids(self, token_ids: list[int]) -> list[int]:
         """Put the tokenizer's own beginning before the ids, unless they begin so already."""
@@ -260,55 +264,33 @@ class TextEncoder:
             return token_ids
         return [*self.leading_ids, *token_ids]
 
-    def encode_segments(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-        """Return the ids of every segment of every row; segments are encoded apart, so a boundary
+    def encode_segments(self, segments: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every segment of a rendered text; they are encoded apart, so a boundary
         is never merged over.
-
-        Rows hold rendered text; the result has the same nesting, one id list per segment.
         """
-        result: list[list[list[int]]] = [[[] for _ in row] for row in rows]
-        pieces = []  # where the ids go, text, and its kind: spelled by the data, first of its row
-        for row, row_ids in zip(rows, result, strict=True):
-            is_first = True
-            for segment, ids in zip(row, row_ids, strict=True):
-                for index, part in enumerate(self._stand_in_pattern.split(segment)):
-                    if part:
-                        pieces.append((ids, self._originals.get(part, part), index % 2, is_first))
-                        is_first = False
-        encoded: dict[int, list[int]] = {}
-        for is_data, is_first in product((0, 1), (True, False)):
-            chosen = [i for i, piece in enumerate(pieces) if piece[2:] == (is_data, is_first)]
-            texts = [pieces[i][1] for i in chosen]
-            ids_of_texts = self._encode(texts, allow_special=not is_data, is_first=is_first)
-            encoded.update(zip(chosen, ids_of_texts, strict=True))
-        for i, (ids, *_) in enumerate(pieces):
-            ids.extend(encoded[i])
-        return result
+        encoded: list[list[int]] = []
+        is_first = True
+        for segment in segments:
+            ids: list[int] = []
+            for index, part in enumerate(self._stand_in_pattern.split(segment)):
+                if part:
+                    text, is_data = self._originals.get(part, part), bool(index % 2)
+                    ids += self._encode(text, allow_special=not is_data, is_first=is_first)
+                    is_first = False
+            encoded.append(ids)
+        return encoded
 
-    def _encode(self, texts: list[str], *, allow_special: bool, is_first: bool) -> list[list[int]]:
-        """Encode texts; those that follow others lack the space that some tokenizers put first."""
-        if is_first or not self._adds_prefix_space or not texts:
-            return _encode(self.tokenizer, texts, allow_special=allow_special)
-        [anchor] = _encode(self.tokenizer, [_ANCHOR], allow_special=False)
-        anchored = _encode(
-            self.tokenizer, [_ANCHOR + text for text in texts], allow_special=allow_special
-        )
-        assert all(ids[: len(anchor)] == anchor for ids in anchored), (
+    def _encode(self, text: str, *, allow_special: bool, is_first: bool) -> list[int]:
+        """Encode text; behind other text it lacks the space that some tokenizers put first."""
+        encode = partial(encode_text, self.tokenizer, allow_special_tokens=allow_special)
+        if is_first or not self._adds_prefix_space:
+            return encode(text)
+        anchor = encode_text(self.tokenizer, _ANCHOR)
+        ids = encode(_ANCHOR + text)
+        assert ids[: len(anchor)] == anchor, (
             f"tokenizer {self.tokenizer.name_or_path} merges a line break with what follows it"
         )
-        return [ids[len(anchor) :] for ids in anchored]
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str], *, allow_special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    return tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=not allow_special,
-        return_attention_mask=False,
-        verbose=False,
-    )["input_ids"]
+        return ids[len(anchor) :]
 
 
 def _any_of(texts: list[str]) -> re.Pattern[str]:
@@ -316,7 +298,7 @@ def _any_of(texts: list[str]) -> re.Pattern[str]:
 
 
 def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
-    [ids] = _encode(tokenizer, ["a"], allow_special=False)
+    ids = encode_text(tokenizer, "a")
     return tokenizer.convert_ids_to_tokens(ids)[0].startswith(("▁", "Ġ"))
 
 

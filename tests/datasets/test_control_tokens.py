@@ -16,11 +16,9 @@ from openrlhf.config.supervised import (
     PRMConfig,
     SFTConfig,
 )
-from openrlhf.datasets.command_data import row_format
-from openrlhf.datasets.loading import load_rows
 from openrlhf.datasets.problems import Gathered
 from openrlhf.serving.batch_inference import PromptTask
-from openrlhf.trainer import ppo_setup
+from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
@@ -71,7 +69,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
         task = how(config)
         samples = task.samples
     else:
-        samples = how.sample_set(load_rows(str(data)), tokenizer, row_format(config))
+        samples = supervised_run.prepare_inputs(how, config).samples
     ids = samples._example(0)[0][0].ids
     return samples.notices, [token_id for token_id in ids if token_id < 6]
 

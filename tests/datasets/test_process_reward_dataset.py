@@ -6,7 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
+from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import make_tokenizer
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
@@ -19,7 +20,7 @@ def tokenizer(tmp_path):
 
 def steps(tokenizer, rows: list[dict], **options) -> ProcessRewardDataset:
     options = {"placeholder_token": "#", "reward_tokens": ("+", "-"), **options}
-    return ProcessRewardDataset(Dataset.from_list(rows), tokenizer, ProcessFormat(**options))
+    return ProcessRewardDataset(Dataset.from_list(rows), tokenizer, RowFormat(**options))
 
 
 def ids(tokenizer, text: str) -> list[int]:

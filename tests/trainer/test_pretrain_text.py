@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.datasets.command_data import ppo_data
-from openrlhf.datasets.loading import load_rows
+from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.sft_dataset import SFTDataset, SFTExample
 from openrlhf.errors import DataError
-from openrlhf.trainer.ppo_setup import _texts
+from openrlhf.trainer import ppo_setup
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, UpdateStep
 from tests.tiny import make_model, make_tokenizer, write_jsonl
@@ -77,11 +76,14 @@ def test_rows_that_repeat_an_id_are_kept_where_that_is_asked_for(tmp_path) -> No
     model = make_model(tmp_path / "model", max_position_embeddings=64)
 
     def texts(**data: object) -> SFTDataset:
-        data = {"pretrain_dataset": str(path), "prompt_max_len": 9, **data}
+        prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": "q"}])
+        data = {"pretrain_dataset": str(path), "prompt_dataset": str(prompts), **data}
         actor = {"ptx_coef": 0.1, "model_name_or_path": str(model)}
         config = PPOConfig.model_validate({"data": data, "actor": actor})
-        *_, texts = ppo_data(config)
-        return _texts(config, make_tokenizer(tmp_path), load_rows(texts.spec, **texts.options))
+        gathered = Gathered()
+        *_, found = ppo_setup._data(config, make_tokenizer(tmp_path), gathered)
+        gathered.raise_if_any()
+        return found
 
     with pytest.raises(DataError, match="id"):
         texts()

@@ -12,7 +12,8 @@ from textwrap import dedent
 import pytest
 from datasets import Dataset
 
-from openrlhf.datasets.prompts_dataset import PromptDataset, PromptFormat
+from openrlhf.datasets.prompts_dataset import PromptDataset
+from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rewards.workers import FunctionPool, PoolSettings
@@ -48,7 +49,7 @@ def score(
         {"prompt": prompt, **{name: values[k] for name, values in COLUMNS.items()}}
         for k, prompt in enumerate(prompts)
     ]
-    data = PromptDataset(Dataset.from_list(rows), tokenizer, PromptFormat("prompt", **form))
+    data = PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt", **form))
     engine = SayingEngine(tokenizer, SAID, version=3)
     with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))

@@ -13,7 +13,6 @@ from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.datasets.tokenized import as_recognised, undecided
 from openrlhf.serving.batch_inference import PromptTask
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.base_trainer import Inputs
@@ -59,11 +58,10 @@ def test_a_saved_config_reads_the_data_as_it_was_recognised(
     config = parse_config(config_class, words).config
     samples = supervised_run.prepare_inputs(recipe, config).samples
     assert [line for line in samples.notices if said in line]
-    save_resolved(as_recognised(config, samples), tmp_path / "config.yaml")
+    save_resolved(config, tmp_path / "config.yaml")
     again = parse_config(config_class, ["--config", str(tmp_path / "config.yaml")]).config
     repeated = supervised_run.prepare_inputs(recipe, again).samples
     assert repeated.fingerprint == samples.fingerprint
-    assert repeated.recognised == samples.recognised
 
 
 def inputs_of(model: Path, data: Path, command: str, *flags: str) -> Inputs:
@@ -135,9 +133,7 @@ def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
     words = f"--pretrain {tiny_model_dir} --dataset {pairs} --eval_dataset {chats}"
     config = parse_config(SFTConfig, f"{words} --save_path {tmp_path}".split()).config
     inputs = supervised_run.prepare_inputs(SFTTrainer, config)
-    data = (inputs.samples, inputs.eval_samples)
-    resolved = as_recognised(config, *data)
-    save_resolved(resolved, tmp_path / "c.yaml", without=undecided(resolved, *data))
+    save_resolved(config, tmp_path / "c.yaml")
     again = parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]).config
     repeated = supervised_run.prepare_inputs(SFTTrainer, again)
     assert repeated.eval_samples is not None and inputs.eval_samples is not None
@@ -159,13 +155,11 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     config = parse_config(PPOConfig, words.split()).config
     with ppo_setup.prepare_inputs(config, has_engines=False) as inputs:
         assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
-        resolved = as_recognised(config, inputs.prompts, inputs.eval_prompts)
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         f"note: 'prompt' {SAID}",
         "warning: evaluation: 1 of 5 rows were left out: over-long",
     ]
-    save_resolved(resolved, tmp_path / "config.yaml")
+    save_resolved(config, tmp_path / "config.yaml")
     again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
     with ppo_setup.prepare_inputs(again, has_engines=False) as inputs:
         assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
-        assert inputs.prompts.notices == []

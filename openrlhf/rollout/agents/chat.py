@@ -95,7 +95,7 @@ class Dialogue:
 
     def _begin(self, messages: list[Message], tools: object) -> Turn:
         rendered = self._render(messages, tools)
-        ids = self.codec.encoder.encode_prompts([rendered])[0]
+        ids = self.codec.encoder.encode_prompt(rendered)
         return Turn(messages, messages, tools, rendered, ids)
 
     def _render(self, messages: Sequence[Message], tools: object) -> str:

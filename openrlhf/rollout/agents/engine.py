@@ -97,11 +97,11 @@ class TextCodec:
         """Return the ids of a prompt; the data set's own where the text is."""
         if text == episode.request.prompt_text:
             return list(episode.request.prompt_token_ids)
-        return self.encoder.encode_prompts([text])[0]
+        return self.encoder.encode_prompt(text)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of text behind other text: no BOS, no prefix space."""
-        return self.encoder.encode_segments([[_PLAIN_START, text]])[0][1]
+        return self.encoder.encode_segments([_PLAIN_START, text])[1]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
@@ -329,7 +329,7 @@ def stop_ids(stop: object, encoder: TextEncoder) -> list[int]:
     texts: Sequence[object] = [stop] if isinstance(stop, str) else list(stop)  # type: ignore[call-overload]
     found = []
     for text in texts:
-        ids = encoder.encode_segments([[_PLAIN_START, str(text)]])[0][1]
+        ids = encoder.encode_segments([_PLAIN_START, str(text)])[1]
         if len(ids) != 1:
             raise BadAnswerError(
                 f"the stop text {text!r} is {len(ids)} tokens, and engines stop at single tokens. "
