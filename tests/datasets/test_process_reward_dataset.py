@@ -9,13 +9,7 @@ from datasets import Dataset
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
-from tests.tiny import make_tokenizer
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path)
 
 
 def steps(tokenizer, rows: list[dict], **options) -> ProcessRewardDataset:

@@ -10,13 +10,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.errors import ConfigError, DataError
-from tests.tiny import make_tokenizer
 from tests.utils.test_tokenizer import BOS, bos_tokenizer
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path)
 
 
 def prompts(tokenizer, rows: list[dict], **options) -> PromptDataset:
@@ -75,17 +69,6 @@ def test_exactly_one_bos_where_tokenizer_adds_it(template_adds_bos, apply_chat_t
     assert ids[0] == BOS and ids.count(BOS) == 1
 
 
-def test_over_long_prompts_are_left_out_and_counted(tokenizer):
-    rows = [{"input": "x" * n} for n in (3, 4, 5)]
-    dataset = prompts(tokenizer, rows, max_len=4)
-    assert dataset.dropped.total() == 1
-    assert [(r.row_id, r.prompt_text) for r in map(dataset.__getitem__, range(2))] == [
-        (0, "xxx"),
-        (1, "xxxx"),
-    ]
-    assert dataset.notices == ["'input' read as text", "1 of 3 rows were left out: over-long"]
-
-
 def test_truncate_left_keeps_the_end_and_the_bos():
     rows = [{"input": "abcdef"}, {"input": "abc"}]
     dataset = prompts(bos_tokenizer(adds_bos=True), rows, max_len=4, overlong="truncate_left")
@@ -93,13 +76,6 @@ def test_truncate_left_keeps_the_end_and_the_bos():
     assert dataset[0].prompt_token_ids[0] == BOS and len(dataset[0].prompt_token_ids) == 4
     assert dataset[1].prompt_text == "abc"
     assert dataset.num_truncated == 1 and not dataset.dropped
-
-
-def test_a_missing_column_lists_those_found(tokenizer):
-    with pytest.raises(DataError, match=r"'input' is not.*columns found: q, answer.*--input_key"):
-        prompts(tokenizer, [{"q": "a", "answer": 1}])
-    with pytest.raises(DataError, match=r"'label' is not.*columns found: input.*--label_key"):
-        prompts(tokenizer, [{"input": "a"}], label_key="label")
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])

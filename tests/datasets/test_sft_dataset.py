@@ -14,15 +14,10 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import DEFAULT_TEMPLATE, RowFormat
 from openrlhf.errors import ConfigError, DataError
 from openrlhf.utils.tokenizer import load_tokenizer
-from tests.tiny import CHAT_TEMPLATE, make_tokenizer
+from tests.tiny import CHAT_TEMPLATE
 from tests.utils.test_tokenizer import BOS, EOS, bos_tokenizer
 
 PLAIN_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path)
 
 
 def examples(tokenizer, rows: list[dict], **options) -> SFTDataset:
@@ -79,14 +74,6 @@ def test_prompt_tokens_are_those_of_inference_whatever_the_response(tokenizer):
     assert (
         not dataset[0].loss_mask[: len(prompt)].any() and dataset[0].loss_mask[len(prompt) :].all()
     )
-
-
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
-def test_chat_with_an_output_column_learns_the_answer_and_its_end(tokenizer, template):
-    tokenizer.chat_template = template
-    rows = [{"input": "hi", "output": "yo"}]
-    dataset = examples(tokenizer, rows, output_key="output", apply_chat_template=True)
-    assert shown(tokenizer, dataset) == ("<|user|>hi<|end|><|assistant|>yo<|end|>", "yo<|end|>")
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
@@ -171,13 +158,6 @@ def test_pretrain_mode_learns_every_token_but_the_first(tokenizer):
     assert with_bos[0].loss_mask.tolist() == [False, True, True, True, True]
 
 
-def test_hugging_face_prompt_and_completion_columns_are_understood(tokenizer):
-    rows = [{"prompt": [message("user", "a")], "completion": [message("assistant", "b")]}]
-    dataset = examples(tokenizer, rows)
-    assert shown(tokenizer, dataset) == ("<|user|>a<|end|><|assistant|>b<|end|>", "b<|end|>")
-    assert dataset.notices == ["'prompt' and 'completion' read as messages, with the chat template"]
-
-
 def test_rows_without_a_target_are_dropped_and_counted(tokenizer):
     rows = [{"input": "a", "output": text} for text in ("x", "", None, "  ", "y")]
     for is_chat in (False, True):
@@ -196,14 +176,6 @@ def test_over_long_rows_follow_the_policy(tokenizer):
     assert shown(tokenizer, cut, 2) == ("abccc", "ccc")
     with pytest.raises(DataError, match=r"row 3: 6 tokens, over the limit of 5"):
         examples(tokenizer, rows, overlong="error", **options)
-
-
-def test_a_missing_response_column_lists_the_columns(tokenizer):
-    rows = [{"input": "a", "answer": "b"}]
-    with pytest.raises(
-        DataError, match=r"'output' is not.*columns found: input, answer.*--output_key"
-    ):
-        examples(tokenizer, rows, output_key="output")
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

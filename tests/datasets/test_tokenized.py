@@ -19,7 +19,7 @@ from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import DataError
 from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
-from tests.tiny import make_tokenizer, write_jsonl
+from tests.tiny import write_jsonl
 
 NUM_ROWS = 300
 
@@ -77,11 +77,6 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_tokenizer(tmp_path / "tokenizer")
-
-
 def use_processes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenized, "PARALLEL_ROWS", 1 if number > 1 else 10**9)
     monkeypatch.setattr(tokenized.os, "cpu_count", lambda: number)
@@ -131,20 +126,6 @@ def test_the_cache_follows_rows_tokenizer_and_format(tokenizer: Tokenizer, tmp_p
     assert data._cache_key() != key
 
 
-def test_bad_rows_of_all_processes_are_listed_in_order(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"input": "q", "output": "a", "label": 2 if i % 150 == 7 else 1} for i in range(310)]
-    use_processes(2, monkeypatch)
-    with pytest.raises(DataError) as caught:
-        UnpairedPreferenceDataset(
-            Dataset.from_list(rows), tokenizer, RowFormat(output_key="output")
-        )
-    head, *places = caught.value.problems
-    assert head.startswith("data set: 3 bad rows.")
-    assert [line.partition(":")[0] for line in places] == ["row 8", "row 158", "row 308"]
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_bad_row_is_listed_with_its_file_and_row(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
@@ -189,3 +170,27 @@ def test_either_side_of_a_pair_may_have_an_id_too_large(
     data = pairs(tokenizer, ("a", "b"), wide, (SOFT_HYPHEN, "b"))
     with pytest.raises(DataError, match=r"^row 2 has token id 261, and the model m has 261 embe"):
         data.check_fits("m", num_embeddings=261, num_positions=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("sft", {"output_key": "out"}, r"'out' is not .*columns found: x. .*--output_key"),
+        ("prompts", {}, r"'input' is not .*columns found: x. .*--input_key"),
+        ("prompts", {"input_key": "x", "label_key": "label"}, "'label' is not .*--label_key"),
+        ("labelled", {"input_key": "x"}, "'label' is not .*--label_key"),
+        ("pairs", {}, "'chosen' is not .*--chosen_key"),
+        ("pairs", {"chosen_key": "x"}, "'rejected' is not .*--rejected_key"),
+        ("pairs", {"prompt_key": "p"}, "'p' is not .*--prompt_key"),
+        (
+            "pairs",
+            {"chosen_key": "x", "rejected_key": "x", "with_margin": True},
+            "'margin' is not .*leave --margin_loss out",
+        ),
+    ],
+)
+def test_a_missing_column_lists_those_found_and_names_its_flag(
+    kind: str, options: dict, message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match=message):
+        KINDS[kind][0](Dataset.from_list([{"x": "a"}]), tokenizer, RowFormat(**options))

@@ -8,12 +8,6 @@ from datasets import Dataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.errors import DataError
-from tests.tiny import make_tokenizer
-
-
-@pytest.fixture
-def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path)
 
 
 def answers(tokenizer, rows: list[dict], **options) -> UnpairedPreferenceDataset:
@@ -35,14 +29,6 @@ def test_a_row_has_a_prompt_a_response_and_a_label(tokenizer, labels):
     assert [dataset[i].is_desirable for i in (0, 1)] == [True, False]
 
 
-def test_hugging_face_columns_need_no_flags(tokenizer):
-    row = {"prompt": [{"role": "user", "content": "q"}],
-           "completion": [{"role": "assistant", "content": "a"}], "label": True}  # fmt: skip
-    example = answers(tokenizer, [row])[0]
-    assert tokenizer.decode(example.prompt_ids) == "<|user|>q<|end|><|assistant|>"
-    assert tokenizer.decode(example.response_ids) == "a<|end|>"
-
-
 def test_a_whole_dialogue_is_judged_by_its_last_message(tokenizer):
     row = {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     example = answers(tokenizer, [row | {"label": 0}], apply_chat_template=True)[0]
@@ -55,11 +41,6 @@ def test_labels_other_than_1_and_0_are_named(tokenizer, label):
     rows = [{"input": "q", "output": "a", "label": value} for value in (good, label)]
     with pytest.raises(DataError, match=r"row 2: 'label' is .*; labels are 1 and 0"):
         answers(tokenizer, rows, output_key="output")
-
-
-def test_a_missing_label_column_lists_the_columns(tokenizer):
-    with pytest.raises(DataError, match=r"'label' is not.*found: input, output.*--label_key"):
-        answers(tokenizer, [{"input": "q", "output": "a"}], output_key="output")
 
 
 def test_labels_stay_with_their_rows_when_others_are_dropped(tokenizer):
