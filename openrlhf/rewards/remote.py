@@ -64,19 +64,6 @@ class RemoteReward(RewardSource):
         self.settings = settings or RemoteSettings()
         self._servers = [Server(url) for url in check_urls(urls)]
         super().__init__(" ".join(s.url for s in self._servers), self.settings.batch_size)
-        self.run(self._open())
-
-    async def score_part(self, batch: RewardBatch) -> RewardResult:
-        body = body_of(batch)
-        headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
-        async with self._places:  # the time limit begins when it is this request's turn
-            server, answer = await self._tries(batch, body, headers)
-        return result_of(answer, batch, server)
-
-    async def release(self) -> None:
-        await self._client.aclose()
-
-    async def _open(self) -> None:
         hosts = [urlsplit(server.url).hostname or "" for server in self._servers]
         most = self.settings.max_in_flight * len(hosts)
         token = os.environ.get(TOKEN_VARIABLE)
@@ -88,6 +75,16 @@ class RemoteReward(RewardSource):
             # No proxy comes between this machine and itself.
             mounts={f"all://{host}": None for host in hosts if is_loopback(host)},
         )
+
+    async def score_part(self, batch: RewardBatch) -> RewardResult:
+        body = body_of(batch)
+        headers = {"Content-Type": "application/json", "X-Request-Id": uuid.uuid4().hex}
+        async with self._places:  # the time limit begins when it is this request's turn
+            server, answer = await self._tries(batch, body, headers)
+        return result_of(answer, batch, server)
+
+    async def release(self) -> None:
+        await self._client.aclose()
 
     async def _tries(
         self, batch: RewardBatch, body: bytes, headers: dict[str, str]

@@ -62,7 +62,9 @@ class Chat:
         else:
             has_placeholder(data.input_template)
         self.turns: list[tuple[str, str]] = []  # what was typed, and the response
-        self._start = read_start(data.ta_prompt)
+        self._start = ""
+        if data.ta_prompt is not None:
+            self._start = Path(data.ta_prompt).expanduser().read_text(errors="replace").strip()
         self._encoder = TextEncoder(self.tokenizer)
         self._stop_token_ids = eos_token_ids(path, self.tokenizer, trust_remote_code=trust)
         model = load_causal_lm(path, config).eval()
@@ -168,15 +170,3 @@ def say(text: str) -> None:
     printable = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
     sys.stdout.write(printable)
     sys.stdout.flush()
-
-
-def read_start(path: str | None) -> str:
-    """Return the text that stands before a conversation; raises ConfigError."""
-    if path is None:
-        return ""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--ta_prompt {path} cannot be read: {error}. Give a text file."
-        ) from error

@@ -15,7 +15,6 @@ import transformers
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import ChatConfig
-from openrlhf.errors import ConfigError
 from openrlhf.serving.interactive_chat import HELP, AnswerStream, Chat, say
 
 GREEDY = "--temperature 0 --repetition_penalty 1 --max_len 128"
@@ -146,11 +145,6 @@ def test_the_wish_for_a_reward_and_the_start_file_stand_in_the_prompt(talk, tmp_
     chat, _ = talk("", *flags, "--apply_chat_template")
     expected = "<|system|>Be kind.<|end|><|user|>hi<|end|><|assistant|> <rm_score>: 5.00 "
     assert chat.tokenizer.decode(chat.prompt_for("hi")) == expected
-
-
-def test_a_start_file_that_is_not_there_is_refused_before_the_model_is_loaded(talk):
-    with pytest.raises(ConfigError, match=r"--ta_prompt nowhere\.txt cannot be read"):
-        talk("", "--ta_prompt", "nowhere.txt")
 
 
 @pytest.mark.slow
