@@ -88,7 +88,6 @@ class VLLMEngine:
         self._is_paused = False  # requests are still taken, and wait
         self._is_stepping = False  # a step is in the queue
         self._is_current = True  # False from the begin to the end of a weight update
-        self._update_failed = False
         self._end: BaseException | None = None  # why nothing is sampled any more
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -116,10 +115,6 @@ class VLLMEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
         """Return a future for each request, without waiting."""
-        if self._update_failed:
-            raise EngineError(
-                "the engine holds half of a failed weight update; send the weights again"
-            )
         futures: list[Future[list[Completion]]] = [Future() for _ in requests]
         self._thread.submit(self._add, requests, futures)
         return futures
@@ -163,17 +158,13 @@ class VLLMEngine:
         """
 
         def begin() -> None:
-            if self._is_current and not keep_running and self._waiting:
+            if self._is_current and self._waiting and not keep_running:
                 raise WeightSyncError(
                     f"{len(self._waiting)} requests are running, and new weights would come in "
                     "the middle of them"
                 )
             self._is_paused = True
             self._is_current = False
-            self._guarded(start)
-
-        def start() -> None:  # also over an update that failed
-            self._rpc("abandon_weight_update")
             self._rpc("start_weight_update")
 
         self._call(begin)
@@ -181,7 +172,7 @@ class VLLMEngine:
     def receive_bucket(self, bucket: WeightBucket) -> None:
         """Load the tensors of one bucket; raises WeightSyncError for an unknown tensor."""
         info = {"bucket": bucket}
-        self._call(lambda: self._guarded(lambda: self._rpc("update_weights", update_info=info)))
+        self._update(lambda: self._rpc("update_weights", update_info=info))
 
     def finish_weight_update(self, weight_version: int) -> dict[str, int]:
         """Make the new weights live and drop every cached prefix; return the fingerprints of the
@@ -201,11 +192,11 @@ class VLLMEngine:
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("the engine could not drop its prefix cache")
             self.llm.set_weight_version(str(weight_version))
-            self._is_current, self._update_failed = True, False
+            self._is_current = True
             self._resume_if_ready()
             return fingerprints
 
-        return self._call(lambda: self._guarded(finish))
+        return self._update(finish)
 
     def sleep(self) -> None:
         """Give device memory back (weights and cache). Nothing is sampled until weights have been
@@ -317,13 +308,10 @@ class VLLMEngine:
     def _fail(self, error: BaseException) -> None:
         """End the engine for every waiting and later call."""
         self._end = self._end or error
-        self._fail_waiting(EngineError(f"vLLM engine is down: {self._end}"))
-        self._waiting.clear()
-
-    def _fail_waiting(self, error: EngineError) -> None:
         for _, future in self._waiting.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+                future.set_exception(EngineError(f"vLLM engine is down: {self._end}"))
+        self._waiting.clear()
 
     def _drop_done(self) -> None:
         """Have vLLM forget requests that failed or were cancelled."""
@@ -340,17 +328,18 @@ class VLLMEngine:
         """Call a method of every worker; return the results, by worker."""
         return self.llm.collective_rpc(method, kwargs=options)
 
-    def _guarded(self, command: Callable[[], Answer]) -> Answer:
-        """Run a part of an update; when it fails nothing is served until a whole one has come."""
-        if self._is_current:
-            raise WeightSyncError("begin_weight_update was not called")
-        try:
-            return command()
-        except BaseException as error:
-            self._update_failed = True
-            self._fail_waiting(EngineError(f"a weight update failed: {error}"))
-            self._drop_done()
-            raise
+    def _update(self, command: Callable[[], Answer]) -> Answer:
+        """Run a part of an update; the engine ends where it fails: it holds half of the weights."""
+
+        def run() -> Answer:
+            assert not self._is_current, "begin_weight_update was not called"
+            try:
+                return command()
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+        return self._call(run)
 
     def _sampling_params(self, sampling: SamplingSettings) -> Any:
         is_greedy = sampling.temperature == 0  # vLLM refuses several: they are all the same

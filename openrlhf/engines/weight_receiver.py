@@ -80,11 +80,8 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.reader.join(group)
 
     def start_weight_update(self) -> None:
-        """Begin an update; drop what an earlier, unfinished one left behind."""
+        """Begin an update."""
         self.fingerprints, self.received = {}, {}
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            info.loaded_weights, info.load_numel = [], 0
         initialize_layerwise_reload(self.model)
         vllm_cpu.before_reload(self.model)
 
@@ -175,10 +172,6 @@ WeightTransferEngineFactory.register_engine(BACKEND, __name__, WeightReceiver.__
 
 class ReceiptExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`), to be called by name in every worker."""
-
-    def abandon_weight_update(self) -> None:
-        """Forget an update that failed or was never finished, so that a new one can begin."""
-        self._weight_update_active = False
 
     def weight_receipt(self) -> tuple[dict[str, int], int]:
         """Return the fingerprints of the tensors received in the last update, by name, and how many

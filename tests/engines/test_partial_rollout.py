@@ -12,10 +12,10 @@ import torch
 
 from openrlhf.engines.base import Completion
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
+    buckets,
     engine_greedy,
     greedy,
     load,
@@ -85,17 +85,8 @@ def test_requests_that_come_during_an_update_wait_for_the_new_weights(engine, mo
         running = sampled(engine, 5, max_new_tokens=60)
         engine.begin_weight_update(True)
         [late] = engine.submit([request(max_new_tokens=20)])
-        send(engine, weights(models[1]), 1, keep_running=True)
+        for bucket in buckets(weights(models[1]), 2**20):
+            engine.receive_bucket(bucket)
+        engine.finish_weight_update(1)
         check(late.result(30)[0], models[:2], [1])
         check(running.result(30)[0], models[:2], [0, 1])
-
-
-def test_an_update_that_fails_fails_what_runs(engine, models):
-    named = weights(models[1])
-    with restored(engine, models[0], 0):
-        future = sampled(engine, 5, max_new_tokens=300)
-        with pytest.raises(WeightSyncError, match="missing"):
-            send(engine, named[:-1], 1, keep_running=True)
-        with pytest.raises(EngineError, match="a weight update failed"):
-            future.result(5)
-    assert engine_greedy(engine) == greedy(models[0])

@@ -12,6 +12,7 @@ from openrlhf.errors import EngineError, WeightSyncError
 from openrlhf.utils.tensors import fingerprint
 from tests.engines.helpers import (
     PROMPT,
+    buckets,
     engine_greedy,
     greedy,
     largest_gap,
@@ -113,22 +114,26 @@ def test_a_cached_prefix_does_not_outlive_its_weights(engine, model):
         assert largest_gap(trained, LONG_PROMPT, after, 1.0) < 1e-3
 
 
-def test_an_update_that_is_not_whole_is_refused_and_named(engine, model):
-    named = weights(model)
+@pytest.mark.parametrize("case", ["missing", "unknown", "twice"])
+def test_an_update_that_is_not_whole_is_named_and_ends_the_engine(tiny_model_dir, case):
+    engine, named = start(tiny_model_dir), weights(load(tiny_model_dir))
     some_layer = "model.layers.1.self_attn.k_proj.weight"
-    with restored(engine, model, 0):
-        send(engine, named, 1)
-        with pytest.raises(WeightSyncError, match=f"1 missing, e.g. {some_layer}"):
-            send(engine, [pair for pair in named if pair[0] != some_layer], 2)
-        with pytest.raises(EngineError, match="half of a failed weight update"):
-            engine.generate([request(max_new_tokens=1)])
-        with pytest.raises(WeightSyncError, match="nothing"):
-            send(engine, [*named, ("model.layers.0.nothing.weight", torch.ones(3))], 3)
-        with pytest.raises(WeightSyncError, match="nothing"):
-            send(engine, [*named, ("model.layers.0.self_attn.nothing.bias", torch.ones(3))], 3)
-        with pytest.raises(WeightSyncError, match="came twice"):
-            send(engine, [*named, named[0]], 4)
-    assert engine_greedy(engine) == greedy(model)
+    tensors, said = {
+        "missing": ([p for p in named if p[0] != some_layer], f"1 missing, e.g. {some_layer}"),
+        "unknown": ([*named, ("model.layers.0.self_attn.nothing.bias", torch.ones(3))], "nothing"),
+        "twice": ([*named, named[0]], "came twice"),
+    }[case]
+    send(engine, named, 1)
+    engine.begin_weight_update(keep_running=True)
+    [waiting] = engine.submit([request(max_new_tokens=1)])
+    with pytest.raises(WeightSyncError, match=said):
+        for bucket in buckets(tensors, 2**20):
+            engine.receive_bucket(bucket)
+        engine.finish_weight_update(2)
+    for ask in (lambda: waiting.result(5), lambda: engine.generate([request(max_new_tokens=1)])):
+        with pytest.raises(EngineError, match=f"vLLM engine is down: .*{said}"):
+            ask()
+    engine.shutdown()
 
 
 def test_a_dead_engine_says_so(tiny_model_dir):
