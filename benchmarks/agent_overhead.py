@@ -113,15 +113,19 @@ class Bench:
         self.client = self._runner(folder / "client.py", CLIENT_AGENT)
 
     def _runner(self, path: Path, code: str) -> Any:
-        from openrlhf.rollout.agents.episode import AgentLimits
+        from openrlhf.rollout.agents.episode import AgentSetup
         from openrlhf.rollout.agents.episodes import agent_rollouts
-        from openrlhf.rollout.agents.worker import AgentSetup
         from openrlhf.rollout.scoring import FailurePolicy
 
         words = {"num_turns": self.num_turns, "num_new_tokens": NUM_NEW_TOKENS}
         path.write_text(code.format(feedback=FEEDBACK, **words))
-        limits = AgentLimits(self.max_length, num_tasks=self.num_episodes)
-        setup = AgentSetup(str(path), self.tokenizer, limits, len(self.tokenizer))
+        setup = AgentSetup(
+            str(path),
+            self.tokenizer,
+            len(self.tokenizer),
+            self.max_length,
+            num_tasks=self.num_episodes,
+        )
         return agent_rollouts(setup, [self.engine], FailurePolicy(1))
 
     def ask_engine(self) -> None:
@@ -166,7 +170,6 @@ class Bench:
             return await asyncio.gather(*(agents.actor.run(one, Metrics()) for one in requests))
 
         for result in agents.loop.run(all_of_them()):
-            assert result.failure is None, result.failure
             assert result.num_turns == self.num_turns
 
     def cost_of(self, call: Callable[[], None]) -> Cost:

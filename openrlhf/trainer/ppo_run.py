@@ -23,8 +23,7 @@ from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.topology import Topology
 from openrlhf.models.loading import DTYPES, say_attention
 from openrlhf.models.support import check_here
-from openrlhf.rollout.agents.episodes import agent_limits, agent_rollouts
-from openrlhf.rollout.agents.worker import AgentSetup
+from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
@@ -199,8 +198,7 @@ def _rollouts(
 ) -> Rollouts:
     """Return what makes scored samples: engines and rewards, or agents that act through engines."""
     if config.train.agent_func_path:
-        path, limits = config.train.agent_func_path, agent_limits(config)
-        setup = AgentSetup(path, inputs.tokenizer, limits, inputs.vocab_size)
+        setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
         return agent_rollouts(setup, samplers, FailurePolicy.of(config))
     if inputs.reward_source is not None:
         batch_size, num_steps = config.rollout.micro_batch_size, inputs.schedule.num_steps

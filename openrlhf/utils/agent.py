@@ -43,6 +43,10 @@ class AgentError(RewardError):
 
     kind = "exception"
 
+    def __init__(self, message: str = "", kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind or self.kind
+
 
 class StepTimeoutError(AgentError):
     """User code did not return in time."""

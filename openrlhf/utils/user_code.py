@@ -24,7 +24,7 @@ def blaming(path: str | Path, error_type: type[OpenRLHFError]) -> Iterator[None]
     """Run a block of user code: any exception of it becomes one of ours, with its file:line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = user_line(path, error) or str(path)
         raise error_type(f"{where}: {in_words(error)}") from error
 

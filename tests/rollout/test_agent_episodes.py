@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from openrlhf.errors import ConfigError, EngineError
+from openrlhf.rollout.agents.episode import EpisodeResult
+from openrlhf.utils.agent import AgentError
 from tests.rollout.agent_fakes import (
     GrowingEngine,
     StreamingEngine,
@@ -44,7 +46,7 @@ def wait_until(is_so, *, seconds: float) -> None:
 
 
 def outcome(tmp_path, tokenizer, code, say=None, **limits):
-    """The failure of an agent's one episode, and how long it took."""
+    """How an agent's one episode ended, and how long it took."""
     began_s = time.monotonic()
     engine = StreamingEngine(say or says(tokenizer, "ok"))
     result = act_one(write_agent(tmp_path, code), engine, tokenizer, **limits)
@@ -72,9 +74,8 @@ def outcome(tmp_path, tokenizer, code, say=None, **limits):
 )
 def test_a_fault_of_the_environment_has_a_name(body, kind, message, tmp_path, tiny_tokenizer):
     result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
-    assert result.failure.kind == kind
-    assert message in result.failure.message
-    assert result.segments == () and result.reward is None
+    assert result.kind == kind
+    assert message in str(result)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def test_a_fault_of_the_environment_has_a_name(body, kind, message, tmp_path, ti
 def test_a_step_that_does_not_return_is_cut_off(body, header, tmp_path, tiny_tokenizer):
     code = environment(body, header)
     result, seconds = outcome(tmp_path, tiny_tokenizer, code, step_timeout_s=0.4)
-    assert result.failure.kind == "step_timeout"
-    assert "AgentInstance.step did not return in 0.4 s" in result.failure.message
+    assert result.kind == "step_timeout"
+    assert "AgentInstance.step did not return in 0.4 s" in str(result)
     assert seconds < 5
 
 
@@ -103,7 +104,7 @@ def test_an_episode_that_never_ends_is_cut_off(tmp_path, tiny_tokenizer):
     result, seconds = outcome(
         tmp_path, tiny_tokenizer, environment(body), episode_timeout_s=0.5, max_length=10_000
     )
-    assert result.failure.kind == "episode_timeout"
+    assert result.kind == "episode_timeout"
     assert 0.5 <= seconds < 5
 
 
@@ -117,10 +118,10 @@ def test_a_step_that_blocks_the_loop_fails_alone(code, tmp_path, tiny_tokenizer)
     began_s = time.monotonic()
     results = act(runner, [request(tiny_tokenizer, name=n, label=v) for n, v in labels.items()])
     assert time.monotonic() - began_s < 8
-    failures = {name: r.failure for name, r in results.items() if r.failure}
+    failures = {name: r for name, r in results.items() if isinstance(r, AgentError)}
     assert list(failures) == ["e3"]
     assert failures["e3"].kind == "blocked"
-    assert "agent_func.py:9: blocked the event loop" in failures["e3"].message
+    assert "agent_func.py:9: blocked the event loop" in str(failures["e3"])
     runner.close()
 
 
@@ -134,9 +135,9 @@ def test_an_episode_that_ends_its_process_fails_alone(tmp_path, tiny_tokenizer):
     )
     labels = {"e0": "good", "e1": "bad", "e2": "good"}
     results = act(runner, [request(tiny_tokenizer, name=n, label=v) for n, v in labels.items()])
-    failures = {name: r.failure for name, r in results.items() if r.failure}
+    failures = {name: r for name, r in results.items() if isinstance(r, AgentError)}
     assert list(failures) == ["e1"] and failures["e1"].kind == "exception"
-    assert "agent_func.py: its process ended with exit code 7" in failures["e1"].message
+    assert "agent_func.py: its process ended with exit code 7" in str(failures["e1"])
     runner.close()
 
 
@@ -183,7 +184,7 @@ def test_an_executor_that_cannot_be_made_again_ends_the_run(tmp_path, tiny_token
     )
     engine = StreamingEngine(says(tiny_tokenizer, "ok"))
     runner = make_runner(write_agent(tmp_path, code), engine, tiny_tokenizer, step_timeout_s=0.3)
-    assert act(runner, [request(tiny_tokenizer)])["e0"].failure.kind == "blocked"
+    assert act(runner, [request(tiny_tokenizer)])["e0"].kind == "blocked"
     with pytest.raises(ConfigError, match="AssertionError: only once"):
         act(runner, [request(tiny_tokenizer, name="e1")])
     runner.close()
@@ -204,8 +205,8 @@ class AgentExecutor(AgentExecutorBase):
             return {"reward": 0.0}
 """
     )
-    result, _ = outcome(tmp_path, tiny_tokenizer, code, say)
-    assert (result.failure.kind, result.failure.message) == ("engine", "the engine is down")
+    with pytest.raises(EngineError, match="the engine is down"):
+        outcome(tmp_path, tiny_tokenizer, code, say)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +231,8 @@ def test_an_execute_must_sample_and_answer(answer, kind, message, tmp_path, tiny
     )
     code = code if turn else code.replace("        " * 2 + "return", "        return")
     result, _ = outcome(tmp_path, tiny_tokenizer, code)
-    assert result.failure.kind == kind
-    assert message in result.failure.message
+    assert result.kind == kind
+    assert message in str(result)
 
 
 def test_an_executor_whose_init_fails_is_refused_before_anything_runs(tmp_path, tiny_tokenizer):
@@ -246,7 +247,7 @@ def test_a_full_context_ends_the_episode_and_counts_as_cut(tmp_path, tiny_tokeni
     (segment,) = result.segments
     assert tiny_tokenizer.decode(segment.token_ids) == "hi" + "ok<|end|>more" * 2 + "ok<|end|>"
     assert len(segment.token_ids) == 19  # another "more" would be 23
-    assert result.failure is None and result.is_truncated
+    assert result.is_truncated
     assert (result.num_turns, result.reward) == (3, 1.5)
 
 
@@ -258,7 +259,6 @@ def test_a_turn_cut_by_a_limit_of_the_agents_own_does_not_cut_the_episode(tmp_pa
         "return {**DONE, **answer, 'rewards': float(states['is_truncated'])}"
     )
     result, _ = outcome(tmp_path, tiny_tokenizer, environment(body))
-    assert result.failure is None
     assert result.reward == 1.0  # the second turn says that it was cut, the first that it was not
     assert (result.num_turns, result.is_truncated) == (2, False)
 
@@ -289,7 +289,7 @@ def test_plain_methods_run_at_the_same_time(tmp_path, tiny_tokenizer):
     )
     began_s = time.monotonic()
     results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(50)])
-    assert all(result.failure is None for result in results.values())
+    assert all(isinstance(result, EpisodeResult) for result in results.values())
     assert time.monotonic() - began_s < 5  # one after the other: 15 s
     runner.close()
 
@@ -336,7 +336,7 @@ def grown(tmp_path, tokenizer, code, words=WORDS, **limits):
 def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
     code = TURN_EXECUTOR.format(body=body)
     result, engine = grown(tmp_path, tiny_tokenizer, code, words=WORDS * 9, episode_timeout_s=0.5)
-    assert result.failure.kind == failure, result.failure
+    assert result.kind == failure, result
     sampled = engine.num_sampled
     time.sleep(5 * DELAY_S)
     assert engine.num_sampled == sampled < len(WORDS * 9) / 2  # it has stopped

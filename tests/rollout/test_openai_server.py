@@ -107,7 +107,6 @@ def test_a_tool_using_agent_runs_on_the_official_client(is_streamed, tmp_path, t
     engine = StreamingEngine(adds_twice(tool_tokenizer))
     engine.weight_version = 4
     result = act_one(file, engine, tool_tokenizer, max_length=2000, label="5", text="1+2+2?")
-    assert result.failure is None, result.failure
     assert (result.reward, result.num_turns, result.extra_logs) == (1.0, 3, {"turns": 3.0})
     (segment,) = result.segments  # the calls came back as they had been sampled
     text = tool_tokenizer.decode(segment.token_ids)
@@ -141,7 +140,6 @@ def run_agent(body, tmp_path, tokenizer, *, extra="", **options):
     file.write_text(agent_of(body, extra))
     engine = StreamingEngine(says(tokenizer, "yes"))
     result = act_one(file, engine, tokenizer, **options)
-    assert result.failure is None, result.failure
     return result, engine
 
 
@@ -257,7 +255,7 @@ return {"reward": 1.0}
     runner = make_runner(file, StreamingEngine(says(tiny_tokenizer, "yes")), tiny_tokenizer)
     for name in ("first", "second"):
         result = act(runner, [request(tiny_tokenizer, name=name)])[name]
-        assert (result.failure, result.reward, result.num_turns) == (None, 1.0, 1)
+        assert (result.reward, result.num_turns) == (1.0, 1)
     runner.close()
 
 
@@ -277,7 +275,6 @@ return {"reward": 1.0}
     began_s = time.monotonic()
     results = act(runner, [request(tiny_tokenizer, text=name, name=name) for name in names])
     for name, result in results.items():
-        assert result.failure is None, result.failure
         (segment,) = result.segments
         text = tiny_tokenizer.decode(segment.token_ids)
         turn = f"<|assistant|>{name}<|end|>"
@@ -337,7 +334,6 @@ return {"reward": 1.0}
     file = write_agent(tmp_path, "")
     file.write_text(agent_of(body))
     result = act_one(file, engine, tiny_tokenizer)
-    assert result.failure is None, result.failure
     assert (result.num_turns, engine.num_aborted) == (1, 1)  # the lost turn is not trained on
 
 

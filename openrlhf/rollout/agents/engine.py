@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.rollout.agents.episode import AgentLimits, Episode
+from openrlhf.rollout.agents.episode import Episode
 from openrlhf.utils.agent import (
     AgentError,
     BadAnswerError,
@@ -29,22 +28,14 @@ from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
 FIXED = ("temperature", "top_p", "repetition_penalty")  # those of the run
-# Settings that engines do without, and the values that ask for nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "min_tokens": (None, 0),
-    "ignore_eos": (None, False),
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
-}
+# Settings that engines of a run do without. They are refused unless they ask for nothing: they are
+# unset, zero, empty or as below.
+UNSUPPORTED = (
+    *("n", "best_of", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "ignore_eos"),
+    *("structured_outputs", "guided_decoding"),
+)
+NEUTRAL: dict[str, object] = {"n": 1, "best_of": 1, "top_k": -1}
 
 CURRENT: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
 # True in a task that no other began: a server's, which may work for any episode.
@@ -108,60 +99,49 @@ class TextCodec:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
-class TurnTaker:
-    """Samples and records one turn of an episode; any thread and loop may use it."""
+async def sample_turn(
+    episode: Episode,
+    prompt_ids: Sequence[int],
+    params: object,
+    codec: TextCodec,
+    *,
+    owner: Episode | None = None,
+) -> Completion:
+    """Sample and record one turn of an episode, on any thread and loop.
 
-    def __init__(
-        self,
-        ask: Callable[[str, GenerationRequest], Future[Completion]],
-        limits: AgentLimits,
-        *,
-        vocab_size: int,
-    ) -> None:
-        """`ask` sends an episode's request to the engine; cancelling its future stops it."""
-        self.ask = ask
-        self.limits = limits
-        self.vocab_size = vocab_size
+    Raises AgentError for what cannot be asked, EngineError.
+    """
+    episode.check_open()
+    check_prompt(prompt_ids, vocab_size=episode.setup.vocab_size)
+    max_length = episode.setup.max_length
+    room = max_length - len(prompt_ids)
+    if room < 1:
+        raise ContextFullError(
+            f"a prompt of {len(prompt_ids)} tokens fills the context of {max_length}"
+        )
+    run = (owner or episode).request
+    settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
+    episode.num_requests += 1
+    name = f"{episode.request.sample_id}/t{episode.num_requests}"
+    request = GenerationRequest(name, tuple(prompt_ids), settings)
+    try:
+        completion = await asyncio.wrap_future(episode.ask(episode.request.sample_id, request))
+        fills_context = settings.max_new_tokens == room
+        episode.record(prompt_ids, completion, fills_context=fills_context, owner=run.sample_id)
+    except EngineError as error:
+        episode.engine_error = error
+        raise
+    return completion
 
-    async def take(
-        self,
-        episode: Episode,
-        prompt_ids: Sequence[int],
-        params: object,
-        codec: TextCodec,
-        *,
-        owner: Episode | None = None,
-    ) -> Completion:
-        """Return what was sampled; AgentError for what cannot be asked, EngineError."""
-        episode.check_open()
-        self._check(prompt_ids)
-        room = self.limits.max_length - len(prompt_ids)
-        if room < 1:
-            raise ContextFullError(
-                f"a prompt of {len(prompt_ids)} tokens fills the context of "
-                f"{self.limits.max_length}"
-            )
-        run = (owner or episode).request
-        settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
-        episode.num_requests += 1
-        name = f"{episode.request.sample_id}/t{episode.num_requests}"
-        request = GenerationRequest(name, tuple(prompt_ids), settings)
-        try:
-            completion = await asyncio.wrap_future(self.ask(episode.request.sample_id, request))
-            fills_context = settings.max_new_tokens == room
-            episode.record(prompt_ids, completion, fills_context=fills_context, owner=run.sample_id)
-        except EngineError as error:
-            episode.engine_error = error
-            raise
-        return completion
 
-    def _check(self, prompt_ids: Sequence[int]) -> None:
-        if not prompt_ids:
-            raise BadAnswerError("a prompt without a token. Give text or token ids.")
-        if not all(isinstance(token, int) for token in prompt_ids):
-            raise BadAnswerError("the prompt is a list of other things than token ids.")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            raise BadAnswerError(f"the prompt has ids outside 0..{self.vocab_size - 1}")
+def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Raise BadAnswerError for what are no token ids."""
+    if not prompt_ids:
+        raise BadAnswerError("a prompt without a token. Give text or token ids.")
+    if not all(isinstance(token, int) for token in prompt_ids):
+        raise BadAnswerError("the prompt is a list of other things than token ids.")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise BadAnswerError(f"the prompt has ids outside 0..{vocab_size - 1}")
 
 
 @dataclass(frozen=True)
@@ -180,10 +160,7 @@ class PendingTurn:
 class AgentEngine:
     """The `llm_engine` of agents."""
 
-    def __init__(
-        self, taker: TurnTaker, codec: TextCodec, open_session: Callable[..., OpenAISession]
-    ) -> None:
-        self._taker = taker
+    def __init__(self, codec: TextCodec, open_session: Callable[..., OpenAISession]) -> None:
         self._codec = codec
         self._open_session = open_session
         # Records what loose tasks sample. An episode whose answer names such tokens gets them.
@@ -215,7 +192,7 @@ class AgentEngine:
     async def _generate(
         self, episode: Episode, owner: Episode, ids: list[int], text: str | None, params: object
     ) -> SimpleNamespace:
-        completion = await self._taker.take(episode, ids, params, self._codec, owner=owner)
+        completion = await sample_turn(episode, ids, params, self._codec, owner=owner)
         is_bare = bool(named_values(params).get("skip_special_tokens"))
         said = self._codec.decode(completion.token_ids, skip_special_tokens=is_bare)
         return vllm_result(ids, text, said, completion)
@@ -293,8 +270,8 @@ def turn_settings(
                 f"sampling_params.{name} is {value!r}, and the run samples with "
                 f"{getattr(run, name)}. Leave it as it is."
             )
-    for name, values in NEUTRAL.items():
-        if wanted.get(name) not in values:
+    for name in UNSUPPORTED:
+        if wanted.get(name) and wanted[name] != NEUTRAL.get(name):
             raise BadAnswerError(
                 f"sampling_params.{name} is {wanted[name]!r}, which engines of a run do not do. "
                 "Leave it out."
@@ -315,7 +292,7 @@ def turn_settings(
 
 def named_values(params: object) -> dict[str, Any]:
     """Return the parameters by name, as far as they are known here."""
-    names = (*FIXED, *NEUTRAL, "max_tokens", "stop_token_ids", "stop", "seed")
+    names = (*FIXED, *UNSUPPORTED, "max_tokens", "stop_token_ids", "stop", "seed")
     names = (*names, "skip_special_tokens")
     if isinstance(params, Mapping):
         return {name: params[name] for name in names if name in params}

@@ -8,14 +8,15 @@ a segment's tokens (a template that rewrites history, a branch) begins a segment
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-from openrlhf.engines.base import Completion, SamplingSettings
+from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.utils.agent import AgentError, BadAnswerError, as_number, flag_of
 from openrlhf.utils.rollout import check_completion
-from openrlhf.utils.user_code import in_words, user_line
+from openrlhf.utils.tokenizer import Tokenizer
 
 
 class EpisodeOverError(AgentError):
@@ -23,9 +24,12 @@ class EpisodeOverError(AgentError):
 
 
 @dataclass(frozen=True)
-class AgentLimits:
-    """How long and how many; every wait of an episode has its deadline here."""
+class AgentSetup:
+    """What a worker is told before its first episode; every wait has its deadline here."""
 
+    path: str  # of the agent file
+    tokenizer: Tokenizer
+    vocab_size: int
     max_length: int  # tokens of an episode: prompt, turns and feedback
     num_tasks: int = 128  # episodes that a worker runs at once
     max_steps: int = 10_000  # turns of an episode
@@ -69,39 +73,35 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why an episode has no reward: a name that is counted, and a line for a person."""
-
-    kind: str  # exception, step_timeout, episode_timeout, blocked, bad_answer, no_tokens, engine, …
-    message: str
-
-
-@dataclass(frozen=True)
 class EpisodeResult:
-    """How an episode ended: with a reward, or with a failure."""
+    """How an episode ended that has a reward."""
 
-    sample_id: str
-    segments: tuple[Segment, ...] = ()
-    reward: float | None = None
+    segments: tuple[Segment, ...]
+    reward: float
     score: float | None = None
     extra_logs: dict[str, float] = field(default_factory=dict)
     is_truncated: bool = False
-    num_turns: int = 0
     seconds: float = 0.0
-    failure: Failure | None = None
 
-
-def failed(request: EpisodeRequest, kind: str, message: str) -> EpisodeResult:
-    """Return the result of an episode without a reward."""
-    return EpisodeResult(request.sample_id, failure=Failure(kind, message))
+    @property
+    def num_turns(self) -> int:
+        """Return the number of sampled turns."""
+        return sum(segment.num_turns for segment in self.segments)
 
 
 class Episode:
     """Records every turn of a running episode; turns may come from several threads."""
 
-    def __init__(self, request: EpisodeRequest, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        setup: AgentSetup,
+        ask: Callable[[str, GenerationRequest], Future[Completion]],
+    ) -> None:
+        """`ask` sends an episode's request to the engine; cancelling its future stops it."""
         self.request = request
-        self.vocab_size = vocab_size
+        self.setup = setup
+        self.ask = ask
         self.segments: list[Segment] = []
         self.answers: list[object] = []  # put into the result queue
         self.engine_error: EngineError | None = None  # ends the run, whatever user code makes of it
@@ -123,7 +123,7 @@ class Episode:
         `fills_context`: the turn had all the room there was, so that cutting it cut the episode.
         """
         ids, logprobs = completion.token_ids, completion.logprobs
-        check_completion(self.request.sample_id, ids, logprobs, vocab_size=self.vocab_size)
+        check_completion(self.request.sample_id, ids, logprobs, vocab_size=self.setup.vocab_size)
         prompt = list(prompt_token_ids)
         with self._lock:
             self.check_open()
@@ -147,36 +147,22 @@ class Episode:
             self.is_closed = True
 
 
-def result_of(episode: Episode, answer: object, outside: Episode, path: str) -> EpisodeResult:
-    """Return the result of a closed episode whose `execute` returned `answer` or raised it.
+def result_of(episode: Episode, answer: object, outside: Episode) -> EpisodeResult:
+    """Return the result of a closed episode whose `execute` returned `answer`; raises AgentError.
 
     `outside` recorded the turns that belong to no episode by their task.
     """
-    request = episode.request
+    path = episode.setup.path
     if answer is None and episode.answers:
         answer = episode.answers[-1]
     segments = take_segments(episode, answer, outside)
-    engine_error = episode.engine_error or outside.engine_error
-    if engine_error is not None:
-        result = failed(request, "engine", str(engine_error))
-    elif isinstance(answer, BaseException):
-        where = user_line(path, answer) or path
-        is_ours = isinstance(answer, AgentError)
-        kind = answer.kind if isinstance(answer, AgentError) else "exception"
-        result = failed(request, kind, f"{where}: {answer if is_ours else in_words(answer)}")
-    elif not segments:
-        result = failed(request, "no_tokens", f"{path}: the episode ended without a sampled token")
-    else:
-        try:
-            result = scored(request, answer)
-        except BadAnswerError as error:
-            result = failed(request, error.kind, f"{path}: {error}")
-    return replace(
-        result,
-        segments=segments if result.failure is None else (),
-        num_turns=sum(segment.num_turns for segment in segments),
-        is_truncated=result.is_truncated or any(segment.is_truncated for segment in segments),
-    )
+    if not segments:
+        message = f"{path}: the episode ended without a sampled token"
+        raise AgentError(message, "no_tokens")
+    try:
+        return scored(segments, answer)
+    except BadAnswerError as error:
+        raise BadAnswerError(f"{path}: {error}") from error
 
 
 def take_segments(episode: Episode, answer: object, outside: Episode) -> tuple[Segment, ...]:
@@ -212,25 +198,25 @@ def named_tokens(answer: object) -> tuple[list[int], list[bool]] | None:
     return list(ids[: len(mask)]), mask
 
 
-def scored(request: EpisodeRequest, answer: object) -> EpisodeResult:
-    """Return the numbers of an answer; raises BadAnswerError when it has none."""
+def scored(segments: tuple[Segment, ...], answer: object) -> EpisodeResult:
+    """Return the result of an answer; raises BadAnswerError when it has no reward."""
     if not isinstance(answer, Mapping):
         raise BadAnswerError(
             f"execute answered a {type(answer).__name__}. Return a dict with reward."
         )
-    reward, score = one_of(answer, "reward"), one_of(answer, "score")
+    score = one_of(answer, "score")
     logs = {} if answer.get("extra_logs") is None else answer["extra_logs"]
     is_cut = answer.get("truncated") is not None and flag_of(answer, "truncated")
     if not isinstance(logs, Mapping):
         raise BadAnswerError(f"extra_logs is a {type(logs).__name__}, not a dict")
     return EpisodeResult(
-        request.sample_id,
-        reward=as_number(reward, "reward"),
+        segments,
+        reward=as_number(one_of(answer, "reward"), "reward"),
         score=None if score is None else as_number(score, "scores"),
         extra_logs={
             str(name): as_number(value, f"extra_logs[{name!r}]") for name, value in logs.items()
         },
-        is_truncated=is_cut,
+        is_truncated=is_cut or any(segment.is_truncated for segment in segments),
     )
 
 

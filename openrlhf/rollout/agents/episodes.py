@@ -13,21 +13,15 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.rollout.agents.episode import (
-    AgentLimits,
-    EpisodeRequest,
-    EpisodeResult,
-    Failure,
-    Segment,
-)
+from openrlhf.rollout.agents.episode import AgentSetup, EpisodeRequest, EpisodeResult, Segment
 from openrlhf.rollout.agents.runner import AgentWorker
-from openrlhf.rollout.agents.worker import AgentSetup
 from openrlhf.rollout.engine_pool import Sampler
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.utils.agent import AgentError
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
+from openrlhf.utils.tokenizer import Tokenizer
 
 
 class AgentEpisodes:
@@ -61,18 +55,16 @@ class AgentEpisodes:
         episodes = [asyncio.ensure_future(self.run(one, metrics)) for one in asked]
         try:
             results = await asyncio.gather(*episodes)
+        except AgentError as error:
+            raise AgentError(f"row {prompt.row_id + 1}: {error.kind}: {error}") from error
         finally:
-            for episode in episodes:  # those beside one that raised an error
+            for episode in episodes:  # those beside one that has failed
                 episode.cancel()
             await asyncio.wait(episodes)
-        failures = [result.failure for result in results if result.failure is not None]
-        if failures:
-            first = failures[0]
-            raise AgentError(f"row {prompt.row_id + 1}: {first.kind}: {first.message}")
         rollouts = [
             rollout
-            for result in results
-            for rollout in self.rollouts_of(prompt, result, request.group_id)
+            for one, result in zip(asked, results, strict=True)
+            for rollout in self.rollouts_of(prompt, one.sample_id, result, request.group_id)
         ]
         num_tokens = sum(rollout.num_actions for rollout in rollouts)
         metrics.add("num_generated_tokens", num_tokens, reduction="sum")
@@ -81,28 +73,32 @@ class AgentEpisodes:
     async def run(self, request: EpisodeRequest, metrics: Metrics) -> EpisodeResult:
         """Return the result of an episode, which begins anew as often as the policy says.
 
-        Raises EngineError where not the agent but the engine failed.
+        Raises AgentError when the last try has failed, EngineError where the engine failed.
         """
         for num_tries in itertools.count(1):
             worker = min(self.workers, key=lambda worker: worker.num_episodes)
-            result = await worker.run(request)
-            if result.failure is not None and result.failure.kind == "engine":
-                raise EngineError(f"sample {result.sample_id}: {result.failure.message}")
-            if result.failure is None or num_tries > self.policy.num_retries:
+            try:
+                result = await worker.run(request)
+            except EngineError as error:
+                raise EngineError(f"sample {request.sample_id}: {error}") from error
+            except AgentError as error:
+                metrics.add(f"agent/num_failed_{error.kind}", 1, reduction="sum")
+                if num_tries > self.policy.num_retries:
+                    raise
+                metrics.add("num_reward_retries", 1, reduction="sum")
+            else:
                 add_metrics(result, metrics)
                 return result
-            count_failure(result.failure, metrics)
-            metrics.add("num_reward_retries", 1, reduction="sum")
         raise AssertionError("unreachable")
 
     def rollouts_of(
-        self, prompt: PromptRecord, result: EpisodeResult, group_id: int
+        self, prompt: PromptRecord, sample_id: str, result: EpisodeResult, group_id: int
     ) -> list[Rollout]:
         """Return one rollout for each segment of an episode."""
         return [
             Rollout(
-                sample_id=f"{result.sample_id}#{index}" if index else result.sample_id,
-                episode_id=result.sample_id,
+                sample_id=f"{sample_id}#{index}" if index else sample_id,
+                episode_id=sample_id,
                 group_id=group_id,
                 row_id=prompt.row_id,
                 token_ids=torch.tensor(segment.token_ids, dtype=torch.int64),
@@ -158,12 +154,9 @@ def episode_requests(
 
 
 def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
-    """Note how long an episode was, why it failed, and what its agent said about it."""
+    """Note how long an episode was, and what its agent said about it."""
     metrics.add("agent/num_turns", result.num_turns)
     metrics.add("agent/episode_s", result.seconds)
-    if result.failure is not None:
-        count_failure(result.failure, metrics)
-        return
     metrics.add("agent/num_segments", len(result.segments))
     if result.score is not None:
         metrics.add("score", result.score)
@@ -171,15 +164,13 @@ def add_metrics(result: EpisodeResult, metrics: Metrics) -> None:
         metrics.add(f"extra/{name}", value)
 
 
-def count_failure(failure: Failure, metrics: Metrics) -> None:
-    """Count a try that failed by its name."""
-    metrics.add(f"agent/num_failed_{failure.kind}", 1, reduction="sum")
-
-
-def agent_limits(config: PPOConfig) -> AgentLimits:
-    """Return how long and how many episodes of a run may be."""
+def agent_setup(config: PPOConfig, tokenizer: Tokenizer, *, vocab_size: int) -> AgentSetup:
+    """Return what the agents of a run are told."""
     data = config.data
-    return AgentLimits(
+    return AgentSetup(
+        str(config.train.agent_func_path),
+        tokenizer,
+        vocab_size,
         max_length=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
         num_tasks=config.train.async_num_tasks,
         step_timeout_s=config.reward.timeout_s,

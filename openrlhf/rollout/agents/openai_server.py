@@ -25,34 +25,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.chat import Dialogue
-from openrlhf.rollout.agents.engine import FIXED, TextCodec, TurnTaker
+from openrlhf.rollout.agents.engine import FIXED, TextCodec, sample_turn
 from openrlhf.rollout.agents.episode import Episode, EpisodeOverError
 from openrlhf.utils.agent import AgentError, ContextFullError, OpenAISession
 
 MODEL_NAME = "policy"
 MAX_BODY_BYTES = 32 * 2**20
-# Fields that would change the prompt or the text, and the values that do not. Sampling is checked
-# with the turn.
-REFUSED: dict[str, tuple[object, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    "functions": (None,),
-    "function_call": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "echo": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "documents": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "modalities": (None, ["text"]),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None, 0),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "use_beam_search": (None, False),
-}
+# Fields that would change the prompt or the text. They are refused unless they are unset, zero,
+# empty or as below. Sampling is checked with the turn.
+UNSUPPORTED = (
+    *("response_format", "functions", "function_call", "chat_template", "chat_template_kwargs"),
+    *("echo", "continue_final_message", "documents", "truncate_prompt_tokens", "modalities"),
+    *("top_logprobs", "prompt_logprobs", "use_beam_search"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+NEUTRAL: dict[str, object] = {"response_format": {"type": "text"}, "modalities": ["text"]}
 Result = TypeVar("Result")
 
 
@@ -66,30 +53,16 @@ class RefusedError(Exception):
         self.response = JSONResponse({"error": error}, status)
 
 
-class Tool(BaseModel):
-    """A tool of a request; more keys are the chat template's."""
-
-    model_config = ConfigDict(extra="allow")
-    type: str = "function"
-    function: dict[str, Any]
-
-
-class StreamOptions(BaseModel):
-    """Of a streamed request."""
-
-    include_usage: bool = False
-
-
 class ChatRequest(BaseModel):
     """The body of /v1/chat/completions; sampling settings are among the extra fields."""
 
     model_config = ConfigDict(extra="allow")
     messages: list[Any] = Field(default_factory=list)
     model: str = MODEL_NAME
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = "auto"
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
@@ -97,8 +70,7 @@ class ChatRequest(BaseModel):
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the policy may call; None without any."""
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump() for tool in tools] or None
+        return None if self.tool_choice == "none" else self.tools or None
 
 
 class TokenizeRequest(BaseModel):
@@ -112,11 +84,8 @@ class TokenizeRequest(BaseModel):
 class ChatSession:
     """One episode as its client sees it."""
 
-    def __init__(
-        self, episode: Episode, taker: TurnTaker, codec: TextCodec, base: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, episode: Episode, codec: TextCodec, base: Mapping[str, Any]) -> None:
         self.episode = episode
-        self.taker = taker
         self.codec = codec
         self.base = base  # sampling of the episode, under what a request says
         self.ignores_client_sampling = False
@@ -126,8 +95,8 @@ class ChatSession:
         """Sample the next turn and return its response; raises RefusedError and AgentError."""
         request = parsed(ChatRequest, body)
         extra = request.model_extra or {}
-        for name, neutral in REFUSED.items():
-            if extra.get(name) not in neutral:
+        for name in UNSUPPORTED:
+            if extra.get(name) and extra[name] != NEUTRAL.get(name):
                 message = f"{name} is not supported: {extra[name]!r}. Leave it out."
                 raise RefusedError(400, message, param=name)
         if request.model != MODEL_NAME:
@@ -140,7 +109,7 @@ class ChatSession:
         params = {**self.base, **sampling, **({"max_tokens": limit} if limit else {})}
         turn = self.dialogue.prepare(request.messages, request.shown_tools)
         num_prompt_tokens = len(turn.token_ids)
-        completion = await self.taker.take(self.episode, turn.token_ids, params, self.codec)
+        completion = await sample_turn(self.episode, turn.token_ids, params, self.codec)
         reads_tool_calls = request.shown_tools is not None
         message = self.dialogue.note(turn, completion, reads_tool_calls=reads_tool_calls)
         is_call = "tool_calls" in message and completion.finish_reason == "stop"
@@ -181,7 +150,8 @@ class ChatSession:
             ids = self.codec.encode_prompt(request.prompt, self.episode)
         else:
             raise RefusedError(400, "give messages, or prompt as a string", param="prompt")
-        return {"count": len(ids), "max_model_len": self.taker.limits.max_length, "tokens": ids}
+        max_length = self.episode.setup.max_length
+        return {"count": len(ids), "max_model_len": max_length, "tokens": ids}
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -211,7 +181,7 @@ def events_of(request: ChatRequest, response: dict[str, Any]) -> str:
     said = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     bodies = [{**head, "choices": [said]}, {**head, "choices": [end]}]
-    if request.stream_options is not None and request.stream_options.include_usage:
+    if request.stream_options and request.stream_options.get("include_usage"):
         bodies.append({**head, "usage": usage})
     lines = [json.dumps(body, ensure_ascii=False) for body in bodies]
     return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
@@ -220,8 +190,7 @@ def events_of(request: ChatRequest, response: dict[str, Any]) -> str:
 class OpenAIServer:
     """Serves the sessions of one worker's episodes."""
 
-    def __init__(self, taker: TurnTaker, codec: TextCodec) -> None:
-        self._taker = taker
+    def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._sessions: WeakValueDictionary[str, ChatSession] = WeakValueDictionary()
         listening = socket.socket()
@@ -236,7 +205,7 @@ class OpenAIServer:
         self, episode: Episode, params: Mapping[str, Any], *, ignores_client_sampling: bool
     ) -> OpenAISession:
         """Return address and key for an episode, valid as long as it runs."""
-        session = ChatSession(episode, self._taker, self._codec, params)
+        session = ChatSession(episode, self._codec, params)
         session.ignores_client_sampling = ignores_client_sampling
         key = f"sk-{secrets.token_hex(16)}"
         episode.sessions.append(session)
@@ -252,9 +221,8 @@ class OpenAIServer:
 
         @router.get("/models")
         async def models(request: Request) -> dict[str, Any]:
-            self._session_of(request)
+            length = self._session_of(request).episode.setup.max_length
             model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "openrlhf"}
-            length = self._taker.limits.max_length
             return {"object": "list", "data": [{**model, "max_model_len": length}]}
 
         @router.post("/tokenize")
