@@ -40,16 +40,15 @@ PLAIN = (
 )
 
 
-@dataclass(frozen=True)
-class SampleOrigin:
-    """How samples are made and rewarded; those of another origin are not taken up."""
+def sample_origin(sampling: SamplingSettings, reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how samples are made and rewarded, as JSON; those of another origin are not taken up.
 
-    sampling: SamplingSettings
-    reward: Mapping[str, Any]  # what decides the reward of a sample, as JSON
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as it is read back from JSON."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+    `reward` is what decides the reward of a sample.
+    """
+    origin: dict[str, Any] = json.loads(
+        json.dumps({"sampling": asdict(sampling), "reward": dict(reward)})
+    )
+    return origin
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class KeptGroup:
 class KeptGroups:
     """What is finished and not trained on, in the order of finishing."""
 
-    origin: SampleOrigin
+    origin: Mapping[str, Any]
     groups: Sequence[KeptGroup] = ()
 
     def write(self, folder: Path) -> None:
@@ -85,17 +84,17 @@ class KeptGroups:
             {"key": group.key, "age": group.age, "rollouts": list(map(_notes, group.rollouts))}
             for group in self.groups
         ]
-        notes = {"origin": self.origin.as_json(), "groups": groups}
+        notes = {"origin": self.origin, "groups": groups}
         (folder / NOTES).write_text(json.dumps(notes))
 
 
-def read_groups(folder: Path, prompts: PromptDataset, origin: SampleOrigin) -> KeptGroups:
+def read_groups(folder: Path, prompts: PromptDataset, origin: Mapping[str, Any]) -> KeptGroups:
     """Return what `KeptGroups.write` wrote; nothing where samples are made or rewarded in
     another way now.
     """
     path = folder / NOTES
     notes = json.loads(path.read_text()) if path.exists() else None
-    if notes is None or notes.get("origin") != origin.as_json():
+    if notes is None or notes.get("origin") != origin:
         return KeptGroups(origin)
     facts = [rollout for group in notes["groups"] for rollout in group["rollouts"]]
     tensors = safetensors.torch.load_file(folder / TENSORS)

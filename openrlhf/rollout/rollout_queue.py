@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
 from openrlhf.rollout.kept_groups import (
     KeptGroup,
     KeptGroups,
-    SampleOrigin,
     read_groups,
 )
-from openrlhf.rollout.rollout import FinishedGroup, GroupStream, Rollouts
+from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.scoring import check_scores
-from openrlhf.rollout.step_sampler import NO_SIGNAL, StepSampler
+from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
 from openrlhf.utils.threads import on_loop
@@ -47,18 +46,21 @@ class RolloutQueue:
         self,
         sampler: StepSampler,
         rollouts: Rollouts,
-        origin: SampleOrigin,
+        sampling: SamplingSettings,
         limits: AsyncLimits,
         *,
+        origin: dict[str, Any],
         wait_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`origin`: how samples are made now. `wait_s`: the longest that samples, or the end of
-        running ones, are waited for; `say` is given a line when that takes long.
+        """`origin`: of the samples made now, by `sample_origin`. `wait_s`: the longest that
+        samples, or the end of running ones, are waited for; `say` is given a line when that takes
+        long.
         """
         self.sampler = sampler
         self.rollouts = rollouts
         self.loop = rollouts.loop
+        self.sampling = sampling
         self.origin = origin
         self.limits = limits
         self.wait_s = wait_s
@@ -69,9 +71,6 @@ class RolloutQueue:
         self._news = asyncio.Event()  # a group is finished, or generation has ended
         self._failed: dict[int, str] = {}  # row -> why, since the last step
         self._metrics = Metrics()
-        # Why the last groups failed, None for kept ones; as many as a step has.
-        self._recent: deque[str | None] = deque(maxlen=limits.batch_size)
-        self._num_rejected = 0  # groups without a signal in a row
         self._has_weights = False  # whether the engines hold the policy
         self._idle_since: float | None = None  # nothing is generated, and there are prompts
 
@@ -82,7 +81,7 @@ class RolloutQueue:
         self._core = AsyncController(self.limits, self.sampler.ledger)
         self._core.is_exhausted = self.sampler.cursor.is_exhausted
         self._take_up_kept()
-        self._stream = self.rollouts.open_stream(self.origin.sampling)
+        self._stream = self.rollouts.open_stream(self.sampling)
         self._producer = asyncio.ensure_future(self._receive_all(self._stream))
         self._producer.add_done_callback(lambda _: self._news.set())
         return self
@@ -232,8 +231,10 @@ class RolloutQueue:
         async with stream:
             while True:
                 group = await stream.next()
-                outcome = self._outcome(group)
+                outcome = self.sampler.outcome_of(group, self._metrics)
                 self._core.finish(group.key, outcome)
+                if group.failure is not None:
+                    self._failed[self.sampler.prompts[group.key[1]].row_id] = group.failure
                 if outcome is None:
                     self._groups[group.key] = group.rollouts
                 self._start_groups()
@@ -262,24 +263,3 @@ class RolloutQueue:
         rows = cursor.draw(1)
         self._core.is_exhausted = cursor.is_exhausted
         return (episode, rows[0]) if rows else None
-
-    def _outcome(self, group: FinishedGroup) -> str | None:
-        if group.failure is not None:
-            self._failed[self.sampler.prompts[group.key[1]].row_id] = group.failure
-            self._recent.append(group.failure)
-            self.sampler.policy.check_dropped([why for why in self._recent if why is not None])
-            return "failed:reward"
-        outcome = None if self._keeps(group) else NO_SIGNAL
-        if outcome is None:  # a step has none of those without a signal
-            self._recent.append(None)
-        return outcome
-
-    def _keeps(self, group: FinishedGroup) -> bool:
-        group_filter = self.sampler.group_filter
-        if group_filter is None:
-            return True
-        is_kept = group_filter.keeps(group.rollouts)
-        self._metrics.add("dynamic_filtering_pass_rate", float(is_kept))
-        self._num_rejected = 0 if is_kept else self._num_rejected + 1
-        self.sampler.check_not_hopeless(self._num_rejected // self.sampler.batch_size)
-        return is_kept

@@ -4,6 +4,7 @@ what became of each.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,16 @@ class GroupFilter:
         """Return True if the samples of a prompt are kept; the parts of an episode count once."""
         scores = list({r.episode_id or r.sample_id: r.task_score for r in group}.values())
         return len(set(scores)) > 1 and self.low < sum(scores) / len(scores) < self.high
+
+    def check_not_hopeless(self, num_empty: int) -> None:
+        """Raise RewardError after too many batches in a row without a group that teaches."""
+        if num_empty >= self.max_empty:
+            raise RewardError(
+                f"--dynamic_filtering: {num_empty} batches in a row without a group whose scores "
+                f"differ and whose mean is between {self.low} and {self.high}: pass rate 0 %. Look "
+                "at the rewards, widen --dynamic_filtering_reward_range or leave "
+                "--dynamic_filtering out."
+            )
 
 
 class StepSampler:
@@ -68,6 +79,9 @@ class StepSampler:
         self.ledger = Ledger()
         self._keys: list[GroupKey] = []  # of the groups of this step, by group id
         self._num_started = 0  # of these
+        self._num_rejected = 0  # groups without a signal in a row
+        # Why groups failed, None for kept ones: those of a step, or the last `batch_size`.
+        self._recent: deque[str | None] = deque(maxlen=batch_size)
 
     async def collect(self, stream: GroupStream, tag: str) -> SampleBatch:
         """Return the kept samples of a step, at most `batch_size` groups with unique group ids.
@@ -79,25 +93,20 @@ class StepSampler:
         metrics = Metrics()
         kept: dict[int, list[Rollout]] = {}  # by group id
         failed: dict[int, str] = {}  # by row
-        reasons: list[str] = []  # a row may fail in two episodes of one step
-        num_rejected = 0  # in a row
+        self._num_rejected, self._recent = 0, deque()
         async with stream:
             self._start(stream, tag, len(kept))
             with progress("generating", self.batch_size) as advance:
                 while stream.num_running:
                     group = await stream.next()
-                    if group.failure is not None:
-                        self.ledger.settle([group.key], "failed:reward")
-                        failed[self.prompts[group.key[1]].row_id] = group.failure
-                        reasons.append(group.failure)
-                        self.policy.check_dropped(reasons)
-                    elif self.group_filter is None or self._keeps(group, metrics):
+                    outcome = self.outcome_of(group, metrics)
+                    if outcome is None:
                         kept[self._keys.index(group.key)] = group.rollouts
                         advance(1)
-                        num_rejected = 0
                     else:
-                        num_rejected += 1
-                        self.check_not_hopeless(num_rejected // self.batch_size)
+                        self.ledger.settle([group.key], outcome)
+                    if group.failure is not None:
+                        failed[self.prompts[group.key[1]].row_id] = group.failure
                     self._start(stream, tag, len(kept))
             metrics.merge(stream.timings()).merge(stream.take_metrics())
         rollouts = [
@@ -156,21 +165,22 @@ class StepSampler:
             prompts = [((e, row), self.prompts[row]) for e, row in keys if e == episode]
             stream.submit(prompts, tag=f"{tag}.{num_episodes}" if num_episodes else tag)
 
-    def _keeps(self, group: FinishedGroup, metrics: Metrics) -> bool:
-        assert self.group_filter is not None
-        is_kept = self.group_filter.keeps(group.rollouts)
-        metrics.add("dynamic_filtering_pass_rate", float(is_kept))
-        if not is_kept:
-            self.ledger.settle([group.key], NO_SIGNAL)
-        return is_kept
+    def outcome_of(self, group: FinishedGroup, metrics: Metrics) -> str | None:
+        """Return why a group is not trained on; None if it is.
 
-    def check_not_hopeless(self, num_empty: int) -> None:
-        """Raise RewardError after too many batches in a row without a group that teaches."""
-        assert self.group_filter is not None
-        if num_empty >= self.group_filter.max_empty:
-            low, high = self.group_filter.low, self.group_filter.high
-            raise RewardError(
-                f"--dynamic_filtering: {num_empty} batches in a row without a group whose scores "
-                f"differ and whose mean is between {low} and {high}: pass rate 0 %. Look at the "
-                "rewards, widen --dynamic_filtering_reward_range or leave --dynamic_filtering out."
-            )
+        Raises RewardError when too many groups of a step have failed, or many batches in a row have
+        none that teaches.
+        """
+        if group.failure is not None:
+            self._recent.append(group.failure)
+            self.policy.check_dropped([reason for reason in self._recent if reason is not None])
+            return "failed:reward"
+        if self.group_filter is not None:
+            is_kept = self.group_filter.keeps(group.rollouts)
+            metrics.add("dynamic_filtering_pass_rate", float(is_kept))
+            self._num_rejected = 0 if is_kept else self._num_rejected + 1
+            self.group_filter.check_not_hopeless(self._num_rejected // self.batch_size)
+            if not is_kept:
+                return NO_SIGNAL
+        self._recent.append(None)
+        return None

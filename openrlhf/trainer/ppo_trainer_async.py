@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.async_controller import AsyncLimits
-from openrlhf.rollout.kept_groups import SampleOrigin
+from openrlhf.rollout.kept_groups import sample_origin
 from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
 from openrlhf.utils.logging import notice
@@ -34,8 +34,9 @@ class PPOTrainerAsync(PPOTrainer):
         self.queue = RolloutQueue(
             self.sampler,
             parts.rollouts,
-            SampleOrigin(parts.inputs.sampling, reward_origin(config)),
+            parts.inputs.sampling,
             async_limits(config),
+            origin=sample_origin(parts.inputs.sampling, reward_origin(config)),
             wait_s=wait_s,
             say=notice,
         )

@@ -20,7 +20,7 @@ from openrlhf.rollout.agents.episodes import agent_rollouts
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.agent import AgentError
-from tests.rollout.stream_fakes import sampler_of
+from tests.rollout.stream_fakes import sampler_of, stopped
 
 Say = Callable[[GenerationRequest], Sequence[int]]
 
@@ -62,8 +62,9 @@ class StreamingEngine(FakeEngine):
                 self._answer(future, request)
         return futures
 
-    def abort(self, futures) -> None:
+    def abort(self, futures) -> Future[None]:
         """What is sampled is sampled to its end."""
+        return stopped()
 
     def _answer(self, future: Future[list[Completion]], request: GenerationRequest) -> None:
         try:
@@ -79,7 +80,7 @@ class GrowingEngine(FakeEngine):
 
     def __init__(self, say: Say, *, delay_s: float) -> None:
         super().__init__(say, delay_s=delay_s)
-        self.num_aborted = 0
+        self.aborted: set[Future[list[Completion]]] = set()
         self.num_sampled = 0  # tokens
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
@@ -88,9 +89,13 @@ class GrowingEngine(FakeEngine):
             threading.Thread(target=self._grow, args=work, daemon=True).start()
         return futures
 
-    def abort(self, futures) -> None:
-        for future in futures:
-            self.num_aborted += not future.cancelled() and future.cancel()
+    def abort(self, futures) -> Future[None]:
+        self.aborted.update(futures)
+        return stopped()
+
+    @property
+    def num_aborted(self) -> int:
+        return len(self.aborted)
 
     def _grow(self, request, future: Future[list[Completion]]) -> None:
         whole = self.complete(request)

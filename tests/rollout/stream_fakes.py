@@ -25,6 +25,13 @@ from openrlhf.utils.threads import on_loop, telling
 DEADLINE_S = 20.0
 
 
+def stopped() -> Future[None]:
+    """What an engine returns that has stopped sampling."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
 class HeldEngine:
     """Takes requests and answers them when the test says so, each with its prompt's ids."""
 
@@ -45,11 +52,12 @@ class HeldEngine:
             self.num_taken += 1
         return futures
 
-    def abort(self, futures: Iterable[Future[list[Completion]]]) -> None:
+    def abort(self, futures: Iterable[Future[list[Completion]]]) -> Future[None]:
         unwanted = set(futures)
         for name, (_, future) in self.asked.items():
             if future in unwanted and future.cancel():
                 self.aborted.append(name)
+        return stopped()
 
     def answer(self, name: str, version_starts: tuple[tuple[int, int], ...] = ()) -> None:
         request, future = self.asked.pop(name)

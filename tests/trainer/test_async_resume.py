@@ -16,10 +16,13 @@ from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunChec
 from openrlhf.rollout.kept_groups import (
     KeptGroups,
     read_groups,
+    sample_origin,
 )
+from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ray.phases import DevicePhases
+from openrlhf.utils.metrics import Metrics
 from tests.trainer.async_fakes import (
     TrainerBroke,
     World,
@@ -56,7 +59,7 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
     changed = replace(trainer.parts.inputs.sampling, **sampling)  # type: ignore[arg-type]
-    origin = replace(trainer.queue.origin, sampling=changed)
+    origin = sample_origin(changed, trainer.queue.origin["reward"])
     return read_groups(folder, trainer.parts.inputs.prompts, origin)
 
 
@@ -64,8 +67,13 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
     world = World(train_error_at=3, keeps_running=True, train_s=0.05)
     trainer = make_trainer(world, num_prompts=24, queue_size=2, num_at_once=12)
     taken = []
-    outcome = trainer.queue._outcome
-    trainer.queue._outcome = lambda group: (taken.append(group), outcome(group))[1]  # type: ignore
+    outcome = trainer.sampler.outcome_of
+
+    def noted(group: FinishedGroup, metrics: Metrics) -> str | None:
+        taken.append(group)
+        return outcome(group, metrics)
+
+    trainer.sampler.outcome_of = noted  # type: ignore[method-assign]
     saved = run_until(trainer, 3, tmp_path)
     made = {group.key: group.rollouts for group in taken}
     kept = kept_of(trainer, tmp_path).groups
@@ -89,7 +97,7 @@ def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path
     run_until(trainer, 1, tmp_path)
     assert kept_of(trainer, tmp_path).groups
     assert not kept_of(trainer, tmp_path, temperature=0.5).groups
-    trainer.queue.origin.reward["remote_url"] = "other.py"  # type: ignore[index]
+    trainer.queue.origin["reward"]["remote_url"] = "other.py"
     assert not kept_of(trainer, tmp_path).groups
 
 

@@ -80,15 +80,15 @@ def test_of_the_last_prompts_as_many_as_a_step_has_some_may_fail(with_filter):
         for scores in ((0.0, 1.0), (1.0, 1.0))
     )
     for group in (failed, failed, kept, kept, failed, kept, failed):  # of the last four two
-        queue._outcome(group)
+        queue.sampler.outcome_of(group, Metrics())
     if with_filter:
         for group in (flat, flat, flat):  # are in no step, and push no failure out
-            queue._outcome(group)
+            queue.sampler.outcome_of(group, Metrics())
     message = (
         r"3 prompt\(s\) got no rewards, more than --reward_max_dropped 0\.5 of the 4 of a step"
     )
     with pytest.raises(RewardError, match=message):
-        queue._outcome(failed)
+        queue.sampler.outcome_of(failed, Metrics())
 
 
 @pytest.mark.parametrize("keeps_running", [False, True])
