@@ -27,16 +27,12 @@ def balanced_partitions(lengths: Sequence[int], num_parts: int) -> list[list[int
     return [sorted(part) for part in parts]
 
 
-def token_budget_batches(
-    lengths: Sequence[int], max_tokens: int, *, min_batches: int = 1
-) -> list[list[int]]:
+def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split into few batches of at most `max_tokens` each; a longer sample is a batch of its own.
 
     Longest first, each into the fullest batch with room for it (best fit decreasing: at most 11/9
-    of the fewest possible, plus one). `min_batches`, at most the number of samples, is for ranks
-    that must all run the same number: the longest batches are halved until there are that many.
+    of the fewest possible, plus one).
     """
-    assert min_batches <= max(len(lengths), 1), f"{len(lengths)} samples in {min_batches} batches"
     batches: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # ascending (tokens still free, batch)
     for index in _longest_first(lengths):
@@ -48,7 +44,7 @@ def token_budget_batches(
             room, batch = rooms.pop(position)
             batches[batch].append(index)
             insort(rooms, (room - lengths[index], batch))
-    return _halve_until(batches, lengths, min_batches)
+    return [sorted(batch) for batch in batches]
 
 
 def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
@@ -60,19 +56,3 @@ def fixed_batches(num_samples: int, batch_size: int) -> list[list[int]]:
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-
-
-def _halve_until(
-    batches: list[list[int]], lengths: Sequence[int], num_batches: int
-) -> list[list[int]]:
-    """Halve the longest batch that can be, again and again, until there are `num_batches`."""
-    batches = [sorted(batch) for batch in batches]
-    while batches and len(batches) < num_batches:
-        longest = max(
-            (position for position, batch in enumerate(batches) if len(batch) > 1),
-            key=lambda position: sum(lengths[index] for index in batches[position]),
-        )
-        batch = batches.pop(longest)
-        halves = balanced_partitions([lengths[index] for index in batch], 2)
-        batches += [[batch[position] for position in half] for half in halves]
-    return batches

@@ -101,7 +101,7 @@ class Distillation:
 class DistillationTerms(NamedTuple):
     """The loss, and what it is made of; only loss carries a gradient. All fp32."""
 
-    loss: Tensor  # () sum of ce_weight * -logp + divergence_weight * divergence
+    loss: Tensor  # () sum of (1 - coef) * -logp + coef * divergence
     logprobs_N: Tensor
     divergence_N: Tensor
 
@@ -111,25 +111,20 @@ def chunked_distillation(
     teacher: Head,
     targets_N: Tensor,
     *,
-    ce_weights_N: Tensor,
-    divergence_weights_N: Tensor,
+    coef: float,
     method: Distillation,
 ) -> DistillationTerms:
-    """Return the weighted sum of cross-entropy and divergence; gradients reach the student's Head
-    alone.
+    """Return (1 - coef) of the cross-entropy plus coef of the divergence, summed over the tokens.
+    Gradients reach the student's Head alone.
 
-    Gradients are computed here and multiplied in the backward by the gradient of `loss`, which is
-    why the weights of the tokens must be known now. Divide `loss`, not the weights, by the tokens
-    of the step: weights near 1 keep fp16 gradients from vanishing. Memory: at most eight blocks of
-    `chunk_tokens` x V fp32 numbers. No tokens: 0, with zero gradients.
+    Gradients are computed here and multiplied in the backward by the gradient of `loss`. Memory: at
+    most eight blocks of `chunk_tokens` x V fp32 numbers. No tokens: 0, with zero gradients.
     """
     num_tokens, vocab_size = len(targets_N), len(student.weight_VH)
     assert len(student.hidden_NH) == len(teacher.hidden_NH) == num_tokens, "one target per state"
     assert len(teacher.weight_VH) == vocab_size, "student and teacher differ in vocabulary"
-    assert ce_weights_N.shape == divergence_weights_N.shape == targets_N.shape, "weight per target"
-    tokens = (targets_N, ce_weights_N, divergence_weights_N)
     wants_grads = torch.is_grad_enabled()  # off inside the forward of any autograd function
-    job = _Job(student, teacher, tokens, method, wants_grads)
+    job = _Job(student, teacher, targets_N, coef, method, wants_grads)
     inputs = student.hidden_NH, student.weight_VH, student.bias_V
     return DistillationTerms(*_ChunkedDistillation.apply(*inputs, job))
 
@@ -139,7 +134,8 @@ class _Job(NamedTuple):
 
     student: Head
     teacher: Head
-    tokens: tuple[Tensor, Tensor, Tensor]  # targets, weights of cross-entropy and divergence, (N,)
+    targets_N: Tensor
+    coef: float
     method: Distillation
     wants_grads: bool
 
@@ -162,8 +158,7 @@ class _ChunkedDistillation(torch.autograd.Function):
             rows = slice(start, start + job.method.chunk_tokens)
             logprobs_N[rows], divergence_N[rows], grad_CV = _chunk(job, rows)
             _add_gradients(grads, grad_CV, job.student, rows)
-        _, ce_weights_N, divergence_weights_N = job.tokens
-        loss = (divergence_weights_N * divergence_N - ce_weights_N * logprobs_N).sum()
+        loss = (job.coef * divergence_N - (1 - job.coef) * logprobs_N).sum()
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(logprobs_N, divergence_N)
         return loss.to(logprobs_N.dtype), logprobs_N, divergence_N
@@ -177,9 +172,7 @@ class _ChunkedDistillation(torch.autograd.Function):
 
 def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs (C,), divergence (C,) and the loss's gradient in the raw logits (C, V)."""
-    targets_C1, ce_weights_C1, divergence_weights_C1 = (
-        values_N[rows].unsqueeze(-1) for values_N in job.tokens
-    )
+    targets_C1 = job.targets_N[rows].unsqueeze(-1)
     temperature = job.method.temperature
     student_CV = job.student.logits(rows)
     slope = job.student.slope(student_CV)
@@ -188,8 +181,9 @@ def _chunk(job: _Job, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     divergence_C, grad_CV = DIVERGENCES[job.method.kind](student_CV, teacher_CV)
     logprobs_C1 = student_CV.gather(-1, targets_C1)
     # d(-log p[target]) / dz_j = p_j - [j is target]
-    grad_CV.mul_(divergence_weights_C1).add_(student_CV.exp_().mul_(ce_weights_C1))
-    grad_CV.scatter_add_(-1, targets_C1, -ce_weights_C1.to(grad_CV.dtype))
+    ce_weight_C1 = torch.full_like(logprobs_C1, 1 - job.coef)
+    grad_CV.mul_(job.coef).add_(student_CV.exp_(), alpha=1 - job.coef)
+    grad_CV.scatter_add_(-1, targets_C1, -ce_weight_C1)
     return logprobs_C1.squeeze(-1), divergence_C, grad_CV.mul_(slope).div_(temperature)
 
 

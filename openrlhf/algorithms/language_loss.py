@@ -13,19 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def sft_loss(
-    logprobs_N: Tensor, *, num_tokens_global: int | float | Tensor, weights_N: Tensor | None = None
-) -> Tensor:
-    """Return -sum(weight * logp) / tokens, (): this micro-batch's part of the token mean of the
-    step.
+def sft_loss(logprobs_N: Tensor, *, num_tokens_global: int | float | Tensor) -> Tensor:
+    """Return -sum(logp) / tokens, (): this micro-batch's part of the token mean of the step.
 
-    `num_tokens_global` counts the targets (or sums their weights) of its micro-batches and ranks.
+    `num_tokens_global` counts the targets of all its micro-batches and ranks.
     """
-    losses_N = -logprobs_N.float()
-    if weights_N is not None:
-        assert weights_N.shape == losses_N.shape, "one weight per target is needed"
-        losses_N = losses_N * weights_N
-    return losses_N.sum() / num_tokens_global
+    return -logprobs_N.float().sum() / num_tokens_global
 
 
 class PRMTerms(NamedTuple):

@@ -69,8 +69,7 @@ def distill(
         first_logits(as_head(head, hidden_NH), num_logits),
         first_logits(teacher, num_logits),
         targets_N,
-        ce_weights_N=hidden_NH.new_full(targets_N.shape, 1 - coef).float(),
-        divergence_weights_N=hidden_NH.new_full(targets_N.shape, coef).float(),
+        coef=coef,
         method=method,
     )
     return tuple(terms)

@@ -51,15 +51,6 @@ def test_batches_by_hand():
     assert token_budget_batches([], 9) == []
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.data())
-def test_ranks_can_be_given_the_same_number_of_batches(lengths, data):
-    num_batches = data.draw(st.integers(1, len(lengths)))
-    batches = token_budget_batches(lengths, 60, min_batches=num_batches)
-    assert len(batches) >= num_batches and all(batches)
-    assert flatten(batches) == list(range(len(lengths)))
-    assert max(totals(lengths, batches)) <= 60
-
-
 def test_fixed_batches_keep_the_order_and_the_rest():
     assert fixed_batches(5, 2) == [[0, 1], [2, 3], [4]]
     assert fixed_batches(0, 2) == []

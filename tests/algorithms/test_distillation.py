@@ -27,12 +27,9 @@ def make_head(hidden, *, seed, num_tokens=TOKENS, vocab=VOCAB, dtype=torch.float
     return Head(*(part.requires_grad_() for part in parts), **transform)
 
 
-def make_tokens(num_tokens=TOKENS, dtype=torch.float64):
+def make_tokens(num_tokens=TOKENS):
     generator = torch.Generator().manual_seed(9)
-    weights = torch.rand(2, num_tokens, generator=generator).to(dtype)
-    names = ("ce_weights_N", "divergence_weights_N")
-    targets = torch.randint(VOCAB, (num_tokens,), generator=generator)
-    return targets, dict(zip(names, weights, strict=True))
+    return torch.randint(VOCAB, (num_tokens,), generator=generator)
 
 
 def dense_logits(head):
@@ -40,7 +37,7 @@ def dense_logits(head):
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
-def dense(student, teacher, targets, *, ce_weights_N, divergence_weights_N, method):
+def dense(student, teacher, targets, *, coef, method):
     """The same with torch.distributions, from all logits."""
     tempered = [dense_logits(head) / method.temperature for head in (student, teacher)]
     p, q = (torch.distributions.Categorical(logits=logits) for logits in tempered)
@@ -52,7 +49,7 @@ def dense(student, teacher, targets, *, ce_weights_N, divergence_weights_N, meth
         "jsd": lambda: (kl(p, mean) + kl(q, mean)) / 2,
     }[method.kind]()
     logprobs = p.log_prob(targets)
-    loss = (divergence_weights_N * divergence).sum() - (ce_weights_N * logprobs).sum()
+    loss = (coef * divergence - (1 - coef) * logprobs).sum()
     return loss, logprobs, divergence
 
 
@@ -82,8 +79,7 @@ def test_one_token_by_hand(kind, expected):
         student,
         teacher,
         torch.tensor([1]),
-        ce_weights_N=torch.tensor([0.6]),
-        divergence_weights_N=torch.tensor([0.4]),
+        coef=0.4,
         method=Distillation(kind),
     )
     assert terms.logprobs_N.item() == pytest.approx(-math.log(2))
@@ -97,10 +93,10 @@ def test_one_token_by_hand(kind, expected):
 def test_values_and_gradients_equal_the_dense_ones(kind, transform, chunk_tokens):
     student = make_head(HIDDEN, seed=0, **transform)
     teacher = make_head(TEACHER_HIDDEN, seed=1, softcap=2.0, logit_scale=0.7)
-    targets, weights = make_tokens()
+    targets = make_tokens()
     method = Distillation(kind, temperature=0.8, chunk_tokens=chunk_tokens)
-    found = chunked_distillation(student, teacher, targets, **weights, method=method)
-    expected = dense(student, teacher, targets, **weights, method=method)
+    found = chunked_distillation(student, teacher, targets, coef=0.4, method=method)
+    expected = dense(student, teacher, targets, coef=0.4, method=method)
     torch.testing.assert_close(tuple(found), expected, rtol=1e-10, atol=1e-12)
     # The loss is scaled, as by the tokens of the step, before its gradient is taken.
     results = [
@@ -125,8 +121,8 @@ class Watch(TorchDispatchMode):
 def test_logits_live_for_one_chunk_at_a_time(kind):
     sizes = {"num_tokens": 60, "vocab": 100}
     student, teacher = make_head(3, seed=0, **sizes), make_head(2, seed=1, **sizes)
-    targets, weights = make_tokens(60)
+    targets = make_tokens(60)
     method = Distillation(kind, chunk_tokens=6)
     with Watch() as watch:
-        chunked_distillation(student, teacher, targets, **weights, method=method).loss.backward()
+        chunked_distillation(student, teacher, targets, coef=0.4, method=method).loss.backward()
     assert watch.largest == 6 * 100

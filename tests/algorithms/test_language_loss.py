@@ -21,13 +21,6 @@ def test_loss_is_the_negative_mean_over_the_tokens_of_the_step():
     assert (first + second).item() == pytest.approx(7.5 / 5)
 
 
-def test_weights_scale_tokens():
-    loss = sft_loss(
-        torch.tensor([-1.0, -2.0]), num_tokens_global=2.0, weights_N=torch.tensor([0.0, 0.5])
-    )
-    assert loss.item() == 0.5
-
-
 def test_hard_labels_are_token_ids_of_the_whole_vocabulary():
     terms = prm_losses(LOGITS, torch.tensor([GOOD, BAD]))
     assert terms.losses_N.tolist() == pytest.approx([math.log(10 / 4), math.log(8)])
