@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from openrlhf.errors import RewardError
 from openrlhf.utils.numbers import as_float32
 from openrlhf.utils.threads import LoopThread
 
 MAX_NAMES_SHOWN = 3
-Result = TypeVar("Result")
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
@@ -104,10 +103,6 @@ class RewardSource:
             raise RewardError(f"{self.name}: the source of rewards was closed")
         return asyncio.run_coroutine_threadsafe(self._score_parts(batch), self._thread.loop)
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what a coroutine on the source's own loop returns, for a thread that waits."""
-        return self._thread.run(work)
-
     async def score_part(self, batch: RewardBatch) -> RewardResult:
         """Score at most `batch_size` samples, on the source's own loop."""
         raise NotImplementedError
@@ -118,19 +113,12 @@ class RewardSource:
     def close(self) -> None:
         """Give up what is not scored, end processes and connections."""
         if self._thread.is_running:
-            self.run(self._end())
+            self._thread.run(self._end())
             self._thread.close()
 
     async def _score_parts(self, batch: RewardBatch) -> RewardResult:
         parts = batch.parts(self.batch_size)
-        # All of them are waited for, so that what is raised is the first error in order.
-        found = await asyncio.gather(*map(self.score_part, parts), return_exceptions=True)
-        results: list[RewardResult] = []
-        for result in found:
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-        return concat_results(results, source=self.name)
+        return concat_results(await asyncio.gather(*map(self.score_part, parts)), source=self.name)
 
     async def _end(self) -> None:
         pending = asyncio.all_tasks() - {asyncio.current_task()}

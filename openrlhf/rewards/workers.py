@@ -71,7 +71,7 @@ class FunctionPool(RewardSource):
         for worker in reversed(self.workers):
             self._idle.put_nowait(worker)
         try:
-            self.run(self.score_part(NO_SAMPLES))
+            self._thread.run(self.score_part(NO_SAMPLES))
         except ConfigError:
             self.close()
             raise
@@ -175,7 +175,9 @@ class Worker:
             if reply.done():
                 return reply.result()
             if ended.done():
-                raise EOFError(f"ended its process ({_exit_in_words(ended.result())})")
+                code = ended.result()
+                how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                raise EOFError(f"ended its process ({how})")
             self.process.send_signal(DUMP_SIGNAL)  # its stack, to the log
             await asyncio.sleep(DUMP_S)
             raise TimeoutError(f"did not end in {limit_s:g} s{flag}")
@@ -204,10 +206,6 @@ def _rotate(path: Path) -> None:
         if path.stat().st_size > MAX_LOG_BYTES:
             shutil.copyfile(path, path.with_name(f"{path.name}.1"))
             os.truncate(path, 0)
-
-
-def _exit_in_words(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def main(number: str, path: str, memory_bytes: str, parent: str) -> None:
