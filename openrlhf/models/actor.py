@@ -6,7 +6,7 @@ predict a target. Exports use `Actor.model`, the plain Hugging Face model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from openrlhf.algorithms.tokens import VocabShard, chunked_logprobs
 from openrlhf.errors import ConfigError
 from openrlhf.models.packing import PackedRow, ReadStates, SharedRow
 from openrlhf.models.support import num_experts_per_token
-from openrlhf.utils.context_parallel import ContextGroup, RowSlice
+from openrlhf.utils.context_parallel import ContextGroup
 from openrlhf.utils.packable import base_model_of, is_padded
 from openrlhf.utils.packing import PackedBatch
 
@@ -88,63 +88,21 @@ def without_head(model: PreTrainedModel) -> nn.Module:
     return base if base is not model else model.get_submodule("model")
 
 
-# Last hidden states, (T, H), and on request the router logits of a mixture of experts, (T, E) of
-# each layer.
-States = tuple[Tensor, Sequence[Tensor] | None]
-
-
-def row_states(
-    model: PreTrainedModel,
-    row: PackedRow,
-    token_ids_T: Tensor,
-    position_ids_T: Tensor,
-    *,
-    with_router: bool,
-) -> States:
-    """Run a model over a packed row, or over this rank's slice of one."""
-    attention = model.config._attn_implementation
-    output = without_head(model)(
-        input_ids=token_ids_T[None],
-        position_ids=position_ids_T[None],
-        use_cache=False,
-        **({"output_router_logits": True} if with_router else {}),
-        **row.kwargs(attention),
-    )
-    return output.last_hidden_state[0], output.router_logits if with_router else None
-
-
-def padded_states(model: PreTrainedModel, batch: PackedBatch, *, with_router: bool) -> States:
-    """Run a model over rows of one sequence each: L columns, padded on the right.
+def padded_states(
+    model: PreTrainedModel, batch: PackedBatch, options: Mapping[str, bool]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Run a model over rows of one sequence each, L columns, padded on the right; return what a
+    packed row would: hidden states (T, H), and router logits (T, E) of each layer.
 
     In one forward, whatever the batch: ranks of ZeRO-3 must make equally many.
     """
     tokens_BL = pad_sequence(batch.token_ids.split(batch.seq_lengths), batch_first=True)
     lengths_B = torch.tensor(batch.seq_lengths, device=tokens_BL.device)
     is_token_BL = torch.arange(tokens_BL.size(1), device=tokens_BL.device) < lengths_B[:, None]
-    output = without_head(model)(
-        input_ids=tokens_BL,
-        attention_mask=is_token_BL.long(),
-        use_cache=False,
-        **({"output_router_logits": True} if with_router else {}),
-    )
-    hidden_TH = output.last_hidden_state[is_token_BL]
-    if not with_router:
-        return hidden_TH, None
-    return hidden_TH, [logits[is_token_BL.flatten()] for logits in output.router_logits]
-
-
-def shared_states(
-    model: PreTrainedModel, batch: PackedBatch, context: ContextGroup, *, with_router: bool
-) -> tuple[RowSlice, States]:
-    """Return hidden states of this rank's slice of a row, and router logits of all of it."""
-    row = SharedRow.share(batch, context)
-    hidden_SH, logits = row_states(model, row, *row.slice_of(batch), with_router=with_router)
-    own = row.own
-    if logits is not None:
-        index_S = own.positions_S.to(hidden_SH.device)
-        rows = [own.spread(logits_SE, index_S, own.padded_length) for logits_SE in logits]
-        logits = [logits_PE[: own.num_tokens] for logits_PE in rows]
-    return own, (hidden_SH, logits)
+    output = without_head(model)(input_ids=tokens_BL, attention_mask=is_token_BL.long(), **options)
+    logits = getattr(output, "router_logits", None) or ()
+    is_token_T = is_token_BL.flatten()
+    return output.last_hidden_state[is_token_BL], [each[is_token_T] for each in logits]
 
 
 def load_balancing_losses(
@@ -190,19 +148,32 @@ class PackedModel(nn.Module):
 
     def states_at(self, batch: PackedBatch, positions_N: Tensor) -> ReadStates:
         """Return hidden states of these row positions, and router losses (B,) when asked for."""
-        model, with_router, own = base_model_of(self.model), self.top_k is not None, None
+        model, own = base_model_of(self.model), None
+        options = {"use_cache": False}
+        if self.top_k is not None:
+            options["output_router_logits"] = True
         if is_padded(model):
-            hidden_TH, router = padded_states(model, batch, with_router=with_router)
-        elif self.context is not None:
-            own, (hidden_TH, router) = shared_states(
-                model, batch, self.context, with_router=with_router
-            )
+            hidden_TH, router = padded_states(model, batch, options)
         else:
             row = PackedRow(batch.seq_lengths, batch.cu_seqlens)
-            tokens = (batch.token_ids, batch.position_ids)
-            hidden_TH, router = row_states(model, row, *tokens, with_router=with_router)
+            token_ids, position_ids = batch.token_ids, batch.position_ids
+            if self.context is not None:
+                row = SharedRow.share(batch, self.context)
+                own, (token_ids, position_ids) = row.own, row.slice_of(batch)
+            output = without_head(model)(
+                input_ids=token_ids[None],
+                position_ids=position_ids[None],
+                **options,
+                **row.kwargs(model.config._attn_implementation),
+            )
+            hidden_TH = output.last_hidden_state[0]
+            router = getattr(output, "router_logits", None) or ()
+        if own is not None:  # router logits of the whole row
+            index_S = own.positions_S.to(hidden_TH.device)
+            rows = [own.spread(logits_SE, index_S, own.padded_length) for logits_SE in router]
+            router = [logits_PE[: own.num_tokens] for logits_PE in rows]
         aux_loss = None
-        if self.top_k is not None and router is not None:
+        if self.top_k is not None:
             aux_loss = load_balancing_losses(router, batch.seq_lengths, top_k=self.top_k)
         if own is None:
             return ReadStates(hidden_TH.index_select(0, positions_N), aux_loss)
