@@ -19,7 +19,7 @@ REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
 
 
 def best_answers(rows: Sequence[Row]) -> list[Row]:
-    """Rejection sampling: the answer with the highest reward of each prompt, the first of equals.
+    """Return the answer with the highest reward of each prompt, the first of equals.
 
     Example: rewards 1, 3, 3 of one prompt leave the second row.
     """
@@ -27,7 +27,7 @@ def best_answers(rows: Sequence[Row]) -> list[Row]:
 
 
 def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
-    """Best and worst answer of each prompt, and how many prompts had none to prefer.
+    """Return the best and worst answer of each prompt, and how many prompts had equal rewards.
 
     Rows {prompt, chosen, chosen_reward, rejected, rejected_reward} and the other columns of the
     best; a side that met its limit of tokens has its finish reason beside it.
@@ -56,7 +56,7 @@ def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
 def rewards_in_prompts(
     rows: Sequence[Row], template: str | None = None, *, normalize: bool = False
 ) -> list[Row]:
-    """Conditional SFT: each reward, or its z-score, written into the prompt with two decimals.
+    """Write each reward, or its z-score, into the prompt with two decimals (conditional SFT).
 
     Example: input "2+2=" with reward 1 becomes "2+2= <rm_score>: 1.00 ".
     """
@@ -70,7 +70,7 @@ def rewards_in_prompts(
 
 
 def wish_template(csft_prompt: str) -> str:
-    """Where a wish for a reward stands: behind the prompt, as the default template writes it.
+    """Return the template of a prompt with a wished reward: behind it, as the default writes it.
 
     A wish with `{input}` in it says itself where, as a model learnt it by another template.
     Example: "<rm_score>: 5.00" gives "{input} <rm_score>: 5.00 ".
@@ -79,7 +79,7 @@ def wish_template(csft_prompt: str) -> str:
 
 
 def z_scores(values: Sequence[float]) -> list[float]:
-    """(x - mean) / standard deviation of all values; 0 where they are all the same."""
+    """Return (x - mean) / standard deviation of all values; 0 if they are all the same."""
     if not values:
         return []
     mean, spread = statistics.fmean(values), statistics.pstdev(values)
@@ -87,7 +87,7 @@ def z_scores(values: Sequence[float]) -> list[float]:
 
 
 def by_input(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each prompt, text or messages, in the order of their first rows."""
+    """Return the rows of each prompt, text or messages, in the order of their first rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         asked = [row["input"], row.get("tools")]
