@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,13 @@ from openrlhf.algorithms.balancing import (
     fixed_batches,
     token_budget_batches,
 )
-from openrlhf.config.common import RunConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.datasets.sampler import EpochSampler
 from openrlhf.distributed.collectives import all_gather_object
 from openrlhf.distributed.export import export_hf
 from openrlhf.distributed.strategy import DeepSpeedStrategy
-from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.errors import NumericsError
+from openrlhf.errors import ConfigError, NumericsError
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
@@ -38,15 +36,14 @@ from openrlhf.utils.logging import RunClock, eval_line, notice, step_line, warn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import Batch
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tokenizer import Tokenizer
-from openrlhf.utils.tracking import Tracker
+from openrlhf.utils.tokenizer import Tokenizer, load_tokenizer
+from openrlhf.utils.tracking import NullTracker, Tracker
 
 MAX_BAD_STEPS = 3  # in a row; a step whose gradient is not finite changes nothing and is counted
 
 SampleT = TypeVar("SampleT")
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 BatchT = TypeVar("BatchT", bound=Batch)
-ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 
 class SampleSet(Protocol[SampleT_co]):
@@ -61,61 +58,9 @@ class SampleSet(Protocol[SampleT_co]):
     def __getitem__(self, index: int) -> SampleT_co: ...
 
 
-@dataclass(frozen=True)
-class Position:
-    """The progress of a run; the next batch follows from it, whatever the number of ranks."""
-
-    global_step: int = 0
-    epoch: int = 0
-    num_samples: int = 0  # of this epoch, already used
-
-    def after(self, num_samples: int, *, of: int) -> Position:
-        """Return the position one batch later, in a set of `of` samples."""
-        step, num_used = self.global_step + 1, self.num_samples + num_samples
-        if num_used >= of:
-            return Position(step, self.epoch + 1, 0)
-        return Position(step, self.epoch, num_used)
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """Arithmetic and cadence of a supervised run."""
-
-    batch_size: int  # samples of an optimizer step, all ranks
-    micro_batch_size: int  # samples of a forward pass of one rank
-    max_epochs: int = 1
-    seed: int = 42
-    logging_steps: int = 1
-    eval_steps: int = -1  # -1: at the end of every epoch
-    max_tokens: int | None = None  # token budget of a micro-batch; wins over micro_batch_size
-
-    @classmethod
-    def of(cls, config: RunConfig) -> LoopSettings:
-        """Read a command's config."""
-        budget = config.train.token_budget
-        return cls(
-            batch_size=config.train.batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            max_epochs=config.train.max_epochs,
-            seed=config.train.seed,
-            logging_steps=config.logger.logging_steps,
-            eval_steps=config.eval.steps,
-            max_tokens=budget and budget * config.ds.ring_attn_size,
-        )
-
-    def num_updates(self, num_samples: int, position: Position = Position()) -> int:
-        """Return the optimizer steps of a run, or those left behind `position`; the last batch of
-        an epoch may be smaller.
-        """
-        per_epoch = -(-num_samples // self.batch_size)
-        left_now = -(-(num_samples - position.num_samples) // self.batch_size)
-        return max(0, (self.max_epochs - position.epoch - 1) * per_epoch + left_now)
-
-    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the micro-batches of a rank's samples, as indices into them."""
-        if self.max_tokens is None:
-            return fixed_batches(len(lengths), self.micro_batch_size)
-        return token_budget_batches(lengths, self.max_tokens)
+# What a batch is read from, by row: a set, or the samples of the batch alone.
+Samples: TypeAlias = SampleSet[SampleT] | Mapping[int, SampleT] | Sequence[SampleT]
+Lengths: TypeAlias = Mapping[int, int] | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -128,17 +73,9 @@ class Inputs:
     eval_samples: SampleSet[Any] | None = None
 
 
-@dataclass(frozen=True)
-class SupervisedRun(Generic[ConfigT]):
-    """The parts of a trainer, once its model is ready to train."""
-
-    config: ConfigT
-    inputs: Inputs
-    strategy: DeepSpeedStrategy
-    model: nn.Module  # the module that `engine` wraps
-    engine: TrainEngine
-    settings: LoopSettings
-    tracker: Tracker
+def num_updates(config: SupervisedConfig, num_samples: int) -> int:
+    """Return the optimizer steps of a run; the last batch of an epoch may be smaller."""
+    return config.train.max_epochs * -(-num_samples // config.train.batch_size)
 
 
 class BaseTrainer(ABC, Generic[SampleT, BatchT]):
@@ -146,20 +83,25 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     name: ClassVar[str]  # of the command
 
-    def __init__(self, run: SupervisedRun[Any]) -> None:
-        self.run = run
-        self.strategy = run.strategy
-        self.engine = run.engine
-        self.samples: SampleSet[SampleT] = run.inputs.samples
-        self.eval_samples: SampleSet[SampleT] | None = run.inputs.eval_samples
-        self.settings = run.settings
-        self.tracker = run.tracker
-        self.num_updates = run.settings.num_updates(len(self.samples))
-        self.position = Position()
+    def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        self.config, self.inputs, self.strategy = config, inputs, strategy
+        self.samples: Samples[SampleT] = inputs.samples
+        self.eval_samples: SampleSet[SampleT] | None = inputs.eval_samples
+        self.batch_size: int = config.train.batch_size  # of an optimizer step, all ranks
+        self.micro_batch_size: int = config.train.micro_batch_size
+        budget = config.train.token_budget  # tokens of a micro-batch, instead of samples
+        self.max_tokens: int | None = budget and budget * config.ds.ring_attn_size
+        self.num_updates = num_updates(config, len(inputs.samples))
+        self.model: Any = self.load_model(config, inputs.model_path)
+        if config.model.gradient_checkpointing_enable:
+            self.model.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
+        self.engine = strategy.prepare_train(self.model, config, num_updates=self.num_updates)
+        self.tracker: Tracker = NullTracker()
+        self.global_step = 0
+        self.num_bad_steps = 0  # in a row
         self.pending = Metrics()  # of the steps since the last line that was logged
         self.clock = RunClock(0)
-        self._num_bad_steps = 0
-        self._lengths = self.samples.lengths.tolist()
+        self._lengths: Lengths = inputs.samples.lengths.tolist()
 
     @classmethod
     def check(cls, config: Any, tokenizer: Tokenizer) -> None:
@@ -177,11 +119,11 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
 
     def export(self, path: Path) -> None:
         """Write the trained model at `path` in Hugging Face format; all ranks call."""
-        export_hf(hf_model_of(self.run.model), self.run.inputs.tokenizer, path)
+        export_hf(hf_model_of(self.model), self.inputs.tokenizer, path)
 
     @abstractmethod
-    def counts(self, samples: Sequence[SampleT]) -> dict[str, float]:
-        """Return what samples add to each denominator of the loss, such as `{"num_tokens": 17}`."""
+    def counts(self, batch: BatchT) -> dict[str, float]:
+        """Return what a batch adds to each denominator of the loss: `{"num_tokens": 17}`."""
 
     @abstractmethod
     def collate(self, samples: Sequence[SampleT]) -> BatchT:
@@ -196,7 +138,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         `denominators` are the counts of the step over all micro-batches and ranks.
         """
 
-    def prepare(self, rows: Sequence[int], samples: SampleSet[SampleT]) -> dict[str, float]:
+    def prepare(self, rows: Sequence[int], samples: Samples[SampleT]) -> dict[str, float]:
         """Return numbers that need a whole batch before its loss; they join the denominators. All
         ranks call, with the same rows.
         """
@@ -212,7 +154,7 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Return the sum of the losses with the router losses of S sequences added, each as many
         times as its weight says.
         """
-        coef = self.run.config.model.aux_loss_coef
+        coef = self.config.model.aux_loss_coef
         if not coef or aux_loss_S is None:
             return loss_sum
         aux_sum, total = (aux_loss_S * weights_S).sum(), weights_S.sum().item()
@@ -220,14 +162,14 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return loss_sum + coef * aux_sum
 
     @property
-    def global_step(self) -> int:
-        """Return the number of optimizer steps done."""
-        return self.position.global_step
-
-    @property
     def is_finished(self) -> bool:
         """Return True once every epoch is done."""
-        return self.position.epoch >= self.settings.max_epochs
+        return self.global_step >= self.num_updates
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Return the epoch, and the batches of it that are done; both follow from the step."""
+        return divmod(self.global_step, -(-len(self.inputs.samples) // self.batch_size))
 
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
         """Train from where the run stands to its end; `after_step` is called when all of a step is
@@ -236,8 +178,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         self.clock = RunClock(self.global_step)
         for rows in self.batches_left():
             self.pending.merge(self.train_step(rows))
-            self.position = self.position.after(len(rows), of=len(self.samples))
-            if self.is_due(self.settings.logging_steps):
+            self.global_step += 1
+            if self.is_due(self.config.logger.logging_steps):
                 self._log()
             self._evaluate_if_due()
             if after_step is not None:
@@ -248,46 +190,33 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         """Yield the rows of every global batch from where the run stands to its end; the same on
         every rank.
         """
-        start, sampler = (
-            self.position.num_samples,
-            EpochSampler(len(self.samples), self.settings.seed),
-        )
-        for epoch in range(self.position.epoch, self.settings.max_epochs):
-            order = sampler.order(epoch).tolist()[start:]
-            for batch in fixed_batches(len(order), self.settings.batch_size):
-                yield [order[place] for place in batch]
-            start = 0
+        sampler = EpochSampler(len(self.inputs.samples), self.config.train.seed)
+        first, num_done = self.position
+        for epoch in range(first, self.config.train.max_epochs):
+            for batch in sampler.order(epoch).split(self.batch_size)[num_done:]:
+                yield batch.tolist()
+            num_done = 0
 
     def eval_batches(self, num_samples: int) -> list[list[int]]:
         """Return the rows of every batch of an evaluation: of a step's size, in file order."""
-        return fixed_batches(num_samples, self.settings.batch_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the loop stands, as JSON; the same on every rank."""
-        return {"position": asdict(self.position), "num_bad_steps": self._num_bad_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.position = Position(**state["position"])
-        self._num_bad_steps = state["num_bad_steps"]
-        left = self.settings.num_updates(len(self.samples), self.position)
-        self.num_updates = self.global_step + left
+        return fixed_batches(num_samples, self.batch_size)
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Do one optimizer step over a global batch; return this rank's metrics."""
         start = time.monotonic()
         self.engine.train()
-        micro_batches = [
-            [self.samples[row] for row in part] for part in self.share_of(rows, self._lengths)
-        ]
-        own_samples = [sample for part in micro_batches for sample in part]
-        denominators = self.strategy.all_reduce_sum(self.counts(own_samples))
+        parts = list(self.own_batches(self.samples, rows, self._lengths))
+        denominators: dict[str, float] = {}
+        for part, batch in parts:
+            for name, number in self.counts(batch).items():
+                denominators[name] = denominators.get(name, 0.0) + number * bool(part)
+        denominators = self.strategy.all_reduce_sum(denominators)
         denominators |= self.prepare(rows, self.samples)
         metrics = Metrics()
-        count = len(micro_batches)
+        count = len(parts)
         with progress(f"step {self.global_step + 1}", count, is_shown=count > 1) as advance:
-            for index, samples in enumerate(micro_batches):
-                loss = self._micro_loss(samples, denominators, metrics)
+            for index, (part, batch) in enumerate(parts):
+                loss = self._loss_of(part, batch, denominators, metrics)
                 self.engine.backward(loss, is_last_micro_batch=index == count - 1)
                 advance()
         if not self._step(rows, metrics):
@@ -307,65 +236,68 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         with progress("evaluating", len(lengths), is_shown=self.strategy.is_main) as advance:
             for rows in self.eval_batches(len(lengths)):
                 numbers = self.prepare(rows, self.eval_samples)
-                for part in self.share_of(rows, lengths):
-                    samples = [self.eval_samples[row] for row in part]
-                    self._micro_loss(samples, self.counts(samples) | numbers, metrics)
+                for part, batch in self.own_batches(self.eval_samples, rows, lengths):
+                    self._loss_of(part, batch, self.counts(batch) | numbers, metrics)
                 advance(len(rows))
         values = self._reduced(metrics)
         return {f"eval/{name}": v for name, v in {**values, **self.summarise(values)}.items()}
 
-    def share_of(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Return this rank's micro-batches of a batch: tokens are balanced over the ranks, and as
-        many micro-batches as the busiest rank has, empty ones at the end.
+    def own_batches(
+        self, samples: Samples[SampleT], rows: Sequence[int], lengths: Lengths
+    ) -> Iterator[tuple[list[int], BatchT]]:
+        """Yield this rank's micro-batches of rows, with the rows in them. Tokens are balanced over
+        the ranks. Every rank has as many micro-batches as the busiest: one without rows holds the
+        shortest sample, and its results do not count.
         """
         own_lengths = [lengths[row] for row in rows]
         topology = self.strategy.topology
         plans = [
-            [[part[i] for i in cut] for cut in self.settings.cut([own_lengths[i] for i in part])]
+            [[part[i] for i in cut] for cut in self._cut([own_lengths[i] for i in part])]
             for part in balanced_partitions(own_lengths, topology.dp_size)
         ]
         own, count = plans[topology.dp_rank], max(len(plan) for plan in plans)
-        return [[rows[i] for i in part] for part in own] + [[] for _ in range(count - len(own))]
-
-    def own_batches(
-        self, samples: SampleSet[SampleT], rows: Sequence[int], lengths: Sequence[int]
-    ) -> Iterator[tuple[list[int], BatchT]]:
-        """Yield this rank's micro-batches of rows with the rows in them; one without rows holds the
-        shortest sample, and its results do not count.
-        """
         spare = min(rows, key=lambda row: lengths[row])
-        for part in self.share_of(rows, lengths):
-            batch = self.collate([samples[row] for row in part or [spare]])
-            yield part, batch.to(self.engine.device)
+        for places in own + [[]] * (count - len(own)):
+            part = [rows[place] for place in places]
+            yield part, self.collate([samples[row] for row in part or [spare]])
 
-    def _micro_loss(
-        self, samples: Sequence[SampleT], denominators: Mapping[str, float], metrics: Metrics
+    def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the micro-batches of a rank's samples, as indices into them."""
+        if self.max_tokens is None:
+            return fixed_batches(len(lengths), self.micro_batch_size)
+        return token_budget_batches(lengths, self.max_tokens)
+
+    def _loss_of(
+        self,
+        rows: Sequence[int],
+        batch: BatchT,
+        denominators: Mapping[str, float],
+        metrics: Metrics,
     ) -> Tensor:
-        """Return the loss of one micro-batch; one that is empty still runs, for its collectives."""
-        spare = self.samples[int(self.samples.lengths.argmin())]
-        batch = self.collate(samples or [spare]).to(self.engine.device)
-        if samples:
-            loss, own = self.compute_loss(batch, denominators)
-            metrics.merge(own)
-            return loss
-        ones = dict.fromkeys(denominators, 1.0)
-        return self.compute_loss(batch, ones)[0] * 0.0
+        """Return the loss of a micro-batch; one without rows still runs, for its collectives."""
+        if not rows:
+            denominators = dict.fromkeys(denominators, 1.0)
+        loss, own = self.compute_loss(batch.to(self.engine.device), denominators)
+        if not rows:
+            return loss * 0.0
+        metrics.merge(own)
+        return loss
 
     def _step(self, rows: Sequence[int], metrics: Metrics) -> bool:
         """Update the weights; False when the gradient was not finite and nothing was changed."""
         try:
             metrics.add("grad_norm", self.engine.step())
         except NumericsError:
-            self._num_bad_steps += 1
+            self.num_bad_steps += 1
             if self.strategy.is_main:
                 warn(
                     f"step {self.global_step + 1} was skipped: its gradient is not finite "
                     f"(rows {list(rows)[:16]})."
                 )
-            if self._num_bad_steps > MAX_BAD_STEPS:
+            if self.num_bad_steps > MAX_BAD_STEPS:
                 raise
             return False
-        self._num_bad_steps = 0
+        self.num_bad_steps = 0
         metrics.add("lr", self.engine.lr, reduction="max")
         return True
 
@@ -374,8 +306,8 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return self.global_step % interval == 0 or self.global_step == self.num_updates
 
     def _evaluate_if_due(self) -> None:
-        every, has_ended_epoch = self.settings.eval_steps, self.position.num_samples == 0
-        is_due = self.is_due(every) if every >= 1 else has_ended_epoch
+        every, (_, num_done) = self.config.eval.steps, self.position
+        is_due = self.is_due(every) if every >= 1 else num_done == 0
         if self.eval_samples is None or not is_due:
             return
         values = self.evaluate()
@@ -398,8 +330,28 @@ class BaseTrainer(ABC, Generic[SampleT, BatchT]):
         return merged.values()
 
 
+def add_means(metrics: Metrics, values: Mapping[str, Tensor]) -> None:
+    """Note the mean of each tensor, (N,); nothing of an empty one."""
+    for name, values_N in values.items():
+        if len(values_N):
+            metrics.add(name, values_N.detach().float().mean().item(), weight=len(values_N))
+
+
+def check_same_tokens(own: Tokenizer, path: str, flag: str, *, remote_code: bool = False) -> None:
+    """Raise ConfigError unless the model at `path`, named by `flag`, has the tokens of `own`."""
+    tokens = own.get_vocab()
+    others = load_tokenizer(path, trust_remote_code=remote_code).get_vocab()
+    for token in sorted(tokens.keys() | others.keys()):
+        if others.get(token) != tokens.get(token):
+            raise ConfigError(
+                f"{flag} {path} and --pretrain differ in vocabulary: token {token!r} is "
+                f"{others.get(token, 'nothing')} there, {tokens.get(token, 'nothing')} here. "
+                f"Choose a {flag} of the same family, with the same vocabulary."
+            )
+
+
 def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool = True) -> Actor:
-    """Load the policy to train, with an adapter and gradient checkpointing when asked for.
+    """Load the policy to train, with an adapter when asked for.
 
     Without dropout the model computes the same in training and evaluation, as losses against a
     reference need it; an adapter's own dropout stays.
@@ -408,7 +360,4 @@ def load_actor(config: SupervisedConfig, model_path: str, *, has_dropout: bool =
     if not has_dropout:
         disable_dropout(model)
     with_aux_loss = config.model.aux_loss_coef > 0
-    actor = Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)
-    if config.model.gradient_checkpointing_enable:
-        actor.gradient_checkpointing_enable(config.model.gradient_checkpointing_reentrant)
-    return actor
+    return Actor(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)

@@ -7,7 +7,6 @@ over pairs; `nll_loss` is a mean over the tokens of better answers, with a weigh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from torch import Tensor
 
@@ -19,17 +18,15 @@ from openrlhf.algorithms.preference_loss import (
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import TokenStats
-from openrlhf.trainer.base_trainer import SupervisedRun
+from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens
 from openrlhf.trainer.preference import (
     PreferenceBatch,
-    ReferencedSamples,
     ReferencedTrainer,
     by_side,
-    make_reference,
     pack_pairs,
 )
-from openrlhf.trainer.same_tokens import check_same_tokens
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.tokenizer import Tokenizer
 
@@ -39,9 +36,9 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
 
     name = "dpo"
 
-    def __init__(self, run: SupervisedRun[DPOConfig]) -> None:
-        super().__init__(run)
-        config, model = run.config, run.config.model
+    def __init__(self, config: DPOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
+        model = config.model
         options = PreferenceOptions(
             beta=model.beta,
             label_smoothing=model.label_smoothing,
@@ -51,8 +48,7 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         self.loss = preference_loss(model.loss_type, options)
         self.nll_coef = model.nll_loss_coef  # of the language-model loss of better answers
         if config.has_reference:
-            path = config.ref.model_name_or_path or run.inputs.model_path
-            self.reference = make_reference(run, path)
+            self.reference = self.load_reference(config.ref.model_name_or_path or inputs.model_path)
 
     @classmethod
     def check(cls, config: DPOConfig, tokenizer: Tokenizer) -> None:
@@ -67,26 +63,20 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         path = config.ref.model_name_or_path
         return (path,) if config.has_reference and path else ()
 
-    def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
+    def counts(self, batch: PreferenceBatch) -> dict[str, float]:
         """Return the numbers of pairs and of tokens of better answers."""
-        num_tokens = sum(int(pair.chosen_mask.sum()) for pair in samples)
-        return {"num_pairs": float(len(samples)), "num_chosen_tokens": float(num_tokens)}
+        num_tokens, _ = by_side(batch.packed.num_targets)
+        return {"num_pairs": float(len(batch)), "num_chosen_tokens": float(num_tokens.sum())}
 
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
         return pack_pairs(samples)
-
-    def keep_sums(self) -> None:
-        self.samples = ReferencedSamples(self.samples, self.sums_of_all(self.samples))
-        if self.eval_samples is not None:
-            sums = self.sums_of_all(self.eval_samples)
-            self.eval_samples = ReferencedSamples(self.eval_samples, sums)
 
     def compute_loss(
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """Return the pairs' losses / pairs of the step, plus what else is added to them."""
         ref_sums = self.reference_sums(batch)
-        stats = cast(TokenStats, self.engine(batch.packed))
+        stats: TokenStats = self.engine(batch.packed)
         lengths = batch.packed.num_targets
         pairs = PairLogps(
             *by_side(segment_sum(stats.logprobs, lengths)),
@@ -95,30 +85,24 @@ class DPOTrainer(ReferencedTrainer[PreferencePair]):
         )
         terms = self.loss(pairs)
         metrics = Metrics()
-        losses = {
+        means = {
             "loss": terms.losses_B,
             "chosen_reward": terms.chosen_reward_B,
             "reject_reward": terms.rejected_reward_B,
-            "acc": (terms.chosen_reward_B > terms.rejected_reward_B).float(),
+            "acc": terms.chosen_reward_B > terms.rejected_reward_B,
             "chosen_logps": pairs.chosen_B,
             "reject_logps": pairs.rejected_B,
         }
-        for name, values_B in losses.items():
-            metrics.add(name, values_B.detach().mean().item(), weight=len(batch))
+        add_means(metrics, means)
         halves_S = lengths.new_full(lengths.shape, 0.5, dtype=terms.losses_B.dtype)
         loss_sum = self.add_router_loss(terms.losses_B.sum(), stats.aux_loss, halves_S, metrics)
         loss = loss_sum / denominators["num_pairs"]
         if self.nll_coef:
-            loss = loss + self.nll_coef * self._nll_loss(pairs, denominators, metrics)
+            nll_sum, num_tokens = -pairs.chosen_B.sum(), int(pairs.chosen_lengths_B.sum())
+            metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
+            loss = loss + self.nll_coef * nll_sum / max(denominators["num_chosen_tokens"], 1.0)
         return loss, metrics
 
     def summarise(self, values: dict[str, float]) -> dict[str, float]:
         """Return how much better the chosen side is rewarded."""
         return {"reward_margin": values["chosen_reward"] - values["reject_reward"]}
-
-    @staticmethod
-    def _nll_loss(pairs: PairLogps, denominators: Mapping[str, float], metrics: Metrics) -> Tensor:
-        """Return -sum log p of the better answers / their tokens in the step."""
-        nll_sum, num_tokens = -pairs.chosen_B.sum(), int(pairs.chosen_lengths_B.sum())
-        metrics.add("nll_loss", nll_sum.item() / max(num_tokens, 1), weight=num_tokens)
-        return nll_sum / max(denominators["num_chosen_tokens"], 1.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,9 @@ from openrlhf.engines.base import GenerationRequest, SamplingSettings
 from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.actor import Actor, ChunkedHead
-from openrlhf.models.loading import load_causal_lm, load_config
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.support import num_positions
-from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun, load_actor
-from openrlhf.trainer.same_tokens import check_has_logits, check_same_tokens
+from openrlhf.trainer.base_trainer import Inputs, add_means, check_same_tokens, load_actor
 from openrlhf.trainer.sft_trainer import SFTTrainer
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.packable import base_model_of
@@ -128,89 +127,27 @@ def first_logits(head: Head, num_logits: int) -> Head:
     return replace(head, weight_VH=head.weight_VH[:num_logits], bias_V=bias_V)
 
 
-class StudentAnswers:
-    """A set of samples in which rows that were answered have the student's answer.
-
-    Each answer has a seed of its own from step and row, so it is the same whatever the number of
-    ranks.
-    """
-
-    def __init__(
-        self,
-        samples: SampleSet[SFTExample],
-        engine: OwnGenerate,
-        sampling: SamplingSettings,
-        *,
-        max_len: int,  # tokens of prompt and answer
-        seed: int = 42,
-    ) -> None:
-        self._samples = samples
-        self._engine = engine
-        self._sampling = sampling
-        self._max_len = max_len
-        self._seed = seed
-        self._answered: dict[int, SFTExample] = {}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> SFTExample:
-        return self._answered.get(index) or self._samples[index]
-
-    @property
-    def lengths(self) -> Tensor:
-        """Return the tokens of every sample, (len,) int64."""
-        lengths = self._samples.lengths.clone()
-        for row, example in self._answered.items():
-            lengths[row] = len(example.token_ids)
-        return lengths
-
-    def answer(self, rows: Sequence[int], step: int, strategy: DeepSpeedStrategy) -> None:
-        """Generate answers to the prompts of rows and forget all others; all ranks call."""
-        topology = strategy.topology
-        own_rows = rows[topology.dp_rank :: topology.dp_size]
-        requests = [self._request(row, step) for row in own_rows]
-        answers = self._engine.generate(requests) if requests else []
-        own = {
-            row: request.prompt_token_ids + completion.token_ids
-            for row, request, [completion] in zip(own_rows, requests, answers, strict=True)
-        }
-        self._answered = {}
-        for part in all_gather_object(own):
-            for row, token_ids in part.items():
-                if row not in self._answered:  # ranks that share rows take those of the first
-                    self._answered[row] = self._example(row, token_ids)
-
-    def _request(self, row: int, step: int) -> GenerationRequest:
-        prompt = self._prompt(row)
-        room = min(self._sampling.max_new_tokens, self._max_len - len(prompt))
-        draw = random.Random(f"{self._seed} {step} {row}").getrandbits(31)
-        sampling = replace(self._sampling, max_new_tokens=room, seed=draw)
-        return GenerationRequest(str(row), prompt, sampling)
-
-    def _prompt(self, row: int) -> tuple[int, ...]:
-        """Return what stands before the data's answer; it leaves room for one token at least."""
-        sample = self._samples[row]
-        return tuple(sample.token_ids[: int(sample.loss_mask.int().argmax())].tolist())
-
-    def _example(self, row: int, token_ids: Sequence[int]) -> SFTExample:
-        mask = torch.ones(len(token_ids), dtype=torch.bool)
-        mask[: len(self._prompt(row))] = False
-        return SFTExample(torch.tensor(token_ids), mask)
-
-
 class KDTrainer(SFTTrainer):
     """The loss against a teacher on the answers of the data."""
 
     name = "kd"
 
-    def __init__(self, run: SupervisedRun[KDConfig]) -> None:
-        super().__init__(run)
-        teacher = Teacher(load_causal_lm(teacher_path(run.config), run.config))
-        self.teacher = run.strategy.prepare_eval(teacher, offload=run.config.teacher.offload)
-        self.answers: StudentAnswers | None = None  # on policy: in place of the data's
-        if run.config.kd.on_policy_enable:
-            self.samples = self.answers = make_answers(run)
+    def __init__(self, config: KDConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
+        teacher = Teacher(load_causal_lm(teacher_path(config), config))
+        self.teacher = strategy.prepare_eval(teacher, offload=config.teacher.offload)
+        self.is_on_policy = config.kd.on_policy_enable
+        limits = [num_positions(hf_model_of(model).config) for model in (self.model, teacher)]
+        self.max_len = min(filter(None, [config.data.max_len, *limits]))  # of own answers
+        self.generator = OwnGenerate(base_model_of(hf_model_of(self.model)))
+        stop_token_ids = eos_token_ids(
+            inputs.model_path, inputs.tokenizer, trust_remote_code=config.trust_remote_code
+        )
+        self.sampling = SamplingSettings(
+            temperature=config.kd.temperature,
+            max_new_tokens=config.kd.max_new_tokens,
+            stop_token_ids=stop_token_ids,
+        )
 
     @classmethod
     def check(cls, config: KDConfig, tokenizer: Tokenizer) -> None:
@@ -219,14 +156,10 @@ class KDTrainer(SFTTrainer):
         """
         remote = config.trust_remote_code
         check_same_tokens(tokenizer, teacher_path(config), "--teacher_model", remote_code=remote)
-        own_path = config.model.model_name_or_path or ""
-        check_has_logits(tokenizer, own_path, "--pretrain", remote_code=remote)
         if config.kd.on_policy_enable and config.ds.zero_stage == 3:
             raise ConfigError(
                 "--kd_on_policy samples from whole weights: --zero_stage 3. Type --zero_stage 2."
             )
-        if config.kd.on_policy_enable:
-            check_room(config, (own_path, teacher_path(config)))
 
     @classmethod
     def other_models(cls, config: KDConfig) -> Sequence[str]:
@@ -242,63 +175,55 @@ class KDTrainer(SFTTrainer):
     def train_step(self, rows: Sequence[int]) -> Metrics:
         """Sample answers if on policy, then do one optimizer step."""
         metrics = Metrics()
-        if self.answers is not None:
+        if self.is_on_policy:
             with timed("generation", metrics):
-                self.answers.answer(rows, self.global_step, self.strategy)
-            self._lengths = self.answers.lengths.tolist()
+                self.samples = self.answers(rows)
+            self._lengths = {row: len(own.token_ids) for row, own in self.samples.items()}
         return metrics.merge(super().train_step(rows))
+
+    def answers(self, rows: Sequence[int]) -> dict[int, SFTExample]:
+        """Return the prompts of rows with the student's answers, the same on every rank; all call.
+
+        An answer's seed follows from step and row, so that ranks may be any number.
+        """
+        topology = self.strategy.topology
+        own_rows = rows[topology.dp_rank :: topology.dp_size]
+        requests = [self._request(row) for row in own_rows]
+        answers = self.generator.generate(requests) if requests else []
+        own = {
+            row: (len(request.prompt_token_ids), request.prompt_token_ids + completion.token_ids)
+            for row, request, [completion] in zip(own_rows, requests, answers, strict=True)
+        }
+        found: dict[int, SFTExample] = {}
+        for part in all_gather_object(own):
+            for row, (prompt_length, token_ids) in part.items():
+                mask = torch.arange(len(token_ids)) >= prompt_length
+                # Ranks that share rows take those of the first.
+                found.setdefault(row, SFTExample(torch.tensor(token_ids), mask))
+        return found
+
+    def _request(self, row: int) -> GenerationRequest:
+        """Ask for an answer to what stands before the data's; there is room for one token."""
+        sample = self.inputs.samples[row]
+        prompt = tuple(sample.token_ids[: int(sample.loss_mask.int().argmax())].tolist())
+        room = min(self.sampling.max_new_tokens, self.max_len - len(prompt))
+        seed = random.Random(f"{self.config.train.seed} {self.global_step} {row}").getrandbits(31)
+        sampling = replace(self.sampling, max_new_tokens=room, seed=seed)
+        return GenerationRequest(str(row), prompt, sampling)
 
     def compute_loss(
         self, batch: PackedBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """Return the sum over tokens / tokens of the step, plus the router loss of experts."""
-        terms = self._terms(batch)
-        num_tokens, total = len(terms.logprobs), denominators["num_tokens"]
-        values = {
-            "gpt_loss": -terms.logprobs.mean().item(),
-            "distil_loss": terms.divergence.mean().item(),
-        }
-        metrics = Metrics()
-        loss_sum = self.add_router_loss(terms.loss, terms.aux_loss, batch.num_targets, metrics)
-        for name, value in {**values, "loss": loss_sum.item() / num_tokens}.items():
-            metrics.add(name, value, weight=num_tokens)
-        return loss_sum / total, metrics
-
-    def _terms(self, batch: PackedBatch) -> StudentTerms:
         hidden_NK = self.teacher(batch)
         teacher = self.teacher.module
         with gathered(teacher.head_parameters):  # under ZeRO-3 they are whole only in its forward
-            return self.engine(batch, as_head(teacher.head, hidden_NK))
-
-
-def make_answers(run: SupervisedRun[Any]) -> StudentAnswers:
-    """Return the data's prompts, to be answered by the model that is trained."""
-    config, inputs = run.config, run.inputs
-    sampling = SamplingSettings(
-        temperature=config.kd.temperature,
-        max_new_tokens=config.kd.max_new_tokens,
-        stop_token_ids=eos_token_ids(
-            inputs.model_path, inputs.tokenizer, trust_remote_code=config.trust_remote_code
-        ),
-    )
-    return StudentAnswers(
-        inputs.samples,
-        OwnGenerate(base_model_of(hf_model_of(run.model))),
-        sampling,
-        max_len=config.data.max_len,
-        seed=config.train.seed,
-    )
-
-
-def check_room(config: KDConfig, paths: Sequence[str]) -> None:
-    """Raise ConfigError unless every model has positions for the longest sampled answer."""
-    for path in paths:
-        limit = num_positions(load_config(path, trust_remote_code=config.trust_remote_code))
-        if limit is not None and config.data.max_len > limit:
-            raise ConfigError(
-                f"--kd_on_policy samples up to --max_len {config.data.max_len} tokens, and {path} "
-                f"has {limit} positions. Type --max_len {limit}."
-            )
+            terms: StudentTerms = self.engine(batch, as_head(teacher.head, hidden_NK))
+        num_tokens, metrics = len(terms.logprobs), Metrics()
+        add_means(metrics, {"gpt_loss": -terms.logprobs, "distil_loss": terms.divergence})
+        loss_sum = self.add_router_loss(terms.loss, terms.aux_loss, batch.num_targets, metrics)
+        metrics.add("loss", loss_sum.item() / num_tokens, weight=num_tokens)
+        return loss_sum / denominators["num_tokens"], metrics
 
 
 def teacher_path(config: KDConfig) -> str:

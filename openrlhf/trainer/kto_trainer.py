@@ -22,19 +22,19 @@ from openrlhf.algorithms.preference_loss import (
 from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.support import num_positions
-from openrlhf.trainer.base_trainer import SampleSet, SupervisedRun
+from openrlhf.trainer.base_trainer import Inputs, Samples, SampleSet, add_means
 from openrlhf.trainer.preference import (
+    PairSums,
     PreferenceBatch,
     ReferencedSamples,
     ReferencedTrainer,
     evaluating,
-    make_reference,
-    mismatched_pairs,
-    pack_answers,
 )
 from openrlhf.utils.metrics import Metrics
+from openrlhf.utils.packing import PackedBatch
 
 
 class KTOTrainer(ReferencedTrainer[UnpairedExample]):
@@ -42,46 +42,45 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
 
     name = "kto"
 
-    def __init__(self, run: SupervisedRun[KTOConfig]) -> None:
-        super().__init__(run)
-        model, max_len = run.config.model, run.config.data.max_len
+    def __init__(self, config: KTOConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
+        model, max_len = config.model, config.data.max_len
         # Rows are held against the model's positions; a long prompt with a long response is not.
-        limit = num_positions(hf_model_of(run.model).config) or max_len
+        limit = num_positions(hf_model_of(self.model).config) or max_len
         self.max_len = min(max_len, limit)  # tokens of a mismatched pair
-        self.reference = make_reference(run, run.inputs.model_path)
+        self.reference = self.load_reference(inputs.model_path)
         self.options = KTOOptions(
             beta=model.beta,
             desirable_weight=model.desirable_loss_weight,
             undesirable_weight=model.undesirable_loss_weight,
         )
 
-    def counts(self, samples: Sequence[UnpairedExample]) -> dict[str, float]:
+    def counts(self, batch: PreferenceBatch) -> dict[str, float]:
         """Return the number of answers."""
-        return {"num_samples": float(len(samples))}
+        return {"num_samples": float(len(batch))}
 
     def collate(self, samples: Sequence[UnpairedExample]) -> PreferenceBatch:
-        return pack_answers(samples)
+        packed = PackedBatch.from_sequences(
+            [sample.token_ids for sample in samples], [sample.loss_mask for sample in samples]
+        )
+        is_desirable = torch.tensor([sample.is_desirable for sample in samples])
+        return PreferenceBatch.of(samples, packed, is_desirable)
 
-    def keep_sums(self) -> None:
-        self.samples = self._referenced(self.samples, self.batches_left())
-        if self.eval_samples is not None:
-            batches = self.eval_batches(len(self.eval_samples))
-            self.eval_samples = self._referenced(self.eval_samples, batches)
-
-    def _referenced(
+    def pair_sums(
         self, samples: SampleSet[UnpairedExample], batches: Iterable[list[int]]
-    ) -> ReferencedSamples[UnpairedExample]:
+    ) -> PairSums:
+        """Return the reference's sums of the mismatched pairs of each batch."""
         # Asked batch by batch: how sequences are packed decides their last bits, and a run that
         # goes on starts at another batch.
-        pair_sums: dict[tuple[int, ...], list[list[float]]] = {}
+        found: dict[tuple[int, ...], list[list[float]]] = {}
         for rows in batches:
             pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
-            if pairs and tuple(rows) not in pair_sums:  # another epoch may have the same batch
+            if pairs and tuple(rows) not in found:  # another epoch may have the same batch
                 lengths = [len(pair.token_ids) for pair in pairs]
-                pair_sums[tuple(rows)] = self.sums_of(pairs, range(len(pairs)), lengths)
-        return ReferencedSamples(samples, self.sums_of_all(samples), pair_sums)
+                found[tuple(rows)] = self.sums_of(pairs, range(len(pairs)), lengths)
+        return found
 
-    def prepare(self, rows: Sequence[int], samples: SampleSet[UnpairedExample]) -> dict[str, float]:
+    def prepare(self, rows: Sequence[int], samples: Samples[UnpairedExample]) -> dict[str, float]:
         """Return the reference point of the batch."""
         pairs = mismatched_pairs(rows, samples, max_len=self.max_len)
         if isinstance(samples, ReferencedSamples):
@@ -98,7 +97,7 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         kl_sum = 0.0
         with evaluating(self.engine):
             for part, batch in self.own_batches(pairs, range(len(pairs)), lengths):
-                own = kto_kl_sum(*self._logprobs(batch)[:2])
+                own = kto_kl_sum(*self._logprobs(batch.to(self.engine.device))[:2])
                 kl_sum += own.item() if part else 0.0
         total = self.strategy.all_reduce_sum({"kl_sum": kl_sum})["kl_sum"]
         return kto_reference_point(torch.tensor(total), len(pairs)).item()
@@ -119,11 +118,12 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
             options=self.options,
         )
         num_samples, metrics = len(losses_B), Metrics()
-        metrics.add("kto_loss", losses_B.detach().mean().item(), weight=num_samples)
-        parts = {"chosen_reward": batch.labels, "reject_reward": ~batch.labels}
-        for name, mask_B in parts.items():
-            if mask_B.any():
-                metrics.add(name, rewards_B[mask_B].mean().item(), weight=int(mask_B.sum()))
+        means = {
+            "kto_loss": losses_B,
+            "chosen_reward": rewards_B[batch.labels],
+            "reject_reward": rewards_B[~batch.labels],
+        }
+        add_means(metrics, means)
         metrics.add("kl", reference_point, weight=num_samples)
         ones_B = torch.ones_like(losses_B)
         loss_sum = self.add_router_loss(losses_B.sum(), aux_loss_B, ones_B, metrics)
@@ -144,3 +144,21 @@ class KTOTrainer(ReferencedTrainer[UnpairedExample]):
         assert ref_B is not None, "KTO has a reference"
         stats = self.engine(batch.packed)
         return segment_sum(stats.logprobs, batch.packed.num_targets), ref_B, stats.aux_loss
+
+
+def mismatched_pairs(
+    rows: Sequence[int], samples: Samples[UnpairedExample], *, max_len: int
+) -> list[UnpairedExample]:
+    """Return each prompt of a batch with the response of the next row, the last with that of the
+    first, cut as the rows of the data are; none for a row alone.
+    """
+    if len(rows) < 2:
+        return []
+    answers = [samples[row] for row in rows]
+    pairs = []
+    for prompt, other in zip(answers, [*answers[1:], answers[0]], strict=True):
+        own_mask = prompt.loss_mask[: prompt.prompt_length]  # no target in it
+        token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[:max_len]
+        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:max_len]
+        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
+    return pairs

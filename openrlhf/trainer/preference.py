@@ -6,8 +6,7 @@ asked about all samples once, before the first step; a second model is then let 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic
@@ -23,24 +22,29 @@ from openrlhf.distributed.train_engine import EvalEngine, TrainEngine
 from openrlhf.models.actor import Actor
 from openrlhf.models.adapters import is_adapted
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SampleT, SupervisedRun, load_actor
+from openrlhf.trainer.base_trainer import (
+    BaseTrainer,
+    Lengths,
+    Samples,
+    SampleSet,
+    SampleT,
+    load_actor,
+)
 from openrlhf.utils.logging import notice
 from openrlhf.utils.packing import Batch, PackedBatch
+
+PairSums = Mapping[tuple[int, ...], Sequence[Sequence[float]]]
 
 
 class ReferencedSamples(Generic[SampleT]):
     """Samples that carry the log-prob sums of their responses under a frozen model."""
 
     def __init__(
-        self,
-        samples: SampleSet[SampleT],
-        sums: Sequence[Sequence[float]],
-        pair_sums: Mapping[tuple[int, ...], Sequence[Sequence[float]]] | None = None,
+        self, samples: SampleSet[SampleT], sums: Sequence[Sequence[float]], pair_sums: PairSums
     ) -> None:
-        assert len(sums) == len(samples), "sums for each sample"
         self.samples = samples
         self.lengths = samples.lengths
-        self.pair_sums = pair_sums or {}  # by the rows of a batch: of its mismatched pairs
+        self.pair_sums = pair_sums  # by the rows of a batch: of its mismatched pairs
         self._sums = sums
 
     def __len__(self) -> int:
@@ -58,6 +62,18 @@ class PreferenceBatch(Batch):
     labels: Tensor  # (B,) fp32 margin of each pair, or bool: the answer is desirable
     ref_sums: Tensor | None = None  # (S,) fp32, where they were computed before training
 
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[PreferencePair] | Sequence[UnpairedExample],
+        packed: PackedBatch,
+        labels: Tensor,
+    ) -> PreferenceBatch:
+        """Add the reference's sums that the samples carry, if it was asked before."""
+        sums = [sample.ref_sums for sample in samples if sample.ref_sums is not None]
+        assert len(sums) in (0, len(samples)), "all have reference log-probs, or none"
+        return cls(packed, labels, torch.tensor(sums).flatten() if sums else None)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -67,63 +83,12 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
     token_ids = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
     masks = [mask for pair in pairs for mask in (pair.chosen_mask, pair.rejected_mask)]
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32)
-    return PreferenceBatch(
-        PackedBatch.from_sequences(token_ids, masks), margins, _reference_sums(pairs)
-    )
-
-
-def pack_answers(answers: Sequence[UnpairedExample]) -> PreferenceBatch:
-    """Pack prompts with their responses, the responses as targets."""
-    packed = PackedBatch.from_sequences(
-        [answer.token_ids for answer in answers], [answer.loss_mask for answer in answers]
-    )
-    is_desirable = torch.tensor([answer.is_desirable for answer in answers])
-    return PreferenceBatch(packed, is_desirable, _reference_sums(answers))
-
-
-def _reference_sums(samples: Sequence[PreferencePair | UnpairedExample]) -> Tensor | None:
-    """Return the sums that samples carry, (S,) fp32; None unless the reference was asked."""
-    sums = [sample.ref_sums for sample in samples if sample.ref_sums is not None]
-    assert len(sums) in (0, len(samples)), "all have reference log-probs, or none"
-    return torch.tensor(sums).flatten() if sums else None
+    return PreferenceBatch.of(pairs, PackedBatch.from_sequences(token_ids, masks), margins)
 
 
 def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
     """(2B,) values of all sequences -> (B,) of the chosen and (B,) of the rejected sides."""
     return values[0::2], values[1::2]
-
-
-def mismatched_pairs(
-    rows: Sequence[int], samples: SampleSet[UnpairedExample], *, max_len: int
-) -> list[UnpairedExample]:
-    """Return each prompt of a batch with the response of the next row, the last with that of the
-    first, cut as the rows of the data are; none for a row alone.
-    """
-    if len(rows) < 2:
-        return []
-    answers = [samples[row] for row in rows]
-    pairs = []
-    for prompt, other in zip(answers, [*answers[1:], answers[0]], strict=True):
-        own_mask = prompt.loss_mask[: prompt.prompt_length]  # no target in it
-        token_ids = torch.cat([prompt.prompt_ids, other.response_ids])[:max_len]
-        mask = torch.cat([own_mask, other.loss_mask[other.prompt_length :]])[:max_len]
-        pairs.append(UnpairedExample(token_ids, mask, other.is_desirable))
-    return pairs
-
-
-class Reference:
-    """Frozen weights: a second model or, with `actor`, the trained one with its adapter off."""
-
-    def __init__(self, engine: EvalEngine | TrainEngine, actor: Actor | None = None) -> None:
-        self.engine = engine
-        self.actor = actor
-
-    @torch.no_grad()
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        """Return the sums of log-probs over each sequence's targets, (S,) fp32."""
-        with_base = nullcontext() if self.actor is None else self.actor.model.disable_adapter()
-        with with_base, evaluating(self.engine):
-            return segment_sum(self.engine(batch).logprobs, batch.num_targets)
 
 
 @contextmanager
@@ -135,71 +100,78 @@ def evaluating(engine: EvalEngine | TrainEngine) -> Iterator[None]:
     engine.module.train(was_training)
 
 
-def make_reference(run: SupervisedRun[Any], path: str) -> Reference:
-    """Return the model at `path`, frozen; not a second copy of the policy adapter's own base."""
-    assert isinstance(run.model, Actor), type(run.model)
-    if is_adapted(run.model.model) and path == run.inputs.model_path:
-        return Reference(run.engine, run.model)
-    actor = Actor(load_causal_lm(path, run.config))
-    return Reference(run.strategy.prepare_eval(actor, offload=run.config.ref.offload))
-
-
 class ReferencedTrainer(BaseTrainer[SampleT, PreferenceBatch]):
     """A loop whose loss compares with a reference; with `precompute` that is asked once, before
     the first step.
     """
 
-    reference: Reference | None = None  # where the loss needs none, or was asked before
+    # None where the loss needs none, or it was asked before.
+    reference: EvalEngine | TrainEngine | None = None
 
     @classmethod
     def load_model(cls, config: Any, model_path: str) -> Actor:
         return load_actor(config, model_path, has_dropout=False)
 
+    def load_reference(self, path: str) -> EvalEngine | TrainEngine:
+        """Load the model at `path`, frozen; the policy's own base is not loaded twice."""
+        if is_adapted(self.model.model) and path == self.inputs.model_path:
+            return self.engine
+        actor = Actor(load_causal_lm(path, self.config))
+        return self.strategy.prepare_eval(actor, offload=self.config.ref.offload)
+
     def fit(self, *, after_step: Callable[[], None] | None = None) -> None:
-        is_asked = self.run.config.ref.precompute_log_probs
+        is_asked = self.config.ref.precompute_log_probs
         if is_asked and self.reference is not None and not self.is_finished:
             self.precompute_reference()
         super().fit(after_step=after_step)
 
     def precompute_reference(self) -> None:
         """Keep the reference's log-probs of both sets and let go of the model."""
-        assert self.reference is not None, "there is no reference to ask"
         if self.strategy.is_main:
             notice(f"computing the reference log-probs of {len(self.samples)} samples")
-        self.keep_sums()
+        self.samples = self._referenced(self.inputs.samples, self.batches_left())
+        if self.inputs.eval_samples is not None:
+            batches = self.eval_batches(len(self.inputs.eval_samples))
+            self.eval_samples = self._referenced(self.inputs.eval_samples, batches)
         self.reference = None
 
-    @abstractmethod
-    def keep_sums(self) -> None:
-        """Put the reference's log-prob sums beside the samples of both sets."""
-
-    def sums_of_all(self, samples: SampleSet[SampleT]) -> list[list[float]]:
-        """Return the reference's sums of the sequences of every sample, as `sums_of`."""
+    def _referenced(
+        self, samples: SampleSet[SampleT], batches: Iterable[list[int]]
+    ) -> ReferencedSamples[SampleT]:
         lengths = samples.lengths.tolist()
-        batches = self.eval_batches(len(lengths))
-        return [sums for rows in batches for sums in self.sums_of(samples, rows, lengths)]
+        pair_sums = self.pair_sums(samples, batches)
+        parts = (self.sums_of(samples, rows, lengths) for rows in self.eval_batches(len(lengths)))
+        return ReferencedSamples(samples, [sums for part in parts for sums in part], pair_sums)
+
+    def pair_sums(self, samples: SampleSet[SampleT], batches: Iterable[list[int]]) -> PairSums:
+        """Return the reference's sums of sequences that are made of a batch's samples."""
+        return {}
 
     def sums_of(
-        self, samples: SampleSet[SampleT], rows: Sequence[int], lengths: Sequence[int]
+        self, samples: Samples[SampleT], rows: Sequence[int], lengths: Lengths
     ) -> list[list[float]]:
         """Return the reference's sums of the sequences of each row of a batch; the same on every
         rank, and all must call.
         """
-        assert self.reference is not None, "there is no reference to ask"
         own: dict[int, list[float]] = {}
         for part, batch in self.own_batches(samples, rows, lengths):
-            sums = self.reference(batch.packed).float()
+            sums = self.reference_sums(batch.to(self.engine.device))
             if part:
-                own.update(zip(part, sums.view(len(part), -1).tolist(), strict=True))
+                own.update(zip(part, sums.float().view(len(part), -1).tolist(), strict=True))
         found: dict[int, list[float]] = {}
         for parts in all_gather_object(own, group=self.strategy.dp_group):
             found.update(parts)
         return [found[row] for row in rows]
 
+    @torch.no_grad()
     def reference_sums(self, batch: PreferenceBatch) -> Tensor | None:
-        """Return the reference's sums of a batch's sequences, (S,); None where the loss needs no
-        reference.
+        """Return the reference's sums of log-probs over the targets of each sequence, (S,) fp32;
+        None where the loss needs no reference.
         """
         if batch.ref_sums is not None or self.reference is None:
             return batch.ref_sums
-        return self.reference(batch.packed)
+        is_own = self.reference is self.engine  # the policy with its adapter off
+        with_base = self.model.model.disable_adapter() if is_own else nullcontext()
+        with with_base, evaluating(self.reference):
+            logprobs = self.reference(batch.packed).logprobs
+        return segment_sum(logprobs, batch.packed.num_targets)

@@ -19,8 +19,9 @@ from torch import Tensor
 from openrlhf.algorithms.language_loss import prm_losses
 from openrlhf.config.supervised import PRMConfig
 from openrlhf.datasets.process_reward_dataset import ProcessExample, single_token_id
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.models.actor import Actor, ChunkedHead, token_stats
-from openrlhf.trainer.base_trainer import BaseTrainer, SupervisedRun, load_actor
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, add_means, load_actor
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import Batch, PackedBatch
 
@@ -101,10 +102,10 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
 
     name = "prm"
 
-    def __init__(self, run: SupervisedRun[PRMConfig]) -> None:
-        super().__init__(run)
-        texts, tokenizer = run.config.model.reward_tokens or (), run.inputs.tokenizer
-        ids = [single_token_id(tokenizer, text, flag="--reward_tokens") for text in texts]
+    def __init__(self, config: PRMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
+        texts = config.model.reward_tokens or ()
+        ids = [single_token_id(inputs.tokenizer, text, flag="--reward_tokens") for text in texts]
         self.reward_tokens = torch.tensor(ids) if ids else None
         self.places = {token_id: place for place, token_id in enumerate(ids)}
 
@@ -113,9 +114,9 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
         model = load_actor(config, model_path).model
         return StepJudge(model, with_aux_loss=config.model.aux_loss_coef > 0)
 
-    def counts(self, samples: Sequence[ProcessExample]) -> dict[str, float]:
+    def counts(self, batch: MarkedBatch) -> dict[str, float]:
         """Return the number of markers."""
-        return {"num_markers": float(sum(len(sample.labels) for sample in samples))}
+        return {"num_markers": float(len(batch.labels))}
 
     def collate(self, samples: Sequence[ProcessExample]) -> MarkedBatch:
         token_ids = [sample.token_ids for sample in samples]
@@ -133,14 +134,12 @@ class PRMTrainer(BaseTrainer[ProcessExample, MarkedBatch]):
     ) -> tuple[Tensor, Metrics]:
         """Return the sum over markers / markers of the step, plus the router loss of experts."""
         terms = self.engine(batch)
-        num_markers, total = len(terms.losses), denominators["num_markers"]
+        num_markers, metrics = len(terms.losses), Metrics()
+        add_means(metrics, {"prm_loss": terms.losses, "acc": terms.is_correct})
         loss_sum = terms.losses.sum()
-        metrics = Metrics()
-        metrics.add("prm_loss", loss_sum.item() / num_markers, weight=num_markers)
-        metrics.add("acc", terms.is_correct.float().mean().item(), weight=num_markers)
         loss_sum = self.add_router_loss(loss_sum, terms.aux_loss, batch.num_markers, metrics)
         metrics.add("loss", loss_sum.item() / num_markers, weight=num_markers)
-        return loss_sum / total, metrics
+        return loss_sum / denominators["num_markers"], metrics
 
     def _labels(self, sample: ProcessExample) -> Tensor:
         """Return labels as the model takes them; with two reward tokens all are shares of the

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,11 +17,12 @@ from openrlhf.algorithms.reward_loss import pairwise_losses
 from openrlhf.config.supervised import RMConfig
 from openrlhf.datasets.reward_dataset import PreferencePair
 from openrlhf.distributed.collectives import on_main
+from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
 from openrlhf.models.adapters import add_lora, is_adapted, load_adapter
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel, RewardTerms
-from openrlhf.trainer.base_trainer import BaseTrainer, SampleSet, SupervisedRun
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, SampleSet, add_means
 from openrlhf.trainer.preference import PreferenceBatch, by_side, pack_pairs
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packable import base_model_of
@@ -36,10 +36,10 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
 
     name = "rm"
 
-    def __init__(self, run: SupervisedRun[RMConfig]) -> None:
-        super().__init__(run)
-        self.loss_kind = run.config.model.loss_type
-        self.with_margin = run.config.model.margin_loss_enable
+    def __init__(self, config: RMConfig, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
+        self.loss_kind = config.model.loss_type
+        self.with_margin = config.model.margin_loss_enable
         self.scale = (0.0, 1.0)  # mean and standard deviation of scores, of the step below
         self.scaled_step = -1
 
@@ -47,18 +47,12 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
     def load_model(cls, config: RMConfig, model_path: str) -> RewardModel:
         """Load the backbone with a fresh head, or a reward model to go on with."""
         model = load_sequence_model(model_path, config)
-        reward_model = RewardModel(
-            add_lora(model, config.ds.lora), with_aux_loss=config.model.aux_loss_coef > 0
-        )
-        if config.model.gradient_checkpointing_enable:
-            reward_model.gradient_checkpointing_enable(
-                config.model.gradient_checkpointing_reentrant
-            )
-        return reward_model
+        with_aux_loss = config.model.aux_loss_coef > 0
+        return RewardModel(add_lora(model, config.ds.lora), with_aux_loss=with_aux_loss)
 
-    def counts(self, samples: Sequence[PreferencePair]) -> dict[str, float]:
+    def counts(self, batch: PreferenceBatch) -> dict[str, float]:
         """Return the number of pairs."""
-        return {"num_pairs": float(len(samples))}
+        return {"num_pairs": float(len(batch))}
 
     def collate(self, samples: Sequence[PreferencePair]) -> PreferenceBatch:
         return pack_pairs(samples)
@@ -67,14 +61,10 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         self, batch: PreferenceBatch, denominators: Mapping[str, float]
     ) -> tuple[Tensor, Metrics]:
         """Return the pairs' losses / pairs of the step, plus the router loss of experts."""
-        terms = cast(RewardTerms, self.engine(batch.packed))
+        terms: RewardTerms = self.engine(batch.packed)
         chosen_B, rejected_B = by_side(terms.scores)
-        losses_B = pairwise_losses(
-            chosen_B,
-            rejected_B,
-            kind=self.loss_kind,
-            margin_B=batch.labels if self.with_margin else None,
-        )
+        margin_B = batch.labels if self.with_margin else None
+        losses_B = pairwise_losses(chosen_B, rejected_B, kind=self.loss_kind, margin_B=margin_B)
         metrics = Metrics()
         means = {
             "loss": losses_B,
@@ -82,8 +72,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
             "chosen_reward": chosen_B,
             "reject_reward": rejected_B,
         }
-        for name, values_B in means.items():
-            metrics.add(name, values_B.float().mean().item(), weight=len(losses_B))
+        add_means(metrics, means)
         halves_S = torch.full_like(terms.scores, 0.5, dtype=torch.float32)
         loss_sum = self.add_router_loss(losses_B.sum(), terms.aux_loss, halves_S, metrics)
         return loss_sum / denominators["num_pairs"], metrics
@@ -97,7 +86,7 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
         sums = {"total": 0.0, "squares": 0.0}
         lengths = samples.lengths.tolist()
         for rows, batch in self.own_batches(samples, range(len(lengths)), lengths):
-            scores = cast(RewardTerms, self.engine(batch.packed)).scores.double()
+            scores = self._scores(batch).double()
             if rows:
                 sums["total"] += scores.sum().item()
                 sums["squares"] += scores.square().sum().item()
@@ -107,40 +96,40 @@ class RMTrainer(BaseTrainer[PreferencePair, PreferenceBatch]):
 
     def export(self, path: Path) -> None:
         """Write the model with its scale in its config; read back and compared before it counts."""
-        run = self.run
-        samples = run.inputs.eval_samples or run.inputs.samples
+        samples = self.inputs.eval_samples or self.inputs.samples
         if self.scaled_step != self.global_step:  # a checkpoint's export may be the last
             self.scale = self.reward_scale(samples)
             self.scaled_step = self.global_step
         mean, std = self.scale
-        base_model_of(run.model.model).config.update({"mean": mean, "std": std})
+        base_model_of(self.model.model).config.update({"mean": mean, "std": std})
         pairs = [samples[index] for index in range(min(NUM_CHECKED_PAIRS, len(samples)))]
-        batch = self.collate(pairs).to(run.engine.device)
+        batch = self.collate(pairs)
         with torch.no_grad():
-            expected = run.engine(batch.packed).scores.cpu()
+            expected = self._scores(batch).cpu()
         super().export(path)
         # Putting an adapter on draws random numbers, which are those of a run that goes on.
         with torch.random.fork_rng():
-            on_main(lambda: check_export(run, path, batch, expected))
+            on_main(lambda: self.check_export(path, batch, expected))
 
+    def _scores(self, batch: PreferenceBatch) -> Tensor:
+        """Return the score of each sequence, (2B,)."""
+        return self.engine(batch.packed.to(self.engine.device)).scores
 
-def check_export(
-    run: SupervisedRun[RMConfig], path: Path, batch: PreferenceBatch, expected: Tensor
-) -> None:
-    """Raise CheckpointError unless the model at `path` gives these pairs the `expected` scores."""
-    hf_model = run.model.model
-    dtype = next(base_model_of(hf_model).parameters()).dtype
-    if is_adapted(hf_model):
-        base = load_sequence_model(run.inputs.model_path, run.config)
-        model = load_adapter(base, path)
-    else:
-        model = load_sequence_model(path, run.config, allow_fresh_head=False)
-    with torch.no_grad():
-        model = model if run.config.ds.load_in_4bit else model.to(run.engine.device)
-        found = RewardModel(model.eval())(batch.packed).scores.cpu()
-    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
-    if not error <= MAX_SCORE_ERROR[dtype]:
-        raise CheckpointError(
-            f"The reward model saved at {path} gives other scores than the one that was trained "
-            f"(off by {error:.1e}). Do not use it; this is a bug."
-        )
+    def check_export(self, path: Path, batch: PreferenceBatch, expected: Tensor) -> None:
+        """Raise CheckpointError unless the model at `path` gives pairs the `expected` scores."""
+        hf_model, device = self.model.model, self.engine.device
+        dtype = next(base_model_of(hf_model).parameters()).dtype
+        if is_adapted(hf_model):
+            base = load_sequence_model(self.inputs.model_path, self.config)
+            model = load_adapter(base, path)
+        else:
+            model = load_sequence_model(path, self.config, allow_fresh_head=False)
+        with torch.no_grad():
+            model = model if self.config.ds.load_in_4bit else model.to(device)
+            found = RewardModel(model.eval())(batch.packed.to(device)).scores.cpu()
+        error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
+        if not error <= MAX_SCORE_ERROR[dtype]:
+            raise CheckpointError(
+                f"The reward model saved at {path} gives other scores than the one that was "
+                f"trained (off by {error:.1e}). Do not use it; this is a bug."
+            )

@@ -19,9 +19,9 @@ class SFTTrainer(BaseTrainer[SFTExample, PackedBatch]):
 
     name = "sft"
 
-    def counts(self, samples: Sequence[SFTExample]) -> dict[str, float]:
+    def counts(self, batch: PackedBatch) -> dict[str, float]:
         """Return the number of tokens that are learned."""
-        return {"num_tokens": float(sum(int(sample.loss_mask.sum()) for sample in samples))}
+        return {"num_tokens": float(batch.target_mask.sum())}
 
     def collate(self, samples: Sequence[SFTExample]) -> PackedBatch:
         return PackedBatch.from_sequences(

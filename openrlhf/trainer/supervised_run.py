@@ -6,14 +6,14 @@ model is loaded.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
@@ -35,18 +35,13 @@ from openrlhf.distributed.collectives import (
     watching_ranks,
 )
 from openrlhf.distributed.export import check_room
-from openrlhf.distributed.folders import holding_folders, write_json
+from openrlhf.distributed.folders import holding_folders, read_json, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.models.loading import load_config, say_attention
 from openrlhf.models.support import check_here, num_positions, refuse_unsupported
-from openrlhf.trainer.base_trainer import (
-    BaseTrainer,
-    Inputs,
-    LoopSettings,
-    SupervisedRun,
-)
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
 from openrlhf.utils.adapter_folder import base_of_adapter
 from openrlhf.utils.logging import (
@@ -60,10 +55,7 @@ from openrlhf.utils.logging import (
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tokenizer import load_tokenizer
-from openrlhf.utils.tracking import NullTracker, Tracker, make_tracker
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from openrlhf.utils.tracking import make_tracker
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Recipe = type[BaseTrainer[Any, Any]]
@@ -91,23 +83,20 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
         rank_timeout_s=config.train.rank_timeout_s,
     )
     if strategy.is_main:
-        models = (inputs.model_path, *recipe.other_models(config))
-        say_attention(config, models)
-        say_notices(inputs.samples.notices)
-        if base_of_adapter(inputs.model_path) is not None:
-            notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
-        if inputs.eval_samples:
-            new = news(inputs.eval_samples.notices, inputs.samples.notices)
-            say_notices(new, about="evaluation: ")
+        say_inputs(recipe, config, inputs)
     strategy.setup()
     facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
     opened = open_checkpoints(config.ckpt, facts, config)
-    if opened.is_done(run_dir, is_at_end=is_at_end(opened, config.train.max_epochs)):
+    is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
+    if opened.is_done(run_dir, is_at_end=is_at_end):
         strategy.shut_down()
         return
-    run = prepare_run(recipe, config, inputs, strategy, opened)
-    check_room(hf_model_of(run.model), run_dir)
-    trainer = recipe(run)
+    trainer = recipe(config, inputs, strategy)
+    check_room(hf_model_of(trainer.model), run_dir)
+    if strategy.is_main:
+        told = config.model_dump(mode="json")
+        opened.clear_folder(run_dir, config)
+        trainer.tracker = make_tracker(config.logger, run_dir, told, resume_step=opened.resume_step)
     checkpointer = Checkpointer(trainer, opened)
     checkpointer.resume()
     if strategy.is_main:  # what is refused leaves the folder as it was
@@ -186,36 +175,26 @@ def _configs(
     return found
 
 
-def prepare_run(
-    recipe: Recipe,
-    config: ConfigT,
-    inputs: Inputs,
-    strategy: DeepSpeedStrategy,
-    opened: RunCheckpoints,
-) -> SupervisedRun[ConfigT]:
-    """Load the model, wrap it for training, open the sinks."""
-    settings = LoopSettings.of(config)
-    model = recipe.load_model(config, inputs.model_path)
-    engine = strategy.prepare_train(
-        model, config, num_updates=settings.num_updates(len(inputs.samples))
-    )
-    tracker: Tracker = NullTracker()
-    if strategy.is_main:
-        run_dir, told = Path(config.ckpt.output_dir), config.model_dump(mode="json")
-        opened.clear_folder(run_dir, config)
-        tracker = make_tracker(config.logger, run_dir, told, resume_step=opened.resume_step)
-    return SupervisedRun(config, inputs, strategy, model, engine, settings, tracker)
+def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
+    """Print what was noticed of the models and the data."""
+    models = (inputs.model_path, *recipe.other_models(config))
+    say_attention(config, models)
+    say_notices(inputs.samples.notices)
+    if base_of_adapter(inputs.model_path) is not None:
+        notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")
+    if inputs.eval_samples:
+        new = news(inputs.eval_samples.notices, inputs.samples.notices)
+        say_notices(new, about="evaluation: ")
 
 
 def say_start(trainer: BaseTrainer[Any, Any]) -> None:
     """Print the banner: model, data, batch arithmetic, run folder."""
-    run = trainer.run
-    parameters = list(run.engine.module.parameters())
+    config, inputs, strategy = trainer.config, trainer.inputs, trainer.strategy
+    parameters = list(trainer.engine.module.parameters())
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     num_trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad)
-    inputs, train, topology = run.inputs, run.config.train, run.strategy.topology
     trained = "" if num_trained == num_parameters else f", {format_count(num_trained)} trained"
-    asked, stage = run.config.ds.zero_stage, run.engine.zero_stage
+    asked, stage, train = config.ds.zero_stage, trainer.engine.zero_stage, config.train
     print_banner(
         {
             "model": {
@@ -224,7 +203,7 @@ def say_start(trainer: BaseTrainer[Any, Any]) -> None:
                 "type": str(parameters[0].dtype).removeprefix("torch."),
             },
             "machine": {
-                "ranks": f"{topology.world_size} on {run.strategy.device.type}",
+                "ranks": f"{strategy.topology.world_size} on {strategy.device.type}",
                 "ZeRO stage": stage if stage == asked else f"{asked}, runs as {stage} here",
                 "threads": os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()),
             },
@@ -236,16 +215,10 @@ def say_start(trainer: BaseTrainer[Any, Any]) -> None:
             "training": {
                 "batch": f"{train.batch_size} rows in micro-batches of {train.micro_batch_text}",
                 "updates": f"{trainer.num_updates} in {train.max_epochs} epoch(s)",
-                "run folder": run.config.ckpt.output_dir,
+                "run folder": config.ckpt.output_dir,
             },
         }
     )
-
-
-def is_at_end(checkpoints: RunCheckpoints, max_epochs: int) -> bool:
-    """Return True if the checkpoint that a run goes on from has every epoch behind it."""
-    saved = checkpoints.saved
-    return saved is not None and saved.state["loop"]["position"]["epoch"] >= max_epochs
 
 
 class Checkpointer:
@@ -254,7 +227,8 @@ class Checkpointer:
     def __init__(self, trainer: BaseTrainer[Any, Any], checkpoints: RunCheckpoints) -> None:
         self.trainer = trainer
         self.checkpoints = checkpoints
-        self.topology = trainer.strategy.topology
+        self.num_ranks = trainer.strategy.topology.world_size
+        self.rank_file = f"rank{trainer.strategy.topology.rank}.json"
 
     def resume(self) -> None:
         """Put model, optimizer, position and random numbers where they were; all ranks call."""
@@ -263,55 +237,48 @@ class Checkpointer:
             return
         with progress("loading the checkpoint"):
             self.trainer.engine.load_states(saved.path / MODEL)
-        self.trainer.load_state_dict(saved.state["loop"])
+        self.trainer.global_step = saved.step
+        self.trainer.num_bad_steps = saved.state["num_bad_steps"]
         if is_main() and self.trainer.is_finished:
             notice("that run had finished: nothing is left to train")
-        before, now = saved.state["world_size"], self.topology.world_size
+        before, now = saved.state["world_size"], self.num_ranks
         if before == now:
-            state = json.loads(self._rank_file(saved.path).read_text())
+            state = read_json(saved.path / self.rank_file)
             set_random_state(state["random"])
             self.trainer.pending = Metrics.from_state_dict(state["metrics"])
         elif is_main():  # there is no such thing as a rank's own random numbers
             warn(f"{now} ranks go on with what {before} wrote: the same samples, other rounding.")
 
     def after_step(self) -> None:
-        """Save when it is due; raise Interrupted once any rank was asked to stop."""
-        is_saved = self.save_if_due()
+        """Save every `--save_steps` steps and after the last; raise Interrupted once any rank was
+        asked to stop.
+        """
+        opened = self.checkpoints
+        is_due = opened.is_on and self.trainer.is_due(opened.config.save_steps)
+        is_saved = is_due and self.save()
         is_asked = all_reduce_max({"asked": float(stopping.is_asked())})["asked"]
         if is_asked and not self.trainer.is_finished:
-            outcome = self.checkpoints.save_last(lambda: is_saved or self.save())
+            outcome = opened.save_last(lambda: is_saved or self.save())
             self.trainer.tracker.close()
             raise stopping.Interrupted(f"step {self.trainer.global_step} is done, {outcome}")
-
-    def save_if_due(self) -> bool:
-        """Save every `--save_steps` steps and after the last; return True if it was saved."""
-        checkpoints = self.checkpoints
-        is_due = checkpoints.is_on and self.trainer.is_due(checkpoints.config.save_steps)
-        return is_due and self.save()
 
     def save(self) -> bool:
         """Save now; all ranks call, and all return whether it was saved.
 
         Raises CheckpointError when it failed several times in a row.
         """
-        position = self.trainer.position
-        place = (
-            f"step {position.global_step}, epoch {position.epoch + 1}, "
-            f"{position.num_samples} samples into it"
-        )
+        step, (epoch, num_batches) = self.trainer.global_step, self.trainer.position
+        num_samples = num_batches * self.trainer.batch_size
         state = {
-            "loop": self.trainer.state_dict(),
-            "world_size": self.topology.world_size,
-            "place": place,
+            "num_bad_steps": self.trainer.num_bad_steps,
+            "world_size": self.num_ranks,
+            "place": f"step {step}, epoch {epoch + 1}, {num_samples} samples into it",
         }
         return self.checkpoints.save(
-            position.global_step, write=self._write, export=self.trainer.export, state=state
+            step, write=self._write, export=self.trainer.export, state=state
         )
 
     def _write(self, folder: Path) -> None:
         self.trainer.engine.save_states(folder / MODEL)
         content = {"random": random_state(), "metrics": self.trainer.pending.state_dict()}
-        write_json(self._rank_file(folder), content)
-
-    def _rank_file(self, folder: Path) -> Path:
-        return folder / f"rank{self.topology.rank}.json"
+        write_json(folder / self.rank_file, content)

@@ -140,5 +140,5 @@ def test_supervised_training_saves_when_it_is_told_to_end(
         send = os.killpg if "deepspeed" in launcher else os.kill
         error = interrupt(process, signal.SIGTERM, send)
     step = saved_step(error, root)
-    position = json.loads((root / f"global_step{step}" / "state.json").read_text())["loop"]
-    assert position["position"]["num_samples"] == 8 * step
+    state = json.loads((root / f"global_step{step}" / "state.json").read_text())
+    assert state["place"] == f"step {step}, epoch 1, {8 * step} samples into it"

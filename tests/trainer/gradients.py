@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,20 +11,6 @@ from torch import Tensor
 
 from openrlhf.trainer.base_trainer import BaseTrainer
 from tests.distributed.test_train_engine import full_gradients
-
-
-class ListedSamples:
-    """Samples held in a list, with the tokens of each."""
-
-    def __init__(self, samples: Sequence[Any], lengths: Sequence[int]) -> None:
-        self._samples = samples
-        self.lengths = torch.tensor(lengths)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
 
 
 @contextmanager
@@ -47,7 +32,7 @@ def step_gradient(
     trainer: BaseTrainer, micro_batch_size: int, rows: Sequence[int]
 ) -> tuple[Tensor, dict[str, float]]:
     """Flat gradient and metrics of one step on the rows."""
-    trainer.settings = replace(trainer.settings, micro_batch_size=micro_batch_size)
+    trainer.micro_batch_size = micro_batch_size
     with caught_gradients(trainer) as caught:
         metrics = trainer.train_step(rows)
     return torch.cat([grad.flatten() for grad in caught]), trainer._reduced(metrics)

@@ -6,22 +6,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from openrlhf.config.common import AdamConfig, CheckpointConfig, DeepSpeedConfig, OptimizerConfig
+from openrlhf.config.cli import parse_config
+from openrlhf.config.common import CheckpointConfig, DeepSpeedConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.weights import stored_parameters
-from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, LoopSettings, SupervisedRun
+from openrlhf.trainer.base_trainer import BaseTrainer, Inputs
 from openrlhf.trainer.supervised_run import Checkpointer
 from openrlhf.utils.metrics import Metrics
-from openrlhf.utils.tracking import NullTracker, Tracker
+from openrlhf.utils.tracking import Tracker
 
 # 21 samples are batches of 8, 8, 5: step 2 is inside the first epoch, step 3 is its end. Steps are
 # logged in pairs: what is logged at step 4 began before a checkpoint of step 3.
-SETTINGS = LoopSettings(batch_size=8, micro_batch_size=2, max_epochs=2, seed=5, logging_steps=2)
+FLAGS = (
+    "--pretrain m --dataset d --train_batch_size 8 --micro_train_batch_size 2 --max_epochs 2 "
+    "--seed 5 --logging_steps 2 --learning_rate 1e-2 --l2 0.1 --max_norm 0.5 --lr_scheduler cosine"
+)
+CONFIG = parse_config(SFTConfig, FLAGS.split()).config
 NUM_SAMPLES, NUM_STEPS = 21, 6
 FACTS = DataFacts("tokens", NUM_SAMPLES, seed=5)
 
@@ -51,16 +58,22 @@ class Rows:
 class VectorTrainer(BaseTrainer[Tensor, Rows]):
     """The mean square of what a small net makes of vectors; its dropout draws random numbers."""
 
-    def __init__(self, run: SupervisedRun) -> None:
-        super().__init__(run)
+    name = "vectors"
+
+    def __init__(self, config: Any, inputs: Inputs, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(config, inputs, strategy)
         self.seen: list[list[int]] = []
+
+    @classmethod
+    def load_model(cls, config: Any, model_path: str) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 17), nn.LayerNorm(17), nn.Dropout(0.3), nn.Linear(17, 4))
 
     def train_step(self, rows: Sequence[int]) -> Metrics:
         self.seen.append(list(rows))
         return super().train_step(rows)
 
-    def counts(self, samples: Sequence[Tensor]) -> dict[str, float]:
-        return {"num_samples": float(len(samples))}
+    def counts(self, batch: Rows) -> dict[str, float]:
+        return {"num_samples": float(len(batch.token_ids))}
 
     def collate(self, samples: Sequence[Tensor]) -> Rows:
         return Rows(torch.stack(list(samples)))
@@ -81,16 +94,11 @@ class VectorTrainer(BaseTrainer[Tensor, Rows]):
 def make_trainer(options: dict, run_dir: Path, resume_step: int | None, seed: int) -> VectorTrainer:
     strategy = DeepSpeedStrategy(DeepSpeedConfig(**options), seed=seed)
     strategy.setup()
-    model = nn.Sequential(nn.Linear(6, 17), nn.LayerNorm(17), nn.Dropout(0.3), nn.Linear(17, 4))
-    optim = OptimizerConfig(
-        adam=AdamConfig(lr=1e-2, weight_decay=0.1), max_norm=0.5, lr_scheduler="cosine"
-    )
-    tracker = Tracker(run_dir, resume_step=resume_step) if strategy.is_main else NullTracker()
-    engine = strategy.prepare_train(model, optim, num_updates=NUM_STEPS)
     inputs = Inputs("", None, Vectors(), Vectors())  # type: ignore[arg-type]
-    return VectorTrainer(
-        SupervisedRun(None, inputs, strategy, model, engine, SETTINGS, tracker)  # type: ignore[type-var]
-    )
+    trainer = VectorTrainer(CONFIG, inputs, strategy)
+    if strategy.is_main:
+        trainer.tracker = Tracker(run_dir, resume_step=resume_step)
+    return trainer
 
 
 def config_of(root: Path, **changes: object) -> CheckpointConfig:
@@ -116,7 +124,7 @@ def run(
     lrs = []
 
     def after_step() -> None:
-        checkpointer.save_if_due()
+        checkpointer.after_step()
         lrs.append(trainer.engine.lr)
         if trainer.global_step == stop:
             raise Stop

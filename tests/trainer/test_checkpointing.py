@@ -19,14 +19,11 @@ from openrlhf.distributed.checkpoints import open_checkpoints
 from openrlhf.distributed.folders import verify
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError, ConfigError, DataError
-from openrlhf.trainer.base_trainer import Position
 from openrlhf.trainer.supervised_run import Checkpointer
 from tests.distributed.spawn import run_ranks
 from tests.trainer.small_run import (
     FACTS,
-    NUM_SAMPLES,
     NUM_STEPS,
-    SETTINGS,
     config_of,
     make_trainer,
     run,
@@ -67,7 +64,7 @@ def fail_to_save(options: dict, root: Path) -> dict:
 
     if trainer.strategy.topology.rank == trainer.strategy.topology.world_size - 1:
         trainer.engine.save_states = save_to_full_disk  # type: ignore[method-assign]
-    trainer.position = Position(1, 0, 8)
+    trainer.global_step = 1
     for _ in range(3):
         try:
             answers.append(checkpointer.save())
@@ -165,7 +162,7 @@ def test_checkpoints_are_of_every_interval_and_the_end(worlds: dict, folder: Pat
     assert worlds[1][0]["zero0", "stopped"][1]["steps"] == [2, 4, 6]
     verify(folder / "zero2" / "stopped" / "ckpt" / "global_step4_hf")
     state = json.loads((folder / "zero2/stopped/ckpt/global_step4/state.json").read_text())
-    assert state["loop"]["position"] == {"global_step": 4, "epoch": 1, "num_samples": 8}
+    assert state["place"] == "step 4, epoch 2, 8 samples into it"
     assert state["data"] == asdict(FACTS)
 
 
@@ -191,10 +188,8 @@ def saved_state(root: Path) -> CheckpointConfig:
     """A checkpoint root that holds step 4 of a run over FACTS."""
     config = config_of(root, load_enable=True, save_steps=2)
     opened = open_checkpoints(config, FACTS)
-    position = Position(4, 1, 8)
-    loop = {"position": asdict(position), "num_bad_steps": 0}
     opened.store.stage(4)
-    opened.store.commit(4, {"loop": loop, "data": asdict(FACTS), "world_size": 1})
+    opened.store.commit(4, {"data": asdict(FACTS)})
     return config
 
 
@@ -217,14 +212,6 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     assert (tmp_path / "aside-1" / "global_step4").is_dir()
     assert open_checkpoints(config, FACTS).resume_step is None
     assert "starting new" in capsys.readouterr().out
-
-
-def test_the_number_of_updates_that_are_left_counts_the_smaller_batches() -> None:
-    left = [
-        SETTINGS.num_updates(NUM_SAMPLES, Position(0, epoch, used))
-        for epoch, used in ((0, 0), (0, 8), (0, 16), (1, 0), (1, 16), (2, 0))
-    ]
-    assert left == [6, 5, 4, 3, 1, 0]
 
 
 def die_while_saving(folder: Path) -> None:

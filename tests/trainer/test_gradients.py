@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,16 @@ from openrlhf.config.supervised import (
     RMConfig,
     SFTConfig,
 )
-from openrlhf.distributed.checkpoints import DataFacts, open_checkpoints
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.errors import CheckpointError
-from openrlhf.trainer.base_trainer import BaseTrainer, SupervisedRun
+from openrlhf.trainer.base_trainer import BaseTrainer
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.kd_trainer import KDTrainer
 from openrlhf.trainer.kto_trainer import KTOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
-from openrlhf.trainer.rm_trainer import RMTrainer, check_export
+from openrlhf.trainer.rm_trainer import RMTrainer
 from openrlhf.trainer.sft_trainer import SFTTrainer
-from openrlhf.trainer.supervised_run import prepare_inputs, prepare_run
+from openrlhf.trainer.supervised_run import prepare_inputs
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, make_reward_model, write_jsonl
 from tests.trainer.gradients import response_logprob, step_gradient
@@ -122,8 +120,8 @@ def models_of(folder: Path, case: str) -> tuple[Path, Path]:
     return folder / f"{kind}{trained}", folder / f"{kind}{beside}"
 
 
-def start(folder: Path, case: str, flags: str = "") -> tuple[BaseTrainer, SupervisedRun]:
-    """The trainer of a case's command line, and its run."""
+def start(folder: Path, case: str, flags: str = "") -> BaseTrainer:
+    """The trainer of a case's command line."""
     command, _, own = CASES[case].partition(" ")
     config_class, recipe, needed = COMMANDS[command]
     model, other = models_of(folder, case)
@@ -135,28 +133,26 @@ def start(folder: Path, case: str, flags: str = "") -> tuple[BaseTrainer, Superv
     inputs = prepare_inputs(recipe, config)
     strategy = DeepSpeedStrategy(config.ds)
     strategy.setup()
-    facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
-    run = prepare_run(recipe, config, inputs, strategy, open_checkpoints(config.ckpt, facts))
+    trainer = recipe(config, inputs, strategy)
     if command == "kto":  # whose reference is the model that it starts from
-        run = replace(run, inputs=replace(inputs, model_path=str(other)))
-    trainer = recipe(run)
+        trainer.reference = trainer.load_reference(str(other))
     if "--precompute_ref_log_probs" in own:
         trainer.precompute_reference()
         assert trainer.reference is None
-    return trainer, run
+    return trainer
 
 
 def run_case(folder: Path, case: str, world_size: int) -> dict:
     """Gradients and metrics of a step by micro-batch size, an evaluation, and the samples."""
     stage = min(STAGES[world_size], 2 if case == "own answers" else 3)
     shared = "--ring_attn_size 2" if world_size == 4 else ""
-    trainer, _ = start(folder, case, f"--zero_stage {stage} {shared}")
+    trainer = start(folder, case, f"--zero_stage {stage} {shared}")
     [rows] = trainer.batches_left()
     found: dict = {size: step_gradient(trainer, size, rows) for size in MICRO_BATCH_SIZES}
     found["samples"] = [trainer.samples[row] for row in rows]
     found["eval"] = trainer.evaluate()
     if case == "kto":  # a rank of two has no pair for its second micro-batch
-        trainer.settings = replace(trainer.settings, micro_batch_size=1)
+        trainer.micro_batch_size = 1
         found["odd batch"] = trainer.prepare(rows[:3], trainer.samples)
     if isinstance(trainer, RMTrainer):
         found["scale"] = trainer.reward_scale(trainer.samples)
@@ -165,21 +161,21 @@ def run_case(folder: Path, case: str, world_size: int) -> dict:
 
 def export_and_spoil(folder: Path) -> str:
     """The error of the check of an export whose head is changed afterwards; "" on other ranks."""
-    trainer, run = start(folder, "rm", "--zero_stage 3 --lora_rank 4")
+    trainer = start(folder, "rm", "--zero_stage 3 --lora_rank 4")
     path = folder / "export"
     trainer.export(path)
     batch = trainer.collate([trainer.samples[0], trainer.samples[1]])
     with torch.no_grad():
-        expected = run.engine(batch.packed).scores
-    if not run.strategy.is_main:
+        expected = trainer.engine(batch.packed).scores
+    if not trainer.strategy.is_main:
         return ""
-    check_export(run, path, batch, expected)
+    trainer.check_export(path, batch, expected)
     file = path / "adapter_model.safetensors"
     tensors = load_file(file)
     [head] = [key for key in tensors if key.endswith("score.weight")]
     save_file({**tensors, head: tensors[head] * 1.01}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as caught:
-        check_export(run, path, batch, expected)
+        trainer.check_export(path, batch, expected)
     return str(caught.value)
 
 

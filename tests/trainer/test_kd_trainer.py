@@ -6,7 +6,6 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +13,13 @@ import torch
 from openrlhf.algorithms.distillation import Distillation
 from openrlhf.config.cli import parse_config
 from openrlhf.config.supervised import KDConfig
-from openrlhf.datasets.sft_dataset import SFTExample
 from openrlhf.distributed.weights import hf_model_of
 from openrlhf.engines.base import GenerationRequest, SamplingSettings
+from openrlhf.engines.own_generate import OwnGenerate
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_causal_lm
-from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head, make_answers
+from openrlhf.trainer.kd_trainer import KDTrainer, Student, Teacher, as_head
+from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.tiny import make_model
@@ -41,13 +41,7 @@ def test_a_student_samples_with_its_adapter(folder: Path) -> None:
         for name, parameter in student.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
-    inputs = SimpleNamespace(
-        model_path=str(folder / "model"),
-        tokenizer=load_tokenizer(str(folder / "model")),
-        samples=TwoSamples(),
-    )
-    run = SimpleNamespace(config=config, inputs=inputs, model=student)
-    engine = make_answers(run)._engine  # type: ignore[arg-type]
+    engine = OwnGenerate(base_model_of(hf_model_of(student)))
     request = GenerationRequest(
         "r", (70, 71, 72), SamplingSettings(temperature=0, max_new_tokens=9)
     )
@@ -64,28 +58,12 @@ def test_a_student_samples_with_its_adapter(folder: Path) -> None:
     assert without.tolist() != greedy.tolist()
 
 
-class TwoSamples:
-    lengths = torch.tensor([4, 3])
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> SFTExample:
-        ids = ([1, 2, 3, 4], [5, 6, 7])[index]
-        return SFTExample(torch.tensor(ids), torch.arange(len(ids)) >= 2 - index)
-
-
 def refusal(folder: Path, words: str) -> str:
     needs = f"--pretrain {folder}/model --dataset d "
     config = parse_config(KDConfig, (needs + words).split()).config
     with pytest.raises(ConfigError) as error:
         KDTrainer.check(config, load_tokenizer(str(folder / "model")))
     return str(error.value)
-
-
-def test_a_teacher_with_fewer_logits_than_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
-    teacher = make_model(tmp_path / "narrow", vocab_size=200)
-    assert "has 200 logits for 262 tokens" in refusal(folder, f"--teacher_model {teacher}")
 
 
 def test_logits_that_only_the_teacher_has_are_left_out(folder: Path, tmp_path: Path) -> None:

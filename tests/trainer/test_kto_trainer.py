@@ -11,11 +11,10 @@ import transformers
 from openrlhf.cli.train_kto import main
 from openrlhf.datasets.sampler import EpochSampler
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedExample
-from openrlhf.trainer.preference import mismatched_pairs
+from openrlhf.trainer.kto_trainer import mismatched_pairs
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model, write_jsonl
-from tests.trainer.gradients import ListedSamples
 
 
 def example(prompt: list[int], response: list[int], is_desirable: bool = True) -> UnpairedExample:
@@ -25,8 +24,7 @@ def example(prompt: list[int], response: list[int], is_desirable: bool = True) -
 
 def pairs_of(*rows: UnpairedExample, max_len: int = 9) -> list[UnpairedExample]:
     """The mismatched pairs of one batch."""
-    samples = ListedSamples(rows, [len(row.token_ids) for row in rows])
-    return mismatched_pairs(range(len(rows)), samples, max_len=max_len)
+    return mismatched_pairs(range(len(rows)), rows, max_len=max_len)
 
 
 def test_a_mismatched_pair_is_a_prompt_with_the_response_of_the_next_row() -> None:

@@ -4,13 +4,11 @@ code 2, before a model is loaded. Details of rows and files stand in `tests/data
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pytest
 
 from openrlhf.datasets import loading
@@ -153,35 +151,6 @@ def test_bad_prompts_of_both_sets_are_said_together(
     assert f"error: {held_out}: row 2: id 3 is that of {held_out}: row 1, too" in errors
 
 
-GOOD = b'{"input": "q", "output": "a"}\n'
-
-
-def cut_parquet(path: Path) -> None:
-    datasets.Dataset.from_list([make_row()]).to_parquet(path)
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-# Name of the file, its bytes or what writes it, and how the line goes on behind its path.
-FILES = {
-    "cut inside a record": ("a.jsonl", GOOD + GOOD[:9], ":2: not JSON: "),
-    "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD * 999)[:-12], " cannot be read: Compressed file"),
-    "cut parquet": ("a.parquet", cut_parquet, " is damaged: "),
-    "100 MB in a line": ("a.jsonl", GOOD + b'{"input": "' + b"x" * 10**8, ":2: a line of over"),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_a_bad_file_is_one_problem(
-    case: str, tiny_model_dir: Path, tmp_path: Path, refuse_rows
-) -> None:
-    name, content, expected = FILES[case]
-    path = tmp_path / name
-    path.write_bytes(content) if isinstance(content, bytes) else content(path)
-    lines = refuse_rows("sft", tiny_model_dir, path)
-    [line] = [line for line in lines if "bad rows. " not in line]
-    assert f"{path}{expected}" in line
-
-
 def test_rows_that_a_file_lost_are_noticed_where_their_number_or_hash_is_given(
     tmp_path: Path,
 ) -> None:
@@ -234,37 +203,12 @@ def test_another_model_that_reads_the_rows_has_places_for_them(
     assert f"1 of 1 rows are longer than the 64 positions of the model {root}/short" in line
 
 
-def test_a_student_does_not_answer_beyond_the_positions_of_either(
-    root: Path, tiny_model_dir: Path, refuse_rows
-) -> None:
-    more = f"--teacher_model {root / 'short'} --kd_on_policy --max_len 65".split()
-    assert refuse_rows("kd", tiny_model_dir, [make_row()], *more) == [
-        f"--kd_on_policy samples up to --max_len 65 tokens, and {root}/short has 64 positions. "
-        "Type --max_len 64."
-    ]
-
-
 def test_what_is_wrong_with_models_and_with_rows_is_said_together(root: Path, refuse_rows) -> None:
     more = "--label_key gold --aux_loss_coef 0.1 --attn_implementation flash_attention_3"
     kernel, experts, label = refuse_rows("kto", root / "short", [make_row()], *more.split())
     assert kernel.startswith("--attn_implementation flash_attention_3: ")
     assert experts == f"--aux_loss_coef is set, and {root}/short has no experts. Leave it out."
     assert "column 'gold' is not in the data set" in label
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "names"),
-    [
-        ("sft", "--input_key q --output_key a", ["q", "a"]),
-        ("dpo", "--prompt_key q --chosen_key good --rejected_key bad", ["q", "good", "bad"]),
-        ("prm", "--input_key q --label_key gold", ["q", "gold"]),
-    ],
-)
-def test_all_columns_that_are_not_there_are_named(
-    command: str, flags: str, names: list[str], tiny_model_dir: Path, refuse_rows
-) -> None:
-    lines = refuse_rows(command, tiny_model_dir, [make_row()], *flags.split())
-    assert [line.split("'")[1] for line in lines] == names
 
 
 def test_flags_that_conflict_a_wrong_path_and_a_wrong_column_are_one_list(refuse_rows) -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from openrlhf.cli import train_dpo, train_kto, train_prm, train_rm, train_sft
 from openrlhf.models.value_head import reward_scale
 from openrlhf.utils.tracking import read_metrics
 from tests.distributed.spawn import run_ranks
@@ -27,7 +27,6 @@ FLAGS = (
 )
 TEXT = "--input_key input --output_key chosen"
 STEPS = "--input_key steps --label_key labels --placeholder_token # --reward_tokens + -"
-ON_POLICY = "--kd_on_policy --kd_divergence jsd --kd_max_new_tokens 8 --zero_stage 2"
 RUNS = {
     "sft": (train_sft, f"--pretrain {{}}/model {TEXT} --eval_steps 5"),
     "rm": (train_rm, "--pretrain {}/model --prompt_key input"),
@@ -39,16 +38,10 @@ RUNS = {
     ),
     "kto": (train_kto, "--pretrain {}/model --input_key input --output_key output --beta 0.1"),
     "prm": (train_prm, f"--pretrain {{}}/model {STEPS} --max_epochs 3"),
-    "kd": (train_kd, f"--pretrain {{}}/model {TEXT} --teacher_model {{}}/teacher --kd_coef 0.9"),
     "experts": (
         train_sft,
         f"--pretrain {{}}/moe {TEXT} --aux_loss_coef 1 --optim muon --muon.lr 0.02 "
         "--learning_rate 1e-2 --gradient_checkpointing --ds.experts_implementation batched_mm",
-    ),
-    # Goes on where "kd" ends.
-    "own answers": (
-        train_kd,
-        f"--pretrain {{}}/kd {TEXT} --teacher_model {{}}/teacher {ON_POLICY}",
     ),
 }
 
@@ -78,21 +71,6 @@ def make_rows(num_rows: int, seed: int) -> list[dict]:
 TRAINED, HELD_OUT = make_rows(96, seed=0), make_rows(33, seed=1)
 
 
-def teach(path: Path) -> None:
-    """Train a model on such rows in plain torch."""
-    model = load(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    rows = make_rows(32, seed=2)
-    texts = [f"User: {row['input']}\nAssistant: {row['chosen']}<|end|>" for row in rows]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(40):
-        model(**batch, labels=batch["input_ids"]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(path)
-
-
 def run_commands(folder: Path) -> None:
     for name, (command, flags) in RUNS.items():
         data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/eval.jsonl"
@@ -104,7 +82,6 @@ def make_runs(folder: Path) -> Path:
     """Run every command in a folder; their models are named as in RUNS."""
     make_model(folder / "model")
     make_model(folder / "moe", "mixtral", hidden_size=32, initializer_range=0.2)
-    teach(make_model(folder / "teacher", hidden_size=96, seed=7))
     write_jsonl(folder / "train.jsonl", TRAINED)
     write_jsonl(folder / "eval.jsonl", HELD_OUT)
     run_ranks(run_commands, 1, folder)
@@ -231,33 +208,3 @@ def test_a_judge_of_steps_gives_the_verdicts_that_were_logged(folder: Path) -> N
     assert values_of(folder, "prm", "eval/acc")[-1] == pytest.approx(sum(hits) / len(hits))
     mean = sum(losses) / len(losses)
     assert values_of(folder, "prm", "eval/prm_loss")[-1] == pytest.approx(mean, rel=1e-4)
-
-
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    return (teacher.exp() * (teacher - student)).sum(-1)
-
-
-def jensen_shannon(student: Tensor, teacher: Tensor) -> Tensor:
-    middle = ((student.exp() + teacher.exp()) / 2).log()
-    return (forward_kl(middle, student) + forward_kl(middle, teacher)) / 2
-
-
-@torch.no_grad()
-def mean_divergence(folder: Path, student: str, divergence: Any) -> float:
-    models, values = (load(folder / student), load(folder / "teacher")), []
-    for ids, mask in sequences(folder / "model", "chosen", TEMPLATE):
-        both = [model(ids[None]).logits[0, :-1].log_softmax(-1) for model in models]
-        values.append(divergence(*both)[mask[1:]])
-    return torch.cat(values).mean().item()
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "divergence"),
-    [("kd", "model", forward_kl), ("own answers", "kd", jensen_shannon)],
-)
-def test_the_divergence_to_the_teacher_falls_as_the_export_has_it(
-    folder: Path, name: str, start: str, divergence: Any
-) -> None:
-    after = values_of(folder, name, "eval/distil_loss")[-1]
-    assert 0 < after < mean_divergence(folder, start, divergence) / 1.3
-    assert mean_divergence(folder, name, divergence) == pytest.approx(after, rel=1e-4)

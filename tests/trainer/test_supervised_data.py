@@ -11,9 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from openrlhf.config.cli import parse_config, save_resolved
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.serving.batch_inference import PromptTask
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.base_trainer import Inputs
 from openrlhf.trainer.sft_trainer import SFTTrainer
@@ -112,17 +110,6 @@ def test_a_cap_on_rows_and_a_chat_template_are_of_training_and_of_evaluation(
     assert inputs.eval_samples is not None
     assert (len(inputs.samples), len(inputs.eval_samples)) == (1, 1)
     assert inputs.tokenizer.chat_template == TEMPLATE
-
-
-def test_a_chat_template_renders_the_prompts_of_batch_inference(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"input": "q"}, {"input": "r"}])
-    line = f"--eval_task generate --pretrain {tiny_model_dir} --dataset {data} --input_key "
-    line += f"input --output_path {tmp_path}/out.jsonl --apply_chat_template"
-    words = [*line.split(), "--tokenizer_chat_template", TEMPLATE]
-    task = PromptTask(parse_config(BatchInferenceConfig, words).config)
-    assert [task.samples[index].prompt_text for index in range(2)] == ["[q]", "[r]"]
 
 
 def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
