@@ -10,10 +10,9 @@ import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.supervised import SupervisedConfig
@@ -56,6 +55,9 @@ from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import hide_bars, progress
 from openrlhf.utils.tokenizer import load_tokenizer
 from openrlhf.utils.tracking import make_tracker
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 Recipe = type[BaseTrainer[Any, Any]]
