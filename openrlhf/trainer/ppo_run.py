@@ -210,7 +210,7 @@ def _rollouts(
         names = model_names(config.reward.model_paths)
         scorer = ModelScorer(
             {
-                name: ForwardPass(groups[role], RewardModelActor.compute_rewards, axis="sample")
+                name: ForwardPass(groups[role], RewardModelActor.compute_rewards)
                 for name, role in zip(names, reward_roles(config), strict=True)
             },
             config.reward.weights,

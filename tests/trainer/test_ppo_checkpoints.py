@@ -1,19 +1,26 @@
-"""Where RL checkpoints may stand, and which metric the best model is chosen by."""
+"""Where RL checkpoints may stand, which metric the best model is chosen by, and what of a run
+survives as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from openrlhf.config.common import CheckpointConfig
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import KLConfig, PPOConfig
+from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints
 from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError
-from openrlhf.trainer.ppo_checkpoints import check_is_shared
+from openrlhf.rollout.scoring import FailurePolicy
+from openrlhf.rollout.step_sampler import StepSampler
+from openrlhf.trainer.ppo_checkpoints import RunState, check_is_shared
 from openrlhf.trainer.ppo_setup import best_metric
+from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 
 
@@ -100,3 +107,45 @@ def test_one_best_model_stands_and_a_failed_one_costs_nothing(tmp_path: Path, ca
     aside = store.set_best_aside()
     assert aside is not None and store.find(5) is None
     assert (aside / "best_global_step5_hf" / "config.json").is_file()
+
+
+NUM_PROMPTS = 7
+
+
+def make(*, target: float | None = 0.1, coef: float = 0.5) -> RunState:
+    prompts = [SimpleNamespace(row_id=row) for row in range(NUM_PROMPTS)]
+    cursor = PromptCursor(EpochSampler(NUM_PROMPTS, 3), num_episodes=2)
+    sampler = StepSampler(prompts, cursor, batch_size=3, policy=FailurePolicy(3))  # type: ignore[arg-type]
+    return RunState(sampler, KLConfig(init_coef=coef, target=target, horizon=100))
+
+
+def test_a_run_goes_on_where_its_state_was_taken() -> None:
+    state = make()
+    keys = [(0, row) for row in state.sampler.cursor.draw(5)]
+    state.sampler.ledger.draw(keys)
+    state.sampler.ledger.settle(keys[:4], "trained")
+    state.sampler.ledger.settle(keys[4:], "failed:reward")
+    state.adapt_kl_coef(kl=1.0, num_samples=10)
+    state.global_step, state.weight_version = 2, 3
+    state.history = [{"entropy": 0.5, "reward": 0.1}]
+    values = enumerate((0.5, 0.75, 0.25))
+    state.evaluations = [Evaluation("p", step, value, 0.1) for step, value in values]
+    state.unlogged.add("reward", 0.25)
+    state.num_unlogged = 1
+    found = make()
+    found.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert found.state_dict() == state.state_dict()
+    assert (found.global_step, found.weight_version, found.num_unlogged) == (2, 3, 1)
+    assert found.evaluations == [("p", step, v, 0.1) for step, v in enumerate((0.5, 0.75, 0.25))]
+    assert found.unlogged["reward"] == 0.25
+    assert found.kl_coef == state.kl_coef != 0.5
+    assert found.sampler.ledger.outcomes == {"trained": 4, "failed:reward": 1}
+    assert found.sampler.cursor.draw(5) == state.sampler.cursor.draw(5)
+
+
+def test_a_constant_kl_coefficient_is_the_commands_an_adapted_one_the_checkpoints() -> None:
+    saved = make(coef=0.5).state_dict()
+    for target, expected in ((None, 0.2), (0.1, 0.5)):
+        found = make(target=target, coef=0.2)
+        found.load_state_dict(saved)
+        assert found.kl_coef == expected

@@ -155,9 +155,11 @@ def scatter_back(
 ) -> Tensor:
     """Undo a partition: per-part flat columns back into sample order.
 
-    `parts[k]` holds the entries of samples `indices[k]` end to end; `sizes` (B,) says how many
-    entries each sample has (all ones for a per-sample column).
+    `parts[k]` holds the entries of samples `indices[k]` end to end: `sizes` (B,) of them each, at
+    least one, or one a sample.
     """
+    if all(len(part) == len(members) for part, members in zip(parts, indices, strict=True)):
+        sizes = torch.ones_like(sizes)
     chunks: dict[int, Tensor] = {}
     for part, members in zip(parts, indices, strict=True):
         own = part.split([int(sizes[i]) for i in members]) if len(members) else ()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from openrlhf.algorithms.balancing import balanced_partitions
@@ -57,7 +56,6 @@ class ForwardPass:
 
     group: WorkerGroup
     method: Callable[..., Any]
-    axis: Literal["action", "sample"] = "action"
 
     def start(self, experience: Experience) -> Callable[[], Tensor]:
         """Send the shares off; return a function that waits for a flat (N,) or (B,) column in
@@ -65,10 +63,7 @@ class ForwardPass:
         """
         parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_shares)
         pending = self.group.start(self.method, [(experience.select(part),) for part in parts])
-        sizes = experience.num_actions
-        if self.axis == "sample":
-            sizes = torch.ones_like(sizes)
-        return lambda: scatter_back(pending(), parts, sizes)
+        return lambda: scatter_back(pending(), parts, experience.num_actions)
 
 
 def run_forwards(

@@ -150,10 +150,7 @@ class ModelWorker:
                 advance()
         if not parts:
             return torch.zeros(0)
-        outputs = outputs[: len(parts)]
-        is_per_sample = all(len(out) == len(part) for out, part in zip(outputs, parts, strict=True))
-        sizes = torch.ones_like(experience.num_actions) if is_per_sample else experience.num_actions
-        return scatter_back(outputs, parts, sizes)
+        return scatter_back(outputs[: len(parts)], parts, experience.num_actions)
 
 
 class TrainedWorker(ModelWorker):
