@@ -17,6 +17,10 @@ from openrlhf.utils.numbers import as_float32
 from openrlhf.utils.threads import LoopThread
 
 MAX_NAMES_SHOWN = 3
+PER_SAMPLE = (
+    *("queries", "prompts", "responses", "labels"),
+    *("sample_ids", "source_prompts", "response_ids"),
+)
 TRUNCATED_COLUMN = "is_truncated"  # of every sample of a run, beside the row's own columns
 
 
@@ -55,16 +59,9 @@ class RewardBatch:
         return [self._slice(slice(k, k + size)) for k in range(0, len(self), size)]
 
     def _slice(self, part: slice) -> RewardBatch:
+        columns = {name: values[part] for name, values in self.columns.items()}
         return replace(
-            self,
-            queries=self.queries[part],
-            prompts=self.prompts[part],
-            responses=self.responses[part],
-            labels=self.labels[part],
-            columns={name: values[part] for name, values in self.columns.items()},
-            sample_ids=self.sample_ids[part],
-            source_prompts=self.source_prompts[part],
-            response_ids=self.response_ids[part],
+            self, columns=columns, **{name: getattr(self, name)[part] for name in PER_SAMPLE}
         )
 
 
@@ -136,26 +133,19 @@ def concat_results(results: Sequence[RewardResult], *, source: str) -> RewardRes
     scores = [r.scores for r in results if r.scores is not None]
     if scores and len(scores) < len(results):
         raise RewardError(f"{source}: scores are there for some batches and not for others")
-    sizes = [len(r.rewards) for r in results]
     return RewardResult(
         rewards=[reward for r in results for reward in r.rewards],
         scores=[score for part in scores for score in part] if scores else None,
-        extra_logs=_concat_columns([r.extra_logs for r in results], sizes),
-        extra_columns=_concat_columns([r.extra_columns for r in results], sizes),
+        extra_logs=_concat_columns([(r.extra_logs, len(r.rewards)) for r in results]),
+        extra_columns=_concat_columns([(r.extra_columns, len(r.rewards)) for r in results]),
     )
 
 
-def _concat_columns(
-    parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]
-) -> dict[str, list[Any]]:
-    """Join columns by name; None where a slice lacks one."""
+def _concat_columns(parts: Sequence[tuple[Mapping[str, list[Any]], int]]) -> dict[str, list[Any]]:
+    """Join the columns of slices and their sizes by name; None where a slice lacks one."""
     return {
-        name: [
-            v
-            for part, size in zip(parts, sizes, strict=True)
-            for v in part.get(name, [None] * size)
-        ]
-        for name in dict.fromkeys(name for part in parts for name in part)
+        name: [value for part, size in parts for value in part.get(name, [None] * size)]
+        for name in dict.fromkeys(name for part, _ in parts for name in part)
     }
 
 
@@ -167,26 +157,29 @@ def checked_result(answer: object, *, batch: RewardBatch, source: str) -> Reward
     if "rewards" not in fields:
         names = sorted(map(str, fields))
         raise RewardError(f"{source}: the answer has no 'rewards'; it has {names}")
-    extra = {name: fields.get(name) or {} for name in ("extra_logs", "extra_columns")}
-    for name, columns in extra.items():
-        if not isinstance(columns, Mapping):
-            raise RewardError(f"{source}: {name} is a {type(columns).__name__}, not a dict")
     scores = fields.get("scores")
     return RewardResult(
         rewards=_numbers(fields["rewards"], f"{source}: rewards", batch),
         scores=None if scores is None else _numbers(scores, f"{source}: scores", batch),
         extra_logs={
             str(name): _log_numbers(values, f"{source}: extra_logs[{name!r}]", batch)
-            for name, values in extra["extra_logs"].items()
+            for name, values in _columns(fields, "extra_logs", source).items()
         },
         extra_columns={
             str(name): [
                 v if v is None or isinstance(v, str | int | float) else str(v)
                 for v in _one_per_sample(values, f"{source}: extra_columns[{name!r}]", batch)
             ]
-            for name, values in extra["extra_columns"].items()
+            for name, values in _columns(fields, "extra_columns", source).items()
         },
     )
+
+
+def _columns(fields: Mapping[Any, Any], name: str, source: str) -> Mapping[object, object]:
+    columns = fields.get(name) or {}
+    if not isinstance(columns, Mapping):
+        raise RewardError(f"{source}: {name} is a {type(columns).__name__}, not a dict")
+    return columns
 
 
 def optional_numbers(values: object, name: str, batch: RewardBatch) -> list[float | None]:

@@ -23,15 +23,6 @@ PROGRAM_PROCESS = Path(__file__).with_name("program_process.py")
 
 
 @dataclass(frozen=True)
-class CodeLimits:
-    """What a program may take."""
-
-    timeout_s: float = 5.0  # wall clock; the same in whole seconds of CPU time
-    memory_mib: int = 512
-    file_mib: int = 16  # largest file, output included
-
-
-@dataclass(frozen=True)
 class CodeResult:
     """How a program ended."""
 
@@ -40,26 +31,44 @@ class CodeResult:
     stderr: str
 
 
-def run_python(program: str, stdin: str = "", limits: CodeLimits | None = None) -> CodeResult:
+def run_python(
+    program: str,
+    stdin: str = "",
+    *,
+    timeout_s: float = 5.0,
+    memory_mib: int = 512,
+    file_mib: int = 16,
+) -> CodeResult:
     """Run a Python program in an empty folder with an empty environment; never raises for what the
     program does.
+
+    `timeout_s` limits the clock and, in whole seconds, CPU time; `file_mib` the largest file,
+    output included.
     """
-    return _run("run", program, stdin, limits or CodeLimits())
+    return _run("run", program, stdin, timeout_s, memory_mib, file_mib)
 
 
-def passes_tests(program: str, tests: str, limits: CodeLimits | None = None) -> bool:
+def passes_tests(
+    program: str,
+    tests: str,
+    *,
+    timeout_s: float = 5.0,
+    memory_mib: int = 512,
+    file_mib: int = 16,
+) -> bool:
     """Return True if tests (assert statements) run to their end against a program.
 
     The tests run in another process than the program, which never learns what they expect, and
     whose exit code, output and memory decide nothing. They get copies of plain data that the
     program returns; an object of its own equals none of their values.
     """
-    return _run("test", program, tests, limits or CodeLimits()).exit_code == PASSED
+    return _run("test", program, tests, timeout_s, memory_mib, file_mib).exit_code == PASSED
 
 
-def _run(mode: str, program: str, stdin: str, limits: CodeLimits) -> CodeResult:
-    cpu_s = max(int(limits.timeout_s + 1), 1)
-    numbers = (cpu_s, limits.memory_mib * MIB, limits.file_mib * MIB, os.getpid())
+def _run(
+    mode: str, program: str, stdin: str, timeout_s: float, memory_mib: int, file_mib: int
+) -> CodeResult:
+    numbers = (int(timeout_s + 1), memory_mib * MIB, file_mib * MIB, os.getpid())
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as given,
@@ -80,7 +89,7 @@ def _run(mode: str, program: str, stdin: str, limits: CodeLimits) -> CodeResult:
             start_new_session=True,
         )
         try:
-            process.wait(limits.timeout_s)
+            process.wait(timeout_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
             code = None

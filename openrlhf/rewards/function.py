@@ -38,11 +38,6 @@ class UserFunction:
         self.functions = _functions(module, path)
         self.weights = _weights(module, path, len(self.functions))
         self.takes_completions = all(map(_wants_completions, self.functions))
-        if len(self.functions) > 1 and not self.takes_completions:
-            raise ConfigError(
-                f"{path}: {LIST_NAME} has functions without completions. "
-                "Write each as f(prompts, completions, **columns)."
-            )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def answer(self, batch: RewardBatch) -> RewardResult:
@@ -120,7 +115,8 @@ def _functions(module: ModuleType, path: str | Path) -> list[RewardFunction]:
     for function in functions:
         if not callable(function):
             raise ConfigError(f"{path}: {name} is a {type(function).__name__}, not a function.")
-        if not _wants_completions(function) and not _takes_queries(function):
+        takes_queries = len(functions) == 1 and _takes_queries(function)
+        if not takes_queries and not _wants_completions(function):
             raise ConfigError(
                 f"{path}: {_name(function)}{inspect.signature(function)} cannot be called. Write "
                 "reward_func(queries, prompts, labels) or f(prompts, completions, **columns)."
@@ -136,8 +132,7 @@ def _name(function: RewardFunction) -> str:
 
 
 def _weights(module: ModuleType, path: str | Path, num_functions: int) -> list[float]:
-    ones = [1.0] * num_functions
-    weights = getattr(module, WEIGHTS_NAME, ones) if hasattr(module, LIST_NAME) else ones
+    weights = getattr(module, WEIGHTS_NAME, [1.0] * num_functions)
     if len(weights) != num_functions:
         raise ConfigError(
             f"{path}: {WEIGHTS_NAME} has {len(weights)} numbers for {num_functions} functions. "

@@ -18,14 +18,13 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtra
 
 from openrlhf.errors import RewardError
 from openrlhf.rewards.base import RewardBatch
-from openrlhf.rewards.workers import FunctionPool, PoolSettings
+from openrlhf.rewards.workers import FunctionPool
 from openrlhf.utils import extract_boxed_answer
 
 PARSE_TIMEOUT_S = 5
 COMPARE_TIMEOUT_S = 5
 LOAD_TIMEOUT_S = 60  # of math-verify's grammar, on a busy machine
-# For threads: four processes of about 100 MB, which stay for the next comparison.
-POOL = PoolSettings(batch_size=1, num_workers=4, timeout_s=30.0, memory_gib=4.0)
+POOL_TIMEOUT_S = 30.0  # of a comparison for a thread
 MAX_EXPRESSION = 300  # characters of a text that is read as one expression
 END_TOKEN = re.compile(r"<\|[\w-]+\|>\s*$|</s>\s*$")
 ENVIRONMENT = re.compile(r"\$.+\$|\\\(|\\\[", re.DOTALL)
@@ -89,7 +88,10 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> li
 
 @lru_cache(maxsize=1)
 def _pool() -> FunctionPool:
-    return FunctionPool(__file__, POOL)
+    # Four processes of about 100 MB, which stay for the next comparison.
+    return FunctionPool(
+        __file__, batch_size=1, num_workers=4, timeout_s=POOL_TIMEOUT_S, memory_gib=4.0
+    )
 
 
 def _final(text: str) -> str:

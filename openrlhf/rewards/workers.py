@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +39,31 @@ GIB = 2**30
 NO_SAMPLES = RewardBatch([], [], [], [])
 
 
-def default_num_workers() -> int:
-    """Return a worker a core, but some even on a small machine: many functions only wait."""
-    return min(max(os.cpu_count() or 1, MIN_WORKERS), MAX_WORKERS)
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """Sizes and limits of a pool."""
-
-    batch_size: int = 8  # most samples of one call
-    num_workers: int = field(default_factory=default_num_workers)
-    timeout_s: float = 300.0  # for one call of the function
-    memory_gib: float = 8.0  # private memory of a worker
-    log_dir: Path | None = None  # where workers print to; None: nowhere
-
-
 class FunctionPool(RewardSource):
     """Scores batches with the function in a file, several at a time."""
 
-    def __init__(self, path: str | Path, settings: PoolSettings | None = None) -> None:
-        """Start the first worker, the others when they are needed; raises ConfigError for what is
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        batch_size: int = 8,
+        num_workers: int | None = None,
+        timeout_s: float = 300.0,
+        memory_gib: float = 8.0,
+        log_dir: Path | None = None,
+    ) -> None:
+        """Start the first worker, the others when they are needed; raise ConfigError for what is
         wrong with the file.
+
+        `timeout_s` limits a call, `memory_gib` the private memory of a worker. Without
+        `num_workers` there is one a core, but some even on a small machine: many functions only
+        wait. Without `log_dir` nothing that they print is kept.
         """
-        self.path = str(path)
-        self.settings = settings or PoolSettings()
-        super().__init__(self.path, self.settings.batch_size)
-        numbers = range(self.settings.num_workers)
-        self.workers = [Worker(self.path, self.settings, index) for index in numbers]
+        super().__init__(str(path), batch_size)
+        count = num_workers or min(max(os.cpu_count() or 1, MIN_WORKERS), MAX_WORKERS)
+        limits = (timeout_s, int(memory_gib * GIB))
+        logs = [log_dir and log_dir / f"reward-{index}.log" for index in range(count)]
+        self.workers = [Worker(self.name, *limits, log) for log in logs]
         self._idle: asyncio.Queue[Worker] = asyncio.LifoQueue()
         for worker in reversed(self.workers):
             self._idle.put_nowait(worker)
@@ -95,12 +92,14 @@ class FunctionPool(RewardSource):
 class Worker:
     """One worker of a pool: its process, started when there is none, and its limits."""
 
-    def __init__(self, path: str, settings: PoolSettings, index: int) -> None:
+    def __init__(
+        self, path: str, timeout_s: float, memory_bytes: int, log_path: Path | None
+    ) -> None:
         self.path = path
-        self.settings = settings
-        folder = settings.log_dir
-        self.log_path = folder / f"reward-{index}.log" if folder else Path(os.devnull)
-        self._log_hint = f" See {self.log_path}." if folder else ""
+        self.timeout_s = timeout_s
+        self.memory_bytes = memory_bytes
+        self.log_path = log_path or Path(os.devnull)
+        self._log_hint = f" See {log_path}." if log_path else ""
         self.process: asyncio.subprocess.Process | None = None
 
     async def score(self, batch: RewardBatch) -> RewardResult:
@@ -113,7 +112,7 @@ class Worker:
             return RewardResult([])
         _rotate(self.log_path)
         try:
-            reply = await self._ask(batch, self.settings.timeout_s, " (--reward_timeout_s)")
+            reply = await self._ask(batch, self.timeout_s, " (--reward_timeout_s)")
         except (EOFError, TimeoutError) as error:
             raise RewardError(
                 f"{self.path}: the reward function {error} while it scored {batch.names()}. "
@@ -135,13 +134,12 @@ class Worker:
 
     async def _start(self) -> None:
         await self.kill()
-        memory = str(int(self.settings.memory_gib * GIB))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment.setdefault("OMP_NUM_THREADS", "1")  # several workers share the cores
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as output:
-            words = [str(theirs.fileno()), self.path, memory, str(os.getpid())]
+            words = map(str, (theirs.fileno(), self.path, self.memory_bytes, os.getpid()))
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=ours, limit=MAX_REPLY_BYTES
             )

@@ -26,8 +26,8 @@ from openrlhf.models.loading import is_value_model, load_config
 from openrlhf.models.support import num_positions, refuse_unsupported
 from openrlhf.models.value_head import reward_scale
 from openrlhf.rewards.base import RewardSource
-from openrlhf.rewards.remote import RemoteReward, RemoteSettings
-from openrlhf.rewards.workers import FunctionPool, PoolSettings, default_num_workers
+from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.agents.agent_file import AgentFile
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
@@ -219,12 +219,12 @@ def _reward_source(config: PPOConfig, run_dir: Path) -> RewardSource | None:
     if not reward.remote_url:
         return None
     if not reward.is_function_file:
-        settings = RemoteSettings(
+        return RemoteReward(
+            reward.remote_url,
             batch_size=batch_size,
             timeout_s=reward.timeout_s,
-            try_timeout_s=min(reward.try_timeout_s, reward.timeout_s),
+            try_timeout_s=reward.try_timeout_s,
         )
-        return RemoteReward(reward.remote_url, settings)
     return _function_pool(config, log_dir=run_dir / "logs")
 
 
@@ -233,13 +233,11 @@ def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
     assert reward.remote_url is not None, "is_function_file"
     return FunctionPool(
         reward.remote_url,
-        PoolSettings(
-            batch_size=config.rollout.micro_batch_size,
-            num_workers=reward.num_workers or default_num_workers(),
-            timeout_s=reward.timeout_s,
-            memory_gib=reward.memory_gib,
-            log_dir=log_dir,
-        ),
+        batch_size=config.rollout.micro_batch_size,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        memory_gib=reward.memory_gib,
+        log_dir=log_dir,
     )
 
 

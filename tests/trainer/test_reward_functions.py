@@ -16,7 +16,7 @@ from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import RewardError
-from openrlhf.rewards.workers import FunctionPool, PoolSettings
+from openrlhf.rewards.workers import FunctionPool
 from openrlhf.rollout.engine_pool import BatchSampler
 from openrlhf.rollout.rollout import SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
@@ -51,7 +51,7 @@ def score(
     ]
     data = PromptDataset(Dataset.from_list(rows), tokenizer, RowFormat("prompt", **form))
     engine = SayingEngine(tokenizer, SAID, version=3)
-    with closing(FunctionPool(file, PoolSettings(num_workers=1))) as pool:
+    with closing(FunctionPool(file, num_workers=1)) as pool:
         scorer = GroupScorer(SourceScorer(pool, 8, max_steps=6), FailurePolicy(8))
         rollouts = rollouts_of(
             [BatchSampler(engine.generate)], scorer, tokenizer, vocab_size=len(tokenizer)
