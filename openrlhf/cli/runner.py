@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 wrong input, 3 a fault that could not be survived, 4 a bug
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import sys
@@ -13,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Generic
 
@@ -101,7 +99,6 @@ def run(command: Command[ConfigT], argv: Sequence[str]) -> None:
     os.environ.update(parsed.environment)
     for secret in filter(None, parsed.environment.values()):
         sys.argv = [word.replace(secret, "***") for word in sys.argv]
-        hide_from_process_list(secret)
     is_main = Topology.from_env().is_main
     config = with_snapshots(parsed.config, is_shown=is_main)
     with progress("loading libraries", is_shown=is_main):
@@ -144,19 +141,3 @@ def data_problems(config: CommandConfig) -> list[str]:
         from openrlhf.datasets.command_data import column_problems  # noqa: PLC0415 - seconds
 
     return column_problems(config)
-
-
-def hide_from_process_list(secret: str) -> None:
-    """Overwrite a word of this process's arguments, which every user of the machine can read."""
-    stat_path, line_path = Path("/proc/self/stat"), Path("/proc/self/cmdline")
-    if not stat_path.exists():
-        return
-    # Bounds of the arguments: fields 48 and 49 of proc(5), counted after the name, which may hold
-    # spaces.
-    fields = stat_path.read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    arguments, word = line_path.read_bytes(), secret.encode()
-    at = arguments.find(word)
-    while start and at >= 0 and start + at + len(word) <= end:
-        ctypes.memset(start + at, ord("*"), len(word))
-        at = arguments.find(word, at + len(word))

@@ -7,9 +7,8 @@ Knows nothing of argv or files.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -48,13 +47,13 @@ class Caution(str):
 
 
 @dataclass(frozen=True)
-class OptionInfo:
-    """The declaration of a field, beyond its type."""
+class Option:
+    """The declaration of a field beyond its type, and its place in a tree."""
 
     # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
     # `flat`. One with a leading dot is a sibling of the field: `.no_nesterov` of
     # `muon.nesterov`; `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
-    names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
     flat: bool = True
     # Name -> what the words after it mean (`--bf16` -> "bf16"); they are taken as typed else.
     meanings: Mapping[str, Meanings] = field(default_factory=dict)
@@ -63,21 +62,15 @@ class OptionInfo:
     secret_env: str | None = None  # environment variable that a secret is moved to
     opens: str | None = None  # which kind of file, folder or hub id the value names: of REMEDIES
     needed: str | None = None  # what it is called where it is missing; it has no default
-    known_as: Mapping[str, str] | None = None  # wrong word -> the value that is meant by it
+    known_as: Mapping[str, str] = field(default_factory=dict)  # wrong word -> value meant by it
     # When a run goes on from a checkpoint that was written with another value: refuse it, or keep
     # the checkpoint's. None: the new value holds from then on.
     at_resume: Literal["refused", "kept"] | None = None
-
-
-@dataclass(frozen=True)
-class Option:
-    """One leaf of a config tree."""
-
-    path: str  # dotted
-    section: type[BaseModel]  # that declares it
-    field: FieldInfo
-    info: OptionInfo
-    default: Any
+    # Filled in by `walk`.
+    path: str = ""  # dotted
+    section: type[BaseModel] = BaseModel  # that declares it
+    field: FieldInfo = field(default_factory=FieldInfo)
+    default: Any = None
 
     @property
     def flag(self) -> str:
@@ -91,10 +84,10 @@ class Option:
         yield self.path, None
         head, parent = self.path.partition(".")[0], self.path.rpartition(".")[0]
         model = f"{head}_" if head in MODELS else ""
-        own = (self.path.rpartition(".")[2],) if self.info.flat else ()
-        for name in (*(self.info.names or own), *self.info.meanings):
+        own = (self.path.rpartition(".")[2],) if self.flat else ()
+        for name in (*(self.other_names or own), *self.meanings):
             full = f"{parent}{name}" if name.startswith(".") else name
-            yield full.replace("{model}", model).lstrip("."), self.info.meanings.get(name)
+            yield full.replace("{model}", model).lstrip("."), self.meanings.get(name)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -156,20 +149,14 @@ def is_blank(text: str | None) -> bool:
     return text is None or not text.strip()
 
 
-def expand_home(path: str | None) -> str | None:
-    """Expand the `~` of a place to write to, which no shell has seen in a file or in quotes."""
-    return path and os.path.expanduser(path)
-
-
 def option(default: object, description: str, *names: str, **details: object) -> Any:
     """Declare a field: default (or its factory), help text, other names.
 
-    `details` are those of `OptionInfo` and ranges (`gt=0` and the like).
+    `details` are those of `Option` and ranges (`gt=0` and the like).
     """
-    known_details = {part.name for part in fields(OptionInfo)} & set(details)
-    about = {name: details.pop(name) for name in known_details}
+    about = {part.name: details.pop(part.name) for part in fields(Option) if part.name in details}
     start = {"default_factory" if callable(default) else "default": default}
-    extra = {"option": OptionInfo(names, **about)}  # type: ignore[arg-type]
+    extra = {"option": Option(names, **about)}  # type: ignore[arg-type]
     known = {**start, **details, "description": description, "json_schema_extra": extra}
     return Field(**known)  # type: ignore[call-overload]
 
@@ -200,8 +187,9 @@ def walk(
         else:
             extra = info.json_schema_extra
             declared = extra.get("option") if isinstance(extra, dict) else None
-            assert isinstance(declared, OptionInfo), f"{prefix}{name} is not declared with option()"
-            yield Option(prefix + name, config_class, info, declared, default)
+            assert isinstance(declared, Option), f"{prefix}{name} is not declared with option()"
+            place = {"path": prefix + name, "section": config_class}
+            yield replace(declared, field=info, default=default, **place)
 
 
 def value_at(config: BaseModel, path: str) -> Any:
@@ -218,20 +206,17 @@ def is_given(config: BaseModel, path: str) -> bool:
     return head in config.model_fields_set and (not rest or is_given(getattr(config, head), rest))
 
 
-def with_value(config: ModelT, path: str, value: object, *, counts_as_given: bool = True) -> ModelT:
-    """Return the same tree with another value at this leaf, which must be of the leaf's type."""
+def with_value(config: ModelT, path: str, value: object) -> ModelT:
+    """Return the same tree with another value at this leaf, which must be of the leaf's type. It
+    does not count as given where the old one did not.
+    """
     head, _, rest = path.partition(".")
     if rest:
-        value = with_value(getattr(config, head), rest, value, counts_as_given=counts_as_given)
+        value = with_value(getattr(config, head), rest, value)
     changed = config.model_copy(update={head: value})
-    if not counts_as_given and head not in config.model_fields_set:
+    if head not in config.model_fields_set:
         changed.model_fields_set.remove(head)
     return changed
-
-
-def with_default(config: ModelT, path: str, value: object) -> ModelT:
-    """Return the same tree with another value at this leaf, which nobody has typed."""
-    return with_value(config, path, value, counts_as_given=False)
 
 
 def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:
@@ -239,7 +224,7 @@ def with_defaults(config: ModelT, defaults: BaseModel) -> ModelT:
     for name in defaults.model_fields_set:
         default = getattr(defaults, name)
         if isinstance(default, BaseModel):
-            config = with_default(config, name, with_defaults(getattr(config, name), default))
+            config = with_value(config, name, with_defaults(getattr(config, name), default))
         elif name not in config.model_fields_set:
-            config = with_default(config, name, default)
+            config = with_value(config, name, default)
     return config

@@ -15,14 +15,14 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Meanings, Option, is_given, value_at, walk, with_value
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.local_paths import LISTS
+from openrlhf.config.local_paths import LISTS, OUTPUTS
 from openrlhf.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -38,13 +38,6 @@ RECOGNISED = (
     *("data.apply_chat_template", "model.pretrain_mode_enable"),
 )
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-class Given(NamedTuple):
-    """A raw value for one leaf, and the name under which the user gave it."""
-
-    raw: Any
-    source: str  # "--max_len", "run.yaml: data.max_len" or "OPENRLHF_ASYNC_QUEUE_SIZE"
 
 
 @dataclass(frozen=True)
@@ -68,16 +61,11 @@ def parse_config(
     Those that `more_problems` finds are among them. Where flags are understood and something else
     is wrong with them, those of `data_problems`, which takes seconds, are listed too.
     """
-    reading = read_all(config_class, argv)
-    config, wrong = build(config_class, reading.values)
-    mentioned = {
-        f"--{name}" for leaf in walk(config_class) if leaf.path in wrong for name, _ in leaf.names
-    }
-    contradictions = [
-        line for line in config.problems() if not mentioned & {*line.replace(".", " ").split()}
-    ]
-    problems = [*reading.problems, *wrong.values(), *contradictions, *more_problems(config)]
-    if problems and not (reading.problems or wrong):
+    reading = Reading(config_class)
+    reading.take_all(argv)
+    config = reading.build()
+    problems = [*reading.problems, *config.problems(), *more_problems(config)]
+    if problems and not reading.problems:
         problems += data_problems(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -104,15 +92,68 @@ def flag_table(config_class: type[CommandConfig]) -> Mapping[str, Targets]:
 
 
 @dataclass
-class Reading:
-    """Everything read so far, by leaf path."""
+class Reading(Generic[ConfigT]):
+    """Everything read so far: values by leaf path, and under which name the user gave each."""
 
-    config_class: type[CommandConfig]
-    values: dict[str, Given] = field(default_factory=dict)
+    config_class: type[ConfigT]
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
-    def take_all(self, settings: Iterable[Setting]) -> None:
+    def take_all(self, argv: Sequence[str]) -> None:
+        """Read the environment, then each `--config` file, then the flags."""
+        known = {o.path: o for o in walk(self.config_class) if o.env and os.environ.get(o.env)}
+        environment = {path: os.environ[str(option.env)] for path, option in known.items()}
+        self.values |= environment
+        self.sources |= {path: str(option.env) for path, option in known.items()}
+        flags = list(self._flags(argv))
+        for _, _, words in (flag for flag in flags if flag[0] == "config"):
+            if len(words) == 1:
+                self._take(self._file(Path(words[0])))
+            else:
+                self.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
+        self._take(flag for flag in flags if flag[0] != "config")
+        for path, option in known.items():  # a flag typed bare means what the environment says
+            if self.values[path] == option.bare:
+                self.values[path] = environment[path]
+
+    def _flags(self, argv: Sequence[str]) -> Iterator[Setting]:
+        """Yield each flag of a command line with the words after it."""
+        words: list[str] | None = None
+        for token in argv:
+            if token.startswith("--") and token[2:3].isalpha():
+                typed, has_value, value = token.partition("=")
+                name, words = typed[2:].replace("-", "_"), [value] if has_value else []
+                yield name, f"--{name}", words
+            elif words is not None:
+                words.append(token)
+            else:
+                self.problems.append(f"{token} stands before any flag. Type --NAME before a value.")
+
+    def _file(self, path: Path) -> Iterator[Setting]:
+        """Yield what a YAML file sets; its keys are the nested tree, dotted names or flat names."""
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            self.problems.append(f"--config cannot be read: {path} ({reason}). Type a YAML file.")
+            return
+        except yaml.YAMLError as error:
+            where = " ".join(str(error).split())
+            self.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
+            return
+        if not isinstance(tree, Mapping | None):
+            self.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
+            return
+        for name, value in _leaves(tree or {}):
+            words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+            targets = flag_table(self.config_class).get(name, ())
+            if any(o.opens in LISTS or o.path.endswith("_probs") for o, _ in targets):
+                words = [",".join(words)]
+            yield name, f"{path.name}: {name}", words
+
+    def _take(self, settings: Iterable[Setting]) -> None:
         """Take the settings of one source; of the same name the last one counts."""
         table = flag_table(self.config_class)
         last = {setting[0]: setting for setting in settings}
@@ -127,14 +168,15 @@ class Reading:
             except ConfigError as error:
                 self.problems += error.problems
                 continue
-            is_secret = any(option.info.secret_env for option, _ in targets)
+            is_secret = any(option.secret_env for option, _ in targets)
             typed = source if is_secret else " ".join([source, *words])
             paths = frozenset(option.path for option, _ in targets)
             first, before = said.setdefault(paths, (typed, found))
             if any(not _is_same(raw, before.get(path, raw)) for path, raw in found.items()):
                 both = f"{typed} contradicts {first}: both set {', '.join(sorted(paths))}"
                 self.problems.append(f"{both}. Leave one of them out.")
-            self.values |= {path: Given(raw, source) for path, raw in found.items()}
+            self.values |= found
+            self.sources |= dict.fromkeys(found, source)
 
     def _note_unknown(self, name: str, source: str) -> None:
         """Note a name that sets nothing, with the known name that ends in it or is most like it."""
@@ -148,68 +190,20 @@ class Reading:
         remedy = f"Did you mean --{near[0]}?" if near else "--help lists all of them."
         self.problems.append(f"{source} is not a known name. {remedy}")
 
-
-def read_all(config_class: type[CommandConfig], argv: Sequence[str]) -> Reading:
-    """Read the environment, then each `--config` file, then the flags."""
-    reading = Reading(config_class)
-    environment = {
-        option.path: Given(os.environ[option.info.env], option.info.env)
-        for option in walk(config_class)
-        if option.info.env and os.environ.get(option.info.env)
-    }
-    reading.values |= environment
-    flags = list(split_flags(argv, reading))
-    for _, _, words in (flag for flag in flags if flag[0] == "config"):
-        if len(words) == 1:
-            reading.take_all(file_settings(Path(words[0]), reading))
-        else:
-            reading.problems.append("--config takes one YAML file. Type --config FILE.yaml.")
-    reading.take_all(flag for flag in flags if flag[0] != "config")
-    for option in walk(config_class):  # a flag typed bare means what the environment says
-        if option.path in environment and reading.values[option.path].raw == option.info.bare:
-            reading.values[option.path] = environment[option.path]
-    return reading
-
-
-def split_flags(argv: Sequence[str], reading: Reading) -> Iterator[Setting]:
-    """Yield each flag of a command line with the words after it."""
-    current: Setting | None = None
-    for token in argv:
-        if token.startswith("--") and token[2:3].isalpha():
-            if current is not None:
-                yield current
-            typed, has_value, value = token.partition("=")
-            name = typed[2:].replace("-", "_")
-            current = (name, f"--{name}", [value] if has_value else [])
-        elif current is not None:
-            current[2].append(token)
-        else:
-            reading.problems.append(f"{token} stands before any flag. Type --NAME before a value.")
-    if current is not None:
-        yield current
-
-
-def file_settings(path: Path, reading: Reading) -> Iterator[Setting]:
-    """Yield what a YAML file sets; its keys are the nested tree, dotted names or flat names."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        reading.problems.append(f"--config cannot be read: {path} ({reason}). Type a YAML file.")
-        return
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        reading.problems.append(f"--config is not valid YAML: {path} ({where}). Mend the file.")
-        return
-    if isinstance(tree, Mapping):
-        for name, value in _leaves(tree):
-            yield (
-                name,
-                f"{path.name}: {name}",
-                _words(value, flag_table(reading.config_class).get(name, ())),
-            )
-    elif tree is not None:
-        reading.problems.append(f"--config has no keys at its top: {path}. Write `name: value`.")
+    def build(self) -> ConfigT:
+        """Return the tree, with defaults where a value does not fit, which is noted."""
+        try:
+            return self.config_class.model_validate(nested(self.values))
+        except ValidationError as error:
+            wrong: dict[str, str] = {}
+            for detail in error.errors():
+                place = ".".join(map(str, detail["loc"])) + "."
+                leaf = next(o for o in walk(self.config_class) if place.startswith(f"{o.path}."))
+                source, raw = self.sources[leaf.path], self.values[leaf.path]
+                wrong.setdefault(leaf.path, describe(leaf, source, raw, detail))
+            self.problems += wrong.values()
+            rest = {path: raw for path, raw in self.values.items() if path not in wrong}
+            return self.config_class.model_validate(nested(rest))
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -222,13 +216,6 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield name, value
 
 
-def _words(value: object, targets: Targets) -> list[str]:
-    """Return a YAML value as words of a command line; a list is joined where commas may stand."""
-    words = [str(part) for part in value] if isinstance(value, list) else [str(value)]
-    is_list = any(o.info.opens in LISTS or o.path.endswith("_probs") for o, _ in targets)
-    return [",".join(words)] if is_list else words
-
-
 def raw_values(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:
     """Return what these words set, by leaf path; raise ConfigError if they make no sense."""
     if targets[0][1] is not None:
@@ -237,8 +224,8 @@ def raw_values(source: str, words: Sequence[str], targets: Targets) -> dict[str,
 
 
 def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
-    bare = True if option.is_switch else option.info.bare
-    if not words or (option.info.bare and list(words) == [""]):
+    bare = True if option.is_switch else option.bare
+    if not words or (option.bare and list(words) == [""]):
         if bare is None:
             raise ConfigError(f"{source} stands without a value. Type a value after it.")
         return bare
@@ -247,16 +234,17 @@ def _raw_value(source: str, words: Sequence[str], option: Option) -> Any:
     if option.members:
         return tuple(part for word in words for part in word.split(",") if part)
     if len(words) > 1:
-        seen = "***" if option.info.secret_env else " ".join(words)
+        seen = "***" if option.secret_env else " ".join(words)
         raise ConfigError(
             f"{source} takes one value: {seen}. Put quotes around a text with spaces."
         )
     word, plain = words[0], words[0].lower()
-    if option.info.bare and plain in ("true", "false"):
+    if option.bare and plain in ("true", "false"):
         return bare if plain == "true" else None
     if option.is_whole and re.fullmatch(r"-?[\d.]+(e\+?\d+)?", plain) and float(word).is_integer():
         return int(float(word))  # `1e8`, and `3` of a `Literal`
-    return word
+    # No shell has seen the `~` of a place to write to in a file or in quotes.
+    return os.path.expanduser(word) if option.opens in OUTPUTS else word
 
 
 def _translated(source: str, words: Sequence[str], targets: Targets) -> dict[str, Any]:
@@ -282,56 +270,40 @@ def _is_same(one: object, other: object) -> bool:
         return str(one).lower() == str(other).lower()
 
 
-def build(
-    config_class: type[ConfigT], values: Mapping[str, Given]
-) -> tuple[ConfigT, dict[str, str]]:
-    """Return the tree, with defaults where a value does not fit; leaf path -> problem for those."""
-    try:
-        return config_class.model_validate(nested(values)), {}
-    except ValidationError as error:
-        wrong: dict[str, str] = {}
-        for detail in error.errors():
-            place = ".".join(map(str, detail["loc"]))
-            leaf = next(o for o in walk(config_class) if f"{place}.".startswith(f"{o.path}."))
-            wrong.setdefault(leaf.path, describe(leaf, values[leaf.path], detail))
-        rest = {path: given for path, given in values.items() if path not in wrong}
-        return config_class.model_validate(nested(rest)), wrong
-
-
-def nested(values: Mapping[str, Given]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"ds.zero_stage": 3}` as `{"ds": {"zero_stage": 3}}`."""
     tree: dict[str, Any] = {}
-    for path, given in values.items():
+    for path, value in values.items():
         *sections, leaf = path.split(".")
         part = tree
         for section in sections:
             part = part.setdefault(section, {})
-        part[leaf] = given.raw
+        part[leaf] = value
     return tree
 
 
-def describe(option: Option, given: Given, detail: Mapping[str, Any]) -> str:
+def describe(option: Option, source: str, raw: object, detail: Mapping[str, Any]) -> str:
     """Return one line for a value that does not fit: what must be, what was seen, what to type."""
-    raw, bounds = given.raw, detail.get("ctx", {})
+    bounds = detail.get("ctx", {})
     seen = " ".join(map(str, raw)) if isinstance(raw, tuple) else str(raw)
     if detail["type"] == "value_error":  # of a rule beside the field
-        return f"{given.source} cannot be {seen}: {bounds['error']}."
+        return f"{source} cannot be {seen}: {bounds['error']}."
     for key in bounds.keys() & LIMITS.keys():
         bound = f"{LIMITS[key]} {bounds[key]}"
-        return f"{given.source} must be {bound}: {seen}. Type a value {bound}."
+        return f"{source} must be {bound}: {seen}. Type a value {bound}."
     if option.choices:
         choices = [str(choice) for choice in option.choices]
         near = next(iter(get_close_matches(seen.lower(), choices, n=1)), "one of them")
-        near = (option.info.known_as or {}).get(seen.lower(), near)
-        return f"{given.source} must be one of {', '.join(choices)}: {seen}. Type {near}."
+        near = option.known_as.get(seen.lower(), near)
+        return f"{source} must be one of {', '.join(choices)}: {seen}. Type {near}."
     if option.members:
         many = Ellipsis in option.members
         size = bounds.get("min_length", "one") if many else len(option.members)
         size = f"{size} or more values" if many else f"{size} values"
-        return f"{given.source} takes {size}: {seen}. Type them with spaces between."
+        return f"{source} takes {size}: {seen}. Type them with spaces between."
     kind = "a whole number" if option.is_whole else "a number"
     kind = "true or false" if option.is_switch else "a text" if str in option.kinds else kind
-    return f"{given.source} must be {kind}: {seen}. Type {kind}."
+    return f"{source} must be {kind}: {seen}. Type {kind}."
 
 
 def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
@@ -339,9 +311,9 @@ def take_secrets(config: ConfigT) -> tuple[ConfigT, dict[str, str]]:
     environment = {}
     for option in walk(type(config)):
         value = value_at(config, option.path)
-        if option.info.secret_env and value not in (None, option.info.bare):
-            environment[option.info.secret_env] = value
-            config = with_value(config, option.path, option.info.bare)
+        if option.secret_env and value not in (None, option.bare):
+            environment[option.secret_env] = value
+            config = with_value(config, option.path, option.bare)
     return config, environment
 
 
@@ -353,17 +325,15 @@ def save_resolved(config: CommandConfig, path: Path) -> None:
     """
     public, _ = take_secrets(config)
     left_out = {"local_rank", *(path for path in RECOGNISED if not is_given(config, path))}
-    values = {
-        option.path: Given(_as_yaml(value_at(public, option.path)), "")
-        for option in walk(type(config))
-        if option.path not in left_out
-    }
+    paths = (option.path for option in walk(type(config)) if option.path not in left_out)
+    values = {path: _plain(value_at(public, path)) for path in paths}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True)
     path.write_text(text, encoding="utf-8")
 
 
-def _as_yaml(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value as YAML and JSON have it."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -373,8 +343,8 @@ def settings_of(config: CommandConfig) -> dict[str, Any]:
     `at_resume` beside a field says which. Data and seed are compared elsewhere, the ZeRO stage
     where shards are read.
     """
-    leaves = (option.path for option in walk(type(config)) if option.info.at_resume)
-    return {path: _as_yaml(value_at(config, path)) for path in leaves}
+    paths = (option.path for option in walk(type(config)) if option.at_resume)
+    return {path: _plain(value_at(config, path)) for path in paths}
 
 
 def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: object) -> list[str]:
@@ -385,11 +355,10 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
     for option in walk(type(config)):
         new = now.get(option.path)
         old = saved.get(option.path, new)  # a setting the checkpoint does not know is younger
-        is_model = option.path.endswith("model_name_or_path")
-        if old == new or (is_model and _is_one_folder(old, new)):
+        if old == new or (option.opens and _place(old) == _place(new)):
             continue
         flag, typed = option.flag, _typed(old)
-        if option.info.at_resume == "refused":
+        if option.at_resume == "refused":
             refused.append(
                 f"{flag} {_typed(new)}: {path} was written with {typed}. Type {flag} {typed}, or "
                 "leave --load_checkpoint out."
@@ -404,11 +373,9 @@ def check_settings(config: CommandConfig, saved: Mapping[str, Any], *, path: obj
     return list(dict.fromkeys(kept))
 
 
-def _is_one_folder(old: str | None, new: str | None) -> bool:
-    """Return True if two paths lead to the same folder."""
-    if old is None or new is None or not Path(new).expanduser().is_dir():
-        return False
-    return Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
+def _place(name: object) -> Path:
+    """Return the path that a model or a file is at, if it is on this machine."""
+    return Path(str(name)).expanduser().resolve()
 
 
 def _typed(value: Any) -> str:

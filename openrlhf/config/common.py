@@ -12,21 +12,20 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 from typing_extensions import Self
 
 from openrlhf.config.base import (
     REMEDIES,
     Base,
     Caution,
-    expand_home,
     is_blank,
     is_given,
     option,
     switch,
     value_at,
     walk,
-    with_default,
+    with_value,
 )
 
 DType = Literal["auto", "bf16", "fp16", "fp32"]
@@ -266,8 +265,6 @@ class CheckpointConfig(Base):
         "./ckpt/checkpoints", "Root of resumable checkpoints.", "ckpt_path", opens="output"
     )
 
-    _home = field_validator("output_dir", "path")(expand_home)
-
     save_steps: int = option(-1, "Checkpoint every N global steps; -1: never.", ge=-1)
     save_hf: bool = switch("Export a model with each checkpoint.", "save_hf_ckpt")
     disable_ds: bool = switch("Leave out the resumable part of checkpoints.", "disable_ds_ckpt")
@@ -326,8 +323,6 @@ class LoggerConfig(Base):
         env="TENSORBOARD_LOGGING_DIR",
         opens="output",
     )
-
-    _home = field_validator("tensorboard_dir")(expand_home)
 
 
 def logger_of(project: str, stem: str) -> LoggerConfig:
@@ -458,16 +453,16 @@ class CommandConfig(Base):
         """Put derived defaults in while the tree is being built; it is complete from then on."""
         for path, value in self.derived():
             section, _, rest = path.partition(".")
-            part = with_default(getattr(self, section), rest, value)
+            part = with_value(getattr(self, section), rest, value)
             object.__setattr__(self, section, part)
         return self
 
     def problems(self) -> Iterator[str]:
         """Yield one line for everything that is missing or contradicts something else."""
         for leaf in walk(type(self)):
-            if leaf.info.needed and is_blank(value_at(self, leaf.path)):
-                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.info.opens or "", "a text")
-                yield f"No {leaf.info.needed} is named. Type {leaf.flag} with {remedy}."
+            if leaf.needed and is_blank(value_at(self, leaf.path)):
+                remedy = " or ".join(leaf.choices) or REMEDIES.get(leaf.opens or "", "a text")
+                yield f"No {leaf.needed} is named. Type {leaf.flag} with {remedy}."
 
     def notices(self) -> Iterator[str]:
         """Yield one line for everything a user should know before the run starts."""

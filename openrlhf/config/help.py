@@ -51,7 +51,7 @@ def help_text(config_class: type[CommandConfig], name: str, *, width: int = 80) 
 
 def _also(leaf: Option) -> str:
     others = [f"--{name}" for name in dict(leaf.names) if name != leaf.path]
-    environment = f" Environment: {leaf.info.env}." if leaf.info.env else ""
+    environment = f" Environment: {leaf.env}." if leaf.env else ""
     return (f" Also {' '.join(others)}." if others else "") + environment
 
 

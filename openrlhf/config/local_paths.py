@@ -22,7 +22,7 @@ OUTPUTS = ("output", "output_file")
 def named_things(config: CommandConfig) -> Iterator[tuple[Option, str, list[str]]]:
     """Yield every leaf that names files, folders or ids; what they are, of REMEDIES; the names."""
     for option in walk(type(config)):
-        opens, value = option.info.opens, value_at(config, option.path)
+        opens, value = option.opens, value_at(config, option.path)
         if opens is not None and not is_blank(value):
             yield option, opens, names_in(opens, value)
 

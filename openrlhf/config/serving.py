@@ -11,9 +11,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import field_validator
-
-from openrlhf.config.base import Base, expand_home, is_blank, option, switch
+from openrlhf.config.base import Base, is_blank, option, switch
 from openrlhf.config.common import (
     CommandConfig,
     DeepSpeedConfig,
@@ -129,8 +127,6 @@ class BatchInferenceConfig(CommandConfig):
     csft: CSFTConfig = CSFTConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig(zero_stage=0)
 
-    _home = field_validator("output_path")(expand_home)
-
     def problems(self) -> Iterator[str]:
         """Add what the task does not have, and answers or templates without a use."""
         yield from super().problems()
@@ -162,8 +158,6 @@ class LoraCombinerConfig(CommandConfig):
     )
     is_rm: bool = switch("The model is a reward model.")
     ds: DeepSpeedConfig = DeepSpeedConfig()
-
-    _home = field_validator("output_path")(expand_home)
 
     def problems(self) -> Iterator[str]:
         """Add an output that would overwrite what it is made of."""

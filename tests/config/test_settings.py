@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config.base import Option, is_given, value_at, walk
-from openrlhf.config.cli import build, flag_table, parse_config, read_all
+from openrlhf.config.cli import Reading, flag_table, parse_config
 from openrlhf.config.common import CommandConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.serving import (
@@ -55,7 +55,7 @@ TIME = re.compile(r"\d{8}-\d{6}|\d{4}T\d\d:\d\d|\d{4}T\d{6}")
 
 
 def defaults(config_class: type[CommandConfig]) -> CommandConfig:
-    return build(config_class, {})[0]
+    return Reading(config_class).build()
 
 
 def described(config_class: type[CommandConfig]) -> Iterator[str]:
@@ -87,8 +87,10 @@ BOUNDS = {"gt": ("above", 0), "ge": ("at least", -1), "lt": ("below", 0), "le": 
 
 
 def said_of(config_class: type[CommandConfig], option: Option, word: object) -> list[str]:
-    reading = read_all(config_class, [f"--{option.path}", str(word)])
-    return [*reading.problems, *build(config_class, reading.values)[1].values()]
+    reading = Reading(config_class)
+    reading.take_all([f"--{option.path}", str(word)])
+    reading.build()
+    return reading.problems
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -115,9 +117,10 @@ def test_a_value_out_of_range_is_one_line_that_names_the_bound(command):
 
 
 def tree(config_class, line=""):
-    reading = read_all(config_class, line.split())
-    config, wrong = build(config_class, reading.values)
-    assert (reading.problems, wrong) == ([], {})
+    reading = Reading(config_class)
+    reading.take_all(line.split())
+    config = reading.build()
+    assert reading.problems == []
     return config
 
 
