@@ -155,7 +155,7 @@ class DeepSpeedConfig(Base):
     )
     attn_implementation: str = option(
         "flash_attention_2",
-        "Attention; without CUDA or the flash-attn package SDPA is used. "
+        "Attention; `flash_attention_2` is torch's own kernel, SDPA where there is no GPU. "
         "`--flash_attn` means flash_attention_2, `--flash_attn false` sdpa.",
         meanings={"flash_attn": {"true": "flash_attention_2", "false": "sdpa"}},
     )

@@ -22,9 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
-from openrlhf.distributed import collectives
 from openrlhf.distributed.weights import LAYER, ids_of_matrices
-from openrlhf.utils.logging import warn
 
 logger = logging.getLogger(__name__)
 
@@ -113,17 +111,10 @@ def _held(factor: Callable[[int], float], last: int, num_done: int) -> float:
 
 
 def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
-    """Take up where `state_dict` was taken, at the peak rate of then; another one is said.
-
-    The shape and the length are this schedule's own.
+    """Take up where `state_dict` was taken, at the peak rate of then; shape and length are this
+    schedule's own.
     """
-    saved, own = state["base_lrs"], schedule.base_lrs
-    if saved != own and collectives.is_main():
-        warn(
-            f"the checkpoint's learning rate goes on: its peak is {saved[0]:g}, and "
-            f"{own[0]:g} of this command has no effect. Start anew to change it."
-        )
     schedule.load_state_dict(state)
     groups = schedule.optimizer.param_groups
-    for group, peak, factor in zip(groups, saved, schedule.lr_lambdas, strict=True):
+    for group, peak, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)

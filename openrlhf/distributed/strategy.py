@@ -341,12 +341,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
     # Sums over many micro-batches lose small addends in 16 bits, so fp32 unless the user says
     # otherwise.
-    grad_accum_dtype = ds.grad_accum_dtype or "fp32"
-    if facts.dtype == torch.float32 and grad_accum_dtype != "fp32":
-        raise ConfigError(
-            f"--grad_accum_dtype {grad_accum_dtype} with fp32 parameters: "
-            "add --bf16 or leave it out."
-        )
+    grad_accum_dtype = "fp32" if facts.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -372,10 +367,8 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
-        small = min(bucket_size, max(facts.hidden_size**2, 1_000_000))
         zero |= {
-            "reduce_bucket_size": small,
-            "stage3_prefetch_bucket_size": small,
+            "stage3_prefetch_bucket_size": min(bucket_size, 50_000_000),  # DeepSpeed's default
             "stage3_param_persistence_threshold": 10 * facts.hidden_size,
             "zero_hpz_partition_size": ds.zpg,
         }

@@ -290,7 +290,10 @@ def _take_up(engine: DeepSpeedEngine, folder: Path) -> None:
                 source = stored[key][first - stored["start"] : last - stored["start"]]
                 part.of(target)[first - part.start : last - part.start].copy_(source)
         if num_found != part.numel:
-            raise CheckpointError(f"{folder} lacks weights of {part.name}.")
+            raise CheckpointError(
+                f"{folder} lacks weights of {part.name}. Train the same layers as the run that "
+                "wrote it, or leave --load_checkpoint out."
+            )
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -346,18 +349,13 @@ def _facts_of(engine: DeepSpeedEngine) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "world_size": collectives.world_size(),
         "tp_size": max(1, engine.autotp_size()),
-        "trained": sorted(name for name, _ in _trained(engine)),
         "loss_scaler": {k: v for k, v in numbers.items() if isinstance(v, (int, float))},
     }
 
 
 def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> dict[str, Any]:
     """Return the facts of a checkpoint; raise CheckpointError if this engine cannot use it."""
-    try:
-        facts = json.loads((folder / ENGINE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / ENGINE} cannot be read ({error!r}).") from None
-    own = _facts_of(engine)
+    facts, own = json.loads((folder / ENGINE).read_text()), _facts_of(engine)
     if facts["tp_size"] != own["tp_size"]:
         raise CheckpointError(
             f"{folder} was written with --ds_tensor_parallel_size {facts['tp_size']}. Type that "
@@ -371,10 +369,5 @@ def _read_facts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) ->
             f"{cut.format_map(own)}. Add --use_ds_universal_ckpt, or start {facts['world_size']} "
             f"ranks with --zero_stage {facts['zero_stage']}, or leave --load_checkpoint out and "
             "start from an export."
-        )
-    if differing := set(facts["trained"]) ^ set(own["trained"]):
-        raise CheckpointError(
-            f"{folder} was written with other weights in training: {sorted(differing)[0]} is "
-            "trained in one of the two only. Train the same layers, or leave --load_checkpoint out."
         )
     return facts

@@ -116,7 +116,6 @@ def load_balancing_losses(
     2101.03961, equations 4 to 6; for each sequence, 2412.19437, equations 17 to 20). Only the
     probabilities have a gradient.
     """
-    assert router_logits, "no layer has a router"
     num_seqs, num_experts = len(seq_lengths), router_logits[0].size(-1)
     lengths_B = torch.tensor(seq_lengths, device=router_logits[0].device)
     owner_T = torch.arange(num_seqs, device=lengths_B.device).repeat_interleave(lengths_B)
@@ -181,7 +180,6 @@ class PackedModel(nn.Module):
 
     def gradient_checkpointing_enable(self, use_reentrant: bool = False) -> None:
         """Recompute each layer's activations in the backward pass."""
-        assert self.top_k is None or not use_reentrant, "the router loss would have no gradient"
         self.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
         )
@@ -212,9 +210,6 @@ class Actor(PackedModel):
         self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenStats:
         """Return log-probs (and entropy) of the N targets at the sampling temperature."""
-        assert self.head.weight is base_model_of(self.model).get_output_embeddings().weight, (
-            "the LM head was replaced after the actor was built"
-        )
         states = self.states_at(batch, batch.predict_index)
         targets_n = states.select(batch.targets)
         stats = self.head(token_stats, states.hidden_nH, targets_n, temperature, with_entropy)

@@ -21,24 +21,17 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from openrlhf.config.base import is_given
 from openrlhf.config.common import CommandConfig, DeepSpeedConfig
 from openrlhf.config.local_paths import looks_local
 from openrlhf.errors import ConfigError, first_line
 from openrlhf.models.actor import Actor, token_stats
 from openrlhf.models.adapters import SCALE_FIELDS, merge_adapter_into, would_run_code
 from openrlhf.models.packing import PACKED_ATTENTION
-from openrlhf.models.support import (
-    FLASH_2,
-    OWN_ATTENTION,
-    causal_class,
-    is_installed,
-    padding_note,
-)
+from openrlhf.models.support import OWN_ATTENTION, causal_class, padding_note
 from openrlhf.utils.adapter_folder import base_of_adapter, is_reward_adapter, merge_command
 from openrlhf.utils.hub import looking_up
-from openrlhf.utils.logging import notice, say_notices
-from openrlhf.utils.packable import is_padded, why_padded
+from openrlhf.utils.logging import say_notices
+from openrlhf.utils.packable import why_padded
 from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.progress import progress, tracked
 
@@ -46,14 +39,11 @@ HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
 OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
 LM_HEADS = ("lm_head", "embed_out", "output")  # which a value model drops
-# Ways of asking for attention that packed attention is the answer to.
-GENERIC_ATTENTION = (*OWN_ATTENTION, PACKED_ATTENTION)
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of the comparison with a model's own logits: how far log-probs may lie from them on average
-# (rounding), and from those before another last token (experts compute with others then).
+# Of the comparison with a model's own logits: how far log-probs may lie from them on average.
 NUM_TOKENS, STRIDE = 8, 7919  # a prime: tokens from all over a vocabulary
-MAX_ERROR, MAX_AHEAD = (0.01, 0.25), (1e-4, 0.1)  # in fp32, in half precision
+MAX_ERROR = (0.01, 0.25)  # in fp32, in half precision
 MAX_WEIGHTS_ON_CPU = 4_000_000_000  # of a model that is compared there: it would wait
 # For weights in a .bin file transformers would ask a service of the hub to convert them.
 os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
@@ -112,25 +102,6 @@ def resolve_dtype(
     return dtype if dtype is not None else torch.float32
 
 
-def choose_attention(
-    requested: str, *, dtype: torch.dtype, has_padded_rows: bool = False
-) -> str | None:
-    """Return the attention for packed rows: flash-attn on CUDA in half precision, else our own.
-
-    Any other name (flash_attention_3, a kernel of the hub) is passed on to transformers as it is.
-    A family whose rows are padded gets what transformers takes for it (None), or eager.
-    """
-    if requested not in GENERIC_ATTENTION:
-        return requested
-    if has_padded_rows:
-        return "eager" if requested == "eager" else None
-    is_cuda = torch.cuda.is_available()
-    wants_flash = requested in ("auto", FLASH_2)
-    if wants_flash and is_cuda and dtype != torch.float32 and is_installed("flash_attn"):
-        return FLASH_2
-    return PACKED_ATTENTION
-
-
 def read_model(
     auto_class: Any,
     path: str,
@@ -145,7 +116,11 @@ def read_model(
 
     ds = command.ds
     dtype, family = resolve_dtype(ds.param_dtype, config), causal_class(config)
-    has_padded_rows = family is not None and why_padded(family, config) is not None
+    attention: str | None = ds.attention
+    if attention in OWN_ATTENTION:
+        is_padded = family is not None and why_padded(family, config) is not None
+        eager = "eager" if attention == "eager" else None  # None: what transformers takes
+        attention = eager if is_padded else PACKED_ATTENTION
     if ds.experts_implementation is not None:
         more["experts_implementation"] = ds.experts_implementation
     if ds.load_in_4bit:
@@ -163,9 +138,7 @@ def read_model(
                 path,
                 config=config,
                 dtype=dtype,
-                attn_implementation=choose_attention(
-                    ds.attention, dtype=dtype, has_padded_rows=has_padded_rows
-                ),
+                attn_implementation=attention,
                 trust_remote_code=command.trust_remote_code,
                 output_loading_info=True,
                 **more,
@@ -302,8 +275,7 @@ def finish_loading(
     if ds.load_in_4bit:
         keep_4bit_trainable(model)
     own_memory(model)
-    has_torch_kernels = ds.attention in GENERIC_ATTENTION
-    if has_lm_head and has_torch_kernels:
+    if has_lm_head and ds.attention in OWN_ATTENTION:
         check_own_logits(model)
     if ds.use_liger_kernel:
         apply_liger(model)
@@ -327,79 +299,44 @@ def apply_liger(model: PreTrainedModel) -> None:
     works in chunks.
     """
     from liger_kernel import transformers as liger  # noqa: PLC0415 - imports Triton
-    from liger_kernel.transformers import monkey_patch  # noqa: PLC0415 - as above
 
-    family = model.config.model_type
-    if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(
-            f"--use_liger_kernel: Liger has no kernels for model type {family!r}. Leave it out."
-        )
     liger._apply_liger_kernel_to_instance(
         model=model, cross_entropy=False, fused_linear_cross_entropy=False
     )
 
 
+@torch.no_grad()
 def check_own_logits(model: PreTrainedModel) -> None:
     """Raise ConfigError unless log-probs of packed or padded rows are those of the model's logits.
 
     They are computed from last hidden states and the LM head. A family that does more between the
-    two, or lets a token see those to its right, would be trained on other numbers than it is used
-    with. Very large ones on a CPU are not compared.
+    two would be trained on other numbers than it is used with. Very large ones on a CPU are not
+    compared.
     """
     if model.device.type == "cpu" and model.num_parameters() > MAX_WEIGHTS_ON_CPU:
         return
-    attention, is_packed = model.config._attn_implementation, not is_padded(model)
-    if is_packed:  # on any device
-        model.set_attn_implementation(PACKED_ATTENTION)
-    ahead, error = _distances(model)
-    if is_packed:
-        model.set_attn_implementation(attention)
-    name, is_half = type(model).__name__, next(model.parameters()).dtype != torch.float32
-    if not ahead <= MAX_AHEAD[is_half]:
-        raise ConfigError(f"{name}: its tokens see those to their right. Use a causal model.")
-    if not error <= MAX_ERROR[is_half]:
+    ids_T = torch.arange(1, NUM_TOKENS + 1) * STRIDE % model.config.get_text_config().vocab_size
+    tokens_BT, is_target_T = torch.stack([ids_T, ids_T.flip(0)]), torch.arange(NUM_TOKENS) > 0
+    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
+    own_BTV: Tensor = model(input_ids=tokens_BT.to(model.device), use_cache=False).logits[:, :-1]
+    own_N = own_BTV.float().log_softmax(-1).flatten(0, 1).gather(-1, batch.targets[:, None])[:, 0]
+    actor = Actor(model)
+    hidden_NH, error = actor.states_at(batch, batch.predict_index).hidden_nH, math.inf
+    if hidden_NH.size(1) == model.get_output_embeddings().in_features:  # no projection between
+        found_N, *_ = actor.head(token_stats, hidden_NH, batch.targets, 1.0, False)  # noqa: FBT003
+        error = (own_N - found_N).abs().mean().item()
+    if not error <= MAX_ERROR[next(model.parameters()).dtype != torch.float32]:
         raise ConfigError(
-            f"{name} computes its logits in a way of its own: log-probs from its last hidden "
-            f"states and its head are {error:.2g} off. Use another family."
+            f"{type(model).__name__} computes its logits in a way of its own: log-probs from its "
+            f"last hidden states and its head are {error:.2g} off. Use another family."
         )
 
 
-@torch.no_grad()
-def _distances(model: PreTrainedModel) -> tuple[float, float]:
-    """Return the mean change that another last token makes before it, and the mean distance of the
-    actor's log-probs from the model's.
-    """
-    num_known = model.config.get_text_config().vocab_size
-    tokens_BT = (torch.arange(1, NUM_TOKENS + 1) * STRIDE % num_known).repeat(2, 1)
-    tokens_BT[1, -1] = (tokens_BT[1, -1] + 1) % num_known
-    is_target_T = torch.arange(NUM_TOKENS) > 0
-    batch = PackedBatch.from_sequences(list(tokens_BT), [is_target_T] * 2).to(model.device)
-    tokens_BT = tokens_BT.to(model.device)
-    own_BTV: Tensor = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
-    own_BTV = own_BTV.float().log_softmax(-1)
-    ahead = (own_BTV[0] - own_BTV[1]).abs().mean().item()
-    actor = Actor(model)
-    hidden_NH = actor.states_at(batch, batch.predict_index).hidden_nH
-    if hidden_NH.size(1) != model.get_output_embeddings().in_features:
-        return ahead, math.inf  # a projection stands between the two
-    found_N, *_ = actor.head(token_stats, hidden_NH, batch.targets, 1.0, False)  # noqa: FBT003
-    own_N = own_BTV.gather(-1, tokens_BT[:, 1:, None]).flatten()
-    return ahead, (own_N - found_N).abs().mean().item()
-
-
-def say_attention(config: CommandConfig, paths: Iterable[str]) -> None:
-    """Say which of the models at `paths` is padded, and if flash attention does not run: where
-    there is no GPU, only to who typed it. The main rank calls.
-    """
-    trust, is_cuda = config.trust_remote_code, torch.cuda.is_available()
-    configs = {path: load_config(path, trust_remote_code=trust) for path in paths}
-    notes = [padding_note(facts, path) for path, facts in configs.items()]
+def say_padded(command: CommandConfig, paths: Iterable[str]) -> None:
+    """Say which of the models at `paths` see padded rows; the main rank calls."""
+    trust = command.trust_remote_code
+    notes = (padding_note(load_config(path, trust_remote_code=trust), path) for path in paths)
     say_notices(filter(None, notes))
-    is_asked = is_cuda or is_given(config, "ds.attn_implementation")
-    runs = all(notes) or (is_cuda and is_installed("flash_attn"))
-    if config.ds.attention == FLASH_2 and is_asked and not runs:
-        lacks = "the flash-attn package" if is_cuda else "a GPU"
-        notice(f"{FLASH_2} needs {lacks}: packed rows use torch's own attention (SDPA)")
 
 
 def merge_adapter(

@@ -16,15 +16,8 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.packable import why_padded
 
-FLASH_2 = "flash_attention_2"
-# Attention that is never refused: where it is missing, torch's own takes its place.
-OWN_ATTENTION = ("auto", "sdpa", "eager", FLASH_2)
-# Attention of transformers, and the module it needs beside a GPU.
-GPU_ATTENTION = {
-    "flash_attention_3": "flash_attn_interface",
-    "flash_attention_4": "flash_attn.cute",
-    "flex_attention": "torch",
-}
+# Ways of asking for attention of which torch has the kernels, on every device.
+OWN_ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2")
 # Of the plans in which transformers says how layers are split: those that AutoTP follows.
 SPLIT_STYLES = frozenset(
     {
@@ -39,11 +32,8 @@ SPLIT_STYLES = frozenset(
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a package, or a module of one, could be imported."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:  # the package that the module is of is not there, or broken
-        return False
+    """Return True if a package could be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None = None) -> None:
@@ -56,24 +46,17 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
 
 
 def _missing(ds: DeepSpeedConfig, *, trains: bool, is_cuda: bool) -> Iterator[str]:
-    name = ds.attn_implementation
-    attention = f"--attn_implementation {name}"
-    kernel = "kernels" if "/" in name else GPU_ATTENTION.get(name)
-    if kernel is None and name not in OWN_ATTENTION:
-        known = ", ".join((*OWN_ATTENTION, *GPU_ATTENTION))
-        yield f"{attention} is not known. Type one of {known}, or a kernel's hub id."
-    needs = [  # flag, its module, and True if it needs a GPU
-        (attention, kernel, True),
-        ("--use_liger_kernel", "liger_kernel" if trains and ds.use_liger_kernel else None, True),
-        ("--load_in_4bit", "bitsandbytes" if ds.load_in_4bit else None, False),
-        ("--deepcompile", "torch" if trains and ds.deepcompile else None, True),
+    attention = ds.attn_implementation
+    needs = [  # flag, True if it is used, its package, and True if it needs a GPU
+        (f"--attn_implementation {attention}", attention not in OWN_ATTENTION, "torch", True),
+        ("--use_liger_kernel", trains and ds.use_liger_kernel, "liger_kernel", True),
+        ("--load_in_4bit", ds.load_in_4bit, "bitsandbytes", False),
+        ("--deepcompile", trains and ds.deepcompile, "torch", True),
     ]
-    for flag, module, needs_gpu in needs:
-        if module is None:
-            continue
-        lacks = [] if is_installed(module) else [f"the module {module} is not installed"]
+    for flag, is_used, package, needs_gpu in needs:
+        lacks = [] if is_installed(package) else [f"the package {package} is not installed"]
         lacks += ["torch sees no CUDA device"] if needs_gpu and not is_cuda else []
-        if lacks:
+        if is_used and lacks:
             yield f"{flag}: {' and '.join(lacks)}. Mend that, or leave {flag} out."
     is_fp16 = trains and ds.param_dtype == "fp16" and not is_cuda
     if is_fp16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():

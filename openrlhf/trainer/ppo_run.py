@@ -21,7 +21,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.loading import DTYPES, say_attention
+from openrlhf.models.loading import DTYPES, say_padded
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
@@ -89,7 +89,7 @@ def _prepare_and_run(
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
             return
-        say_attention(config, named_models(config))
+        say_padded(config, named_models(config))
         with open_cluster(
             config,
             worker_classes(config),

@@ -38,7 +38,7 @@ from openrlhf.distributed.folders import holding_folders, read_json, write_json
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.topology import Topology
 from openrlhf.distributed.weights import hf_model_of
-from openrlhf.models.loading import load_config, say_attention
+from openrlhf.models.loading import load_config, say_padded
 from openrlhf.models.support import check_here, num_positions, refuse_unsupported
 from openrlhf.trainer.base_trainer import BaseTrainer, Inputs, num_updates
 from openrlhf.utils import stopping
@@ -180,7 +180,7 @@ def _configs(
 def say_inputs(recipe: Recipe, config: ConfigT, inputs: Inputs) -> None:
     """Print what was noticed of the models and the data."""
     models = (inputs.model_path, *recipe.other_models(config))
-    say_attention(config, models)
+    say_padded(config, models)
     say_notices(inputs.samples.notices)
     if base_of_adapter(inputs.model_path) is not None:
         notice(f"{inputs.model_path} is an adapter: it is merged into its base in memory")

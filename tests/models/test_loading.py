@@ -7,15 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf.errors import ConfigError
-from openrlhf.models import loading
 from openrlhf.models.loading import (
-    choose_attention,
     load_causal_lm,
     load_config,
     load_sequence_model,
     resolve_dtype,
 )
-from openrlhf.models.packing import PACKED_ATTENTION
 from tests.models.helpers import tiny_model
 from tests.tiny import Payload
 
@@ -95,22 +92,3 @@ def test_auto_is_fp32_on_cpu_and_the_checkpoints_type_on_a_gpu(causal_dir):
     assert resolve_dtype("auto", config, device_type="cpu") == torch.float32
     assert resolve_dtype("auto", config, device_type="cuda") == torch.bfloat16
     assert resolve_dtype("fp16", config, device_type="cpu") == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("asked", "dtype", "has_gpu", "has_package", "taken"),
-    [
-        ("auto", torch.bfloat16, True, True, "flash_attention_2"),
-        ("auto", torch.bfloat16, True, False, PACKED_ATTENTION),
-        ("flash_attention_2", torch.float32, True, True, PACKED_ATTENTION),
-        ("flash_attention_2", torch.bfloat16, False, True, PACKED_ATTENTION),
-        ("sdpa", torch.bfloat16, True, True, PACKED_ATTENTION),
-        ("flash_attention_3", torch.bfloat16, True, True, "flash_attention_3"),
-    ],
-)
-def test_flash_attention_is_taken_only_where_it_can_run(
-    monkeypatch, asked, dtype, has_gpu, has_package, taken
-):
-    monkeypatch.setattr(loading, "is_installed", lambda package: has_package)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert choose_attention(asked, dtype=dtype) == taken

@@ -104,12 +104,6 @@ def test_a_head_that_does_more_is_refused() -> None:
         check_own_logits(make(config, PACKED_ATTENTION))
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
-    config = hf.XLMConfig(vocab_size=262, emb_dim=32, n_layers=2, n_heads=4)
-    with pytest.raises(ConfigError, match="XLMWithLMHeadModel: its tokens see those to their"):
-        check_own_logits(make(config))
-
-
 def test_a_budget_of_tokens_does_not_bound_padded_rows(tmp_path: Path, refuse: Callable) -> None:
     make_tokenizer(tmp_path / "model")
     PADDED["bloom"]().save_pretrained(tmp_path / "model")
