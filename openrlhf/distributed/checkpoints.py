@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,14 +55,6 @@ class Saved:
     state: dict[str, Any]  # what the run noted of itself, as JSON
 
 
-class Folders(NamedTuple):
-    """What may be kept of a step."""
-
-    states: Path
-    export: Path
-    best: Path
-
-
 class CheckpointStore:
     """The folders under one root; every method is for one process alone."""
 
@@ -71,14 +63,13 @@ class CheckpointStore:
         self.max_num = max_num
         self.max_gib = max_gib
 
-    def folders(self, step: int, *, prefix: str = "") -> Folders:
-        """Return the folders of a step, whether they exist or not; those of the prefix
-        `TEMPORARY` count for nothing before they are sealed.
+    def folders(self, step: int, *, prefix: str = "") -> tuple[Path, Path, Path]:
+        """Return where states, model and best model of a step are kept, whether they exist or not;
+        folders of the prefix `TEMPORARY` count for nothing before they are sealed.
         """
-        name = f"global_step{step}"
-        return Folders(
-            *(self.root / f"{prefix}{n}" for n in (name, f"{name}_hf", f"best_{name}_hf"))
-        )
+        name = f"{prefix}global_step{step}"
+        best = f"{prefix}best_global_step{step}_hf"
+        return self.root / name, self.root / f"{name}_hf", self.root / best
 
     def remove_torn(self) -> None:
         """Remove what a run that died left half written."""
@@ -88,12 +79,11 @@ class CheckpointStore:
     def latest(self) -> Saved | None:
         """Return the checkpoint of the highest step that verifies; damaged ones are named."""
         for step in reversed(self.steps()):
-            path = self.folders(step).states
+            path, *_ = self.folders(step)
             if not path.is_dir():
                 continue
             try:
-                if (found := folders.verify(path).get("step")) != step:
-                    raise CheckpointError(f"{path} holds step {found}.")
+                folders.verify(path)
                 return Saved(path, step, json.loads((path / STATE).read_text()))
             except (CheckpointError, OSError, ValueError) as error:
                 warn(f"{error} Checkpoint {path.name} is damaged and passed over.")
@@ -112,7 +102,7 @@ class CheckpointStore:
         """Move the best model away, which is one by another metric or of another run."""
         return folders.move_aside(self.root, sorted(self.root.glob(_BEST)))
 
-    def stage(self, step: int) -> Folders:
+    def stage(self, step: int) -> tuple[Path, Path, Path]:
         """Return folders to write what is kept of a step; that of the states exists. Nothing counts
         before it is sealed. Raise CheckpointError if the disk has no room for one like the last.
         """
@@ -126,7 +116,7 @@ class CheckpointStore:
             )
         self.discard(step)
         staged = self.folders(step, prefix=folders.TEMPORARY)
-        staged.states.mkdir()
+        staged[0].mkdir()
         return staged
 
     def commit(self, step: int, state: Mapping[str, object] | None) -> None:
@@ -135,17 +125,17 @@ class CheckpointStore:
 
         Models go first: a run that dies between the two writes it again.
         """
-        staged = self.folders(step, prefix=folders.TEMPORARY)
-        if staged.export.exists():
-            self._seal(staged.export, step)
-        if staged.best.exists():
-            final = self._seal(staged.best, step)
+        states, export, best = self.folders(step, prefix=folders.TEMPORARY)
+        if export.exists():
+            self._seal(export)
+        if best.exists():
+            final = self._seal(best)
             for path in list(self.root.glob(_BEST)):
                 if path != final:
                     folders.remove(path)
         if state is not None:
-            folders.write_json(staged.states / STATE, state)
-            self._seal(staged.states, step)
+            folders.write_json(states / STATE, state)
+            self._seal(states)
         self.discard(step)
 
     def discard(self, step: int) -> None:
@@ -155,11 +145,12 @@ class CheckpointStore:
 
     def rotate(self) -> None:
         """Remove the oldest checkpoints beyond the budget; the newest stays whatever its size."""
-        sizes = {step: self.num_bytes(step) for step in self.steps()}
-        max_bytes = self.max_gib * GIB
-        for step in superfluous(sizes, max_num=self.max_num, max_bytes=max_bytes):
-            for path in self._kept(step):
-                folders.remove(path)
+        kept_bytes = 0
+        for number, step in enumerate(reversed(self.steps())):
+            kept_bytes += self.num_bytes(step)
+            if number and (number >= self.max_num or kept_bytes > self.max_gib * GIB):
+                for path in self._kept(step):
+                    folders.remove(path)
 
     def find(self, step: int) -> Path | None:
         """Return the folder that keeps a step, a model before resumable states, if there is one."""
@@ -178,25 +169,10 @@ class CheckpointStore:
     def _kept(self, step: int) -> list[Path]:
         return [path for path in self.folders(step)[:2] if path.is_dir()]
 
-    def _seal(self, staged: Path, step: int) -> Path:
+    def _seal(self, staged: Path) -> Path:
         final = self.root / staged.name.removeprefix(folders.TEMPORARY)
-        folders.seal(staged, final, {"step": step})
+        folders.seal(staged, final)
         return final
-
-
-def superfluous(sizes: Mapping[int, int], *, max_num: int, max_bytes: float) -> list[int]:
-    """Return the steps, oldest first, that do not fit beside the newer ones.
-
-    The newest stays even where it alone is over the budget.
-    """
-    kept: list[int] = []
-    kept_bytes = 0
-    for step in sorted(sizes, reverse=True):
-        kept_bytes += sizes[step]
-        if kept and (len(kept) == max_num or kept_bytes > max_bytes):
-            break
-        kept.append(step)
-    return sorted(sizes.keys() - set(kept))
 
 
 @dataclass(frozen=True)
@@ -297,11 +273,10 @@ class RunCheckpoints:
         `write` fills the resumable part, `export` writes a Hugging Face model, `state` is what the
         run notes of itself, as JSON. Raises CheckpointError when it failed several times in a row.
         """
-        writes = {} if self.config.disable_ds else {"states": write}
-        if self.config.save_hf:
-            writes["export"] = export
+        has_states = not self.config.disable_ds
+        writes = (write if has_states else None, export if self.config.save_hf else None, None)
         notes = {**state, "data": asdict(self.data), "settings": self.settings}
-        error = self._keep(step, writes, None if self.config.disable_ds else notes)
+        error = self._keep(step, writes, notes if has_states else None)
         self.num_failed = 0 if error is None else self.num_failed + 1
         if error is not None:
             line = f"checkpoint of step {step} was not saved: {error}"
@@ -318,15 +293,16 @@ class RunCheckpoints:
     def _keep(
         self,
         step: int,
-        writes: Mapping[str, Callable[[Path], None]],
+        writes: tuple[Callable[[Path], None] | None, ...],
         state: Mapping[str, object] | None,
     ) -> CheckpointError | None:
         """Fill and commit these folders of a step; return why that failed."""
         try:
             with progress("saving a checkpoint"):
                 staged = on_main(lambda: self.store.stage(step))
-                for part, write in writes.items():
-                    together(partial(write, getattr(staged, part)))
+                for write, path in zip(writes, staged, strict=True):
+                    if write is not None:
+                        together(partial(write, path))
                 on_main(lambda: self.store.commit(step, state))
         except CheckpointError as error:
             if is_main():
@@ -356,7 +332,7 @@ class RunCheckpoints:
         """Keep the model that `export` writes as the best so far, in place of the one before;
         return True if it was saved. A failure costs a line.
         """
-        error = self._keep(step, {"best": export}, None)
+        error = self._keep(step, (None, None, export), None)
         if error is not None:
             warn_on_main(f"the best model (step {step}) was not saved: {error}")
         return error is None
@@ -394,8 +370,13 @@ def open_checkpoints(
     """
     settings = {} if command is None else settings_of(command)
     checkpoints = RunCheckpoints(config, data, settings=settings)
-    saved = checkpoints.saved = on_main(lambda: _find(checkpoints))
-    if saved is not None:
+    if config.uses_root:
+        on_main(checkpoints.store.remove_torn)  # not what another run writes there now
+    if config.load_enable:
+        checkpoints.saved = on_main(checkpoints.store.latest)
+        if checkpoints.saved is None and is_main():
+            notice(f"no checkpoint in {config.path}: starting new")
+    if (saved := checkpoints.saved) is not None:
         data.check(saved.state["data"], saved.path)
         if is_main():
             notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
@@ -407,17 +388,6 @@ def open_checkpoints(
         if aside is not None:
             warn_on_main(f"checkpoints of another run, or damaged ones, were moved to {aside}.")
     return checkpoints
-
-
-def _find(checkpoints: RunCheckpoints) -> Saved | None:
-    """Return what the run goes on from."""
-    config, store = checkpoints.config, checkpoints.store
-    if config.uses_root:
-        store.remove_torn()  # not what another run writes there now
-    saved = store.latest() if config.load_enable else None
-    if saved is None and config.load_enable:
-        notice(f"no checkpoint in {store.root}: starting new")
-    return saved
 
 
 def export_final(export: Callable[[Path], None], path: Path) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,27 +39,22 @@ MODEL_FILES = (
 )
 
 
-def seal(temporary: Path, final: Path, facts: Mapping[str, object]) -> None:
-    """Flush a folder, write its manifest (`facts` beside the files), and rename it to `final`, in
-    place of a folder that has the name already.
+def seal(temporary: Path, final: Path) -> None:
+    """Flush a folder, write its manifest, and rename it to `final`, in place of a folder that has
+    the name already.
     """
-    write_json(temporary / MANIFEST, {**facts, "files": _digests(temporary)})
+    write_json(temporary / MANIFEST, {"files": _digests(temporary)})
     flush(temporary)
-    torn = _torn(final)
     if final.exists():
-        final.rename(torn)
+        remove(final)
     temporary.rename(final)
-    shutil.rmtree(torn, ignore_errors=True)
     flush_one(final.parent)
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Return the manifest of a folder; raise CheckpointError if its files are not those it names,
-    to the byte.
-    """
+def verify(path: Path) -> None:
+    """Raise CheckpointError if the files of a folder are not those of its manifest, to the byte."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
+        files = dict(json.loads((path / MANIFEST).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error!r})."
@@ -68,19 +63,13 @@ def verify(path: Path) -> dict[str, Any]:
     for name in sorted(found.keys() | files.keys()):
         if found.get(name) != files.get(name):
             raise CheckpointError(f"{path / name} is not the file that was written.")
-    return manifest
 
 
 def remove(path: Path) -> None:
     """Remove a folder, which first loses the name that makes it count."""
-    shutil.rmtree(path.rename(_torn(path)))
-
-
-def _torn(path: Path) -> Path:
-    """Return a free name beside a folder for what no longer counts."""
     torn = path.with_name(f"{TEMPORARY}removed-{path.name}")
     shutil.rmtree(torn, ignore_errors=True)
-    return torn
+    shutil.rmtree(path.rename(torn))
 
 
 def num_bytes(path: Path) -> int:

@@ -18,7 +18,6 @@ from openrlhf.distributed.checkpoints import (
     CheckpointStore,
     random_state,
     set_random_state,
-    superfluous,
 )
 from openrlhf.distributed.folders import seal, verify
 from openrlhf.errors import CheckpointError
@@ -52,9 +51,9 @@ def latest_step(store: CheckpointStore) -> int | None:
 
 
 def test_a_sealed_folder_has_its_name_and_verifies(tmp_path: Path) -> None:
-    seal(fill(tmp_path / "tmp-a"), tmp_path / "a", {"step": 3})
-    sums = verify(tmp_path / "a")
-    assert sums["step"] == 3
+    seal(fill(tmp_path / "tmp-a"), tmp_path / "a")
+    verify(tmp_path / "a")
+    sums = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert sums["files"]["model/shard.pt"] == (  # printf weights | sha256sum
         "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"
     )
@@ -129,19 +128,23 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path, mome
 
 
 @pytest.mark.parametrize(
-    ("sizes", "max_num", "max_bytes", "gone"),
+    ("sizes", "max_kib", "left"),
     [
-        ([5, 5, 5, 5], 3, 100, [0]),
-        ([5, 5, 5], 3, 12, [0]),
-        ([1, 50, 5], 3, 12, [0, 1]),  # an old one is not kept for being small
-        ([5, 500], 3, 12, [0]),  # the newest stays, whatever its size
+        ([5, 5, 5, 5], 100, [1, 2, 3]),
+        ([5, 5, 5], 12, [1, 2]),
+        ([1, 50, 5], 12, [2]),  # an old one is not kept for being small
+        ([5, 500], 12, [1]),  # the newest stays, whatever its size
     ],
 )
 def test_the_oldest_beyond_the_budget_go(
-    sizes: list[int], max_num: int, max_bytes: int, gone: list[int]
+    tmp_path: Path, sizes: list[int], max_kib: int, left: list[int]
 ) -> None:
-    found = superfluous(dict(enumerate(sizes)), max_num=max_num, max_bytes=max_bytes)
-    assert found == gone
+    store = make_store(tmp_path, max_gib=max_kib / 1024**2)
+    for step, size in enumerate(sizes):
+        (store.stage(step)[0] / "shard.pt").write_bytes(bytes(1024 * size))
+        store.commit(step, {})
+    store.rotate()
+    assert store.steps() == left
 
 
 def test_a_save_needs_room_for_more_than_the_last_one(
