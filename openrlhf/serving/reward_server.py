@@ -2,6 +2,9 @@
 
 Who may ask is decided from the headers, before a byte of the body is read. Whatever is refused is a
 JSON object {error, field, request_id}; nothing that was sent is logged.
+
+A text is tokenised as it is: special tokens spelled in it are special tokens, since it went through
+a chat template where it was made; nothing is put at its end. The score is read at its last token.
 """
 
 from __future__ import annotations
@@ -10,39 +13,57 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import re
 import signal
 import socket
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from openrlhf.config.serving import ServeRewardConfig, ServerLimitsConfig, is_loopback
-from openrlhf.errors import ConfigError, RewardError
-from openrlhf.models.support import check_here
-from openrlhf.serving.served_model import Batcher, RefusedError, ServedModel, load_order
-from openrlhf.utils.logging import notice
+from openrlhf.errors import ConfigError, RewardError, first_line
+from openrlhf.models.loading import (
+    check_value_model,
+    default_device_type,
+    load_config,
+    load_sequence_model,
+)
+from openrlhf.models.support import check_here, num_positions
+from openrlhf.models.value_head import RewardModel, reward_scale
+from openrlhf.utils.logging import format_count, notice
+from openrlhf.utils.packing import PackedBatch
+from openrlhf.utils.tensors import dtype_name, fingerprint
+from openrlhf.utils.tokenizer import TextEncoder, load_tokenizer
 
 TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
 MIN_TOKEN_CHARS = 16
-REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-BACKLOG = 2048
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # any other is not used
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they are the ones to close
 MAX_RESPONSES = 256  # that are kept for clients who ask again
 PER_TEXT = ("prompts", "labels", "is_truncated", "ids")  # one value for each text
+SHORTEST = ([0],)  # every vocabulary has a token 0
 
 Content = dict[str, Any]  # of a response
 Id = Annotated[str, Field(max_length=256)] | int | float
+Row = Sequence[int]  # token ids of one text
+Score = float | tuple[int, str]  # or the HTTP status and the reason of a failure
+
+
+def refused(status: int, problem: str, field: str | None = None) -> HTTPException:
+    """Return the error of a request that is refused; `field` is where it lies."""
+    return HTTPException(status, {"error": problem, "field": field})
 
 
 class RewardRequest(BaseModel):
@@ -59,49 +80,198 @@ class RewardRequest(BaseModel):
 
 
 def read_request(body: bytes, limits: ServerLimitsConfig) -> RewardRequest:
-    """Return the request in a body; raises RefusedError."""
+    """Return the request in a body, or refuse it."""
     try:
         request = RewardRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        name, *rest = [*first["loc"], "body"] if not first["loc"] else first["loc"]
-        is_syntax = first["type"] == "json_invalid" or name == "body"
-        is_bad = is_syntax or (first["type"] == "missing" and name == "query")
+        name, *rest = first["loc"] or ("body",)
+        is_bad = name == "body" or (first["type"] == "missing" and name == "query")
         place = f"[{rest[0]}]" if rest and isinstance(rest[0], int) else ""
         field = f"{name}"[:64].encode("utf-8", "backslashreplace").decode() + place
-        raise RefusedError(400 if is_bad else 422, first["msg"][:200], field) from error
-    if len(request.query) > limits.max_queries:
-        count = len(request.query)
-        raise RefusedError(413, f"{count} texts; at most {limits.max_queries} are taken", "query")
+        raise refused(400 if is_bad else 422, first["msg"][:200], field) from error
+    count = len(request.query)
+    if count > limits.max_queries:
+        raise refused(413, f"{count} texts; at most {limits.max_queries} are taken", "query")
     for index, text in enumerate(request.query):
         if len(text) > limits.max_chars:
             problem = f"{len(text)} characters; at most {limits.max_chars} are taken"
-            raise RefusedError(413, problem, f"query[{index}]")
+            raise refused(413, problem, f"query[{index}]")
     for name in PER_TEXT:
         values = getattr(request, name)
-        if values is not None and len(values) != len(request.query):
-            problem = f"{len(values)} values for {len(request.query)} texts in query"
-            raise RefusedError(422, problem, name)
+        if values is not None and len(values) != count:
+            raise refused(422, f"{len(values)} values for {count} texts in query", name)
     return request
+
+
+class ServedModel:
+    """One reward model: checked when made, with weights after `load`."""
+
+    def __init__(self, config: ServeRewardConfig, path: str) -> None:
+        """Read what is small, config and tokenizer; raise ConfigError."""
+        trust = config.trust_remote_code
+        self.config, self.path = config, path
+        self.name = Path(path).name  # `org/name` and `/models/name` are both `name`
+        facts = load_config(path, trust_remote_code=trust)
+        check_value_model(facts, path)
+        if config.reward.normalize_enable:
+            reward_scale(facts)
+        self.max_len = min(config.data.max_len, num_positions(facts) or config.data.max_len)
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        self._encoder = TextEncoder(self.tokenizer)
+
+    def load(self) -> None:
+        """Put the weights on this machine's device, and say what was loaded."""
+        hf_model = load_sequence_model(self.path, self.config, allow_fresh_head=False)
+        model = RewardModel(hf_model, normalize_reward=self.config.reward.normalize_enable)
+        model.requires_grad_(requires_grad=False).eval()
+        self.module = model if self.config.ds.load_in_4bit else model.to(default_device_type())
+        digest = hashlib.sha256(repr(model.scale).encode())
+        for name, weights in self.module.named_parameters():
+            digest.update(f"{name} {weights.dtype} {fingerprint(weights)}".encode())
+        self.hash = digest.hexdigest()[:16]  # of weights, their types, and the scale of the scores
+        count = sum(weights.numel() for weights in self.module.parameters())
+        notice(
+            f"{self.path}: {format_count(count)} parameters, {dtype_name(weights.dtype)} on "
+            f"{weights.device}, texts up to {self.max_len} tokens, hash {self.hash}"
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[list[Row], list[bool]]:
+        """Return the token ids of texts, and which of them were cut; refuse a text without tokens,
+        and one that is too long unless it may be cut.
+        """
+        if not texts:
+            return [], []
+        encoded: Any = self.tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=False, verbose=False
+        )
+        rows: list[Row] = [self._encoder.with_leading_ids(ids) for ids in encoded["input_ids"]]
+        policy, limit = self.config.data.overlong_texts, self.max_len
+        for index, ids in enumerate(rows):
+            if not ids:
+                raise refused(422, "the text is empty", f"query[{index}]")
+            if policy == "error" and len(ids) > limit:
+                problem = (
+                    f"{len(ids)} tokens, and --max_len leaves room for {limit}. Send a shorter "
+                    "text, or start the server with --overlong_texts truncate_left"
+                )
+                raise refused(422, problem, f"query[{index}]")
+        kept = slice(-limit, None) if policy == "truncate_left" else slice(limit)
+        return [ids[kept] for ids in rows], [len(ids) > limit for ids in rows]
+
+    def score(self, rows: Sequence[Row]) -> list[float]:
+        """Return the scores of rows, in one forward pass."""
+        ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        batch = PackedBatch.from_sequences(ids, [torch.zeros(len(row)) for row in rows])
+        device = next(self.module.parameters()).device
+        try:
+            with torch.inference_mode():
+                scores: list[float] = self.module(batch.to(device)).scores.tolist()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # half of the rows may fit, in memory that is not in pieces
+            raise
+        return scores
+
+
+class Batcher:
+    """The queue between requests and one model, on one event loop; forwards run in `thread`.
+
+    Rows that arrive while a forward runs join the next one. The waiting requests give one row each
+    in turn, so a large request does not hold up small ones.
+    """
+
+    def __init__(
+        self, model: ServedModel, thread: Executor, *, max_rows: int | None, max_tokens: int
+    ) -> None:
+        self.model = model
+        self.num_forwards = 0
+        self.num_rows = 0  # scored so far
+        self.is_working = True  # the last forward did not show a broken model
+        self._thread = thread
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._requests: deque[deque[tuple[Row, asyncio.Future[Score]]]] = deque()
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many rows no forward has taken yet."""
+        return sum(not future.done() for request in self._requests for _, future in request)
+
+    async def score(self, rows: Sequence[Row]) -> list[float]:
+        """Return the score of every row, or refuse the first that has none; cancelling it frees its
+        place.
+        """
+        if not rows:
+            return []
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        self._requests.append(deque(zip(rows, futures, strict=True)))
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._run())
+        scores = await asyncio.gather(*futures)
+        for index, score in enumerate(scores):
+            if isinstance(score, tuple):
+                raise refused(score[0], score[1], f"query[{index}]")
+        return scores
+
+    async def _run(self) -> None:
+        """Score until nothing waits."""
+        loop = asyncio.get_running_loop()
+        while taken := self._next_rows():
+            rows = [row for row, _ in taken]
+            scores = await loop.run_in_executor(self._thread, self._scores, rows)
+            self.num_rows += len(rows)
+            for (_, future), score in zip(taken, scores, strict=True):
+                if not future.done():  # or else given up
+                    future.set_result(score)
+
+    def _next_rows(self) -> list[tuple[Row, asyncio.Future[Score]]]:
+        """Take rows until the forward is full."""
+        taken: list[tuple[Row, asyncio.Future[Score]]] = []
+        num_tokens = 0
+        while self._requests and len(taken) != self._max_rows:
+            request = self._requests[0]
+            row, future = request[0]
+            if not future.done():  # or else given up
+                num_tokens += len(row)
+                if taken and num_tokens > self._max_tokens:
+                    break
+                taken.append((row, future))
+            request.popleft()
+            self._requests.rotate(-1)  # it is the others' turn
+            if not request:
+                self._requests.pop()
+        return taken
+
+    def _scores(self, rows: Sequence[Row]) -> list[Score]:
+        """Return a score or a failure for each row: what fails together is tried in halves."""
+        self.num_forwards += 1
+        try:
+            scores = self.model.score(rows)
+        except (RuntimeError, MemoryError, IndexError) as error:  # torch's: memory, kernels, ids
+            if len(rows) > 1:
+                middle = len(rows) // 2
+                return self._scores(rows[:middle]) + self._scores(rows[middle:])
+            if rows is SHORTEST:
+                self.is_working = False
+            else:
+                self._scores(SHORTEST)  # after some errors a GPU does nothing
+            return [(503, f"the model failed: {first_line(error)[:200]}")]
+        self.is_working = True
+        return [s if math.isfinite(s) else (500, f"non_finite: the score is {s}") for s in scores]
 
 
 class RewardService:
     """The models of a server, what waits for them, and the responses that were given."""
 
     def __init__(self, config: ServeRewardConfig, models: Sequence[ServedModel]) -> None:
-        self.models = models
         self.limits = config.limits
         self.num_requests = 0  # under way
         self.num_given_up = 0  # when the server stopped
         thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        most = config.limits.max_tokens_per_forward
         self.batchers = [
-            Batcher(
-                model,
-                thread,
-                max_rows=config.batch_size,
-                max_tokens=config.limits.max_tokens_per_forward,
-            )
-            for model in models
+            Batcher(model, thread, max_rows=config.batch_size, max_tokens=most) for model in models
         ]
         self._weights = config.reward.model_weights
         self._is_cutting = config.data.overlong_texts != "error"
@@ -109,37 +279,36 @@ class RewardService:
         self._responses: OrderedDict[tuple[str, bytes], asyncio.Task[Content]] = OrderedDict()
 
     async def once(self, request_id: str | None, body: bytes) -> Content:
-        """Return the response to a body; one that comes again under its id is computed once."""
+        """Return the response to a body; one that comes again under its id is computed once, unless
+        it failed.
+        """
         if request_id is None:
             return await self.score(body)
         key = request_id, hashlib.sha256(body).digest()
-        if key not in self._responses:
-            self._responses[key] = asyncio.ensure_future(self.score(body))
+        task = self._responses.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._responses[key] = asyncio.ensure_future(self.score(body))
             if len(self._responses) > MAX_RESPONSES:
                 self._responses.popitem(last=False)
-        task = self._responses[key]
-        try:
-            return await asyncio.shield(task)
-        finally:
-            if task.done() and (task.cancelled() or task.exception() is not None):
-                self._responses.pop(key, None)  # it may be tried again
+        return await asyncio.shield(task)
 
     async def score(self, body: bytes) -> Content:
-        """Return the rewards of a request; raise RefusedError."""
+        """Return the rewards of a request, or refuse it."""
         request = read_request(body, self.limits)
-        chosen = [k for k, m in enumerate(self.models) if request.model in (None, m.name, m.path)]
+        is_wanted = [request.model in (None, b.model.name, b.model.path) for b in self.batchers]
+        chosen = [b for b, is_chosen in zip(self.batchers, is_wanted, strict=True) if is_chosen]
         if not chosen:
-            served = ", ".join(model.name for model in self.models)
-            raise RefusedError(404, f"not served here; served: {served}", "model")
-        loop, texts = asyncio.get_running_loop(), request.query
-        models = [self.models[k] for k in chosen]
-        rows = [await loop.run_in_executor(self._tokenizing, m.tokenize, texts) for m in models]
-        cut = [[m.cut(ids) for ids in part] for m, part in zip(models, rows, strict=True)]
+            served = ", ".join(batcher.model.name for batcher in self.batchers)
+            raise refused(404, f"not served here; served: {served}", "model")
+        loop, models = asyncio.get_running_loop(), [batcher.model for batcher in chosen]
+        texts = [
+            await loop.run_in_executor(self._tokenizing, model.tokenize, request.query)
+            for model in models
+        ]
         scores = await asyncio.gather(
-            *(self.batchers[k].score(part) for k, part in zip(chosen, cut, strict=True))
+            *(batcher.score(rows) for batcher, (rows, _) in zip(chosen, texts, strict=True))
         )
-        is_all = len(chosen) == len(self.models)
-        weights = [self._weights[k] if is_all else 1.0 for k in chosen]
+        weights = self._weights if all(is_wanted) else [1.0] * len(chosen)
         content: Content = {
             "rewards": [
                 sum(w * score for w, score in zip(weights, row, strict=True))
@@ -149,10 +318,8 @@ class RewardService:
         }
         logs = {m.name: part for m, part in zip(models, scores, strict=True) if len(chosen) > 1}
         if self._is_cutting:
-            content["truncated"] = [
-                any(len(ids) > m.max_len for m, ids in zip(models, of_text, strict=True))
-                for of_text in zip(*rows, strict=True)
-            ]
+            of_models = [is_cut for _, is_cut in texts]
+            content["truncated"] = [any(of_text) for of_text in zip(*of_models, strict=True)]
             logs["truncated"] = [float(value) for value in content["truncated"]]
         if logs:
             content["extra_logs"] = logs
@@ -168,15 +335,15 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> Response:
-        check_headers(request, limits, token)
+        check_headers(request, token)
         if service.num_requests >= limits.max_requests:
-            raise RefusedError(503, f"busy with {service.num_requests} requests", None)
+            raise refused(503, f"busy with {service.num_requests} requests")
         service.num_requests += 1
         try:
             body = await asyncio.wait_for(read_body(request, limits), limits.receive_timeout_s)
-            content = await service.once(request.headers.get("x-request-id"), body)
+            content = await service.once(id_of(request), body)
         except asyncio.TimeoutError as error:
-            raise RefusedError(408, "the request did not arrive in time", "body") from error
+            raise refused(408, "the request did not arrive in time", "body") from error
         except asyncio.CancelledError:  # by the end of the server
             service.num_given_up += 1
             raise
@@ -197,50 +364,49 @@ def build_app(service: RewardService, token: str | None) -> FastAPI:
         state = {"ready": is_ready, "reason": reason, **waiting}
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        field = getattr(error, "field", None)
-        return reply(request, error.status_code, {"error": str(error.detail), "field": field})
+    @app.exception_handler(AnyHTTPException)
+    async def refuse(request: Request, error: AnyHTTPException) -> Response:
+        detail: Any = error.detail  # of starlette's own a text
+        content = detail if isinstance(detail, dict) else {"error": detail, "field": None}
+        return reply(request, error.status_code, content)
 
     return app
 
 
-def check_headers(request: Request, limits: ServerLimitsConfig, token: str | None) -> None:
-    """Refuse a request by what its headers say."""
-    headers = request.headers
-    given = headers.get("authorization", "").encode("latin-1")
+def check_headers(request: Request, token: str | None) -> None:
+    """Refuse a request without the token or of another type than JSON."""
+    given = request.headers.get("authorization", "").encode("latin-1")
     if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise RefusedError(401, "the token is missing or wrong", "authorization")
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        raise refused(401, "the token is missing or wrong", "authorization")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise RefusedError(415, "must be application/json", "content-type")
-    length = headers.get("content-length", "")
-    if length.isdigit():
-        check_size(int(length), limits)
-    if not REQUEST_ID.fullmatch(headers.get("x-request-id", "none")):
-        raise RefusedError(400, "1 to 128 letters, digits or . : _ -", "x-request-id")
+        raise refused(415, "must be application/json", "content-type")
 
 
 async def read_body(request: Request, limits: ServerLimitsConfig) -> bytes:
-    """Return the whole body; raises RefusedError when it is too large."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        check_size(len(body), limits)
+    """Return the whole body, or refuse one that is too large, at once if it says so."""
+    declared = request.headers.get("content-length", "")
+    num_bytes, body = int(declared) if declared.isdigit() else 0, bytearray()
+    if num_bytes <= limits.max_body_bytes:
+        async for piece in request.stream():
+            body += piece
+            if (num_bytes := len(body)) > limits.max_body_bytes:
+                break
+    if num_bytes > limits.max_body_bytes:
+        problem = f"{num_bytes} bytes; at most {limits.max_body_bytes} are taken"
+        raise refused(413, problem, "body")
     return bytes(body)
 
 
-def check_size(num_bytes: int, limits: ServerLimitsConfig) -> None:
-    """Refuse a body that is too large."""
-    if num_bytes > limits.max_body_bytes:
-        problem = f"{num_bytes} bytes; at most {limits.max_body_bytes} are taken"
-        raise RefusedError(413, problem, "body")
+def id_of(request: Request) -> str | None:
+    """Return the id that a request gives itself."""
+    given = request.headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else None
 
 
 def reply(request: Request, status: int, content: Content) -> Response:
     """Return a response with the id of its request."""
-    given = request.headers.get("x-request-id", "")
-    request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id = id_of(request) or uuid.uuid4().hex
     headers = {"x-request-id": request_id}
     if status == 503:
         headers["retry-after"] = "1"
@@ -250,16 +416,15 @@ def reply(request: Request, status: int, content: Content) -> Response:
 
 
 def serve_rewards(config: ServeRewardConfig) -> None:
-    """Serve until a signal; raises ConfigError before anything listens that should not."""
+    """Serve until a signal; raise ConfigError before anything listens that should not."""
     token = read_token(config)
     check_here(config.ds, trains=False)
-    models = load_order(config)
+    models = read_models(config)
     listener = listen(config.host, config.port)
     address = address_of(listener)
     notice(f"listening on {address}/get_reward; loading the weights")
     for model in models:
         model.load()
-        notice(model.facts)
     service = RewardService(config, models)
     server = uvicorn.Server(uvicorn_config(build_app(service, token), config.limits))
     notice(f"ready: {address}/get_reward")
@@ -278,18 +443,26 @@ def serve_rewards(config: ServeRewardConfig) -> None:
     notice(f"stopped: {num_rows} texts scored in {num_forwards} forward passes")
 
 
+def read_models(config: ServeRewardConfig) -> list[ServedModel]:
+    """Return every model of the command line, without weights; raise ConfigError."""
+    models = [ServedModel(config, path) for path in config.reward.model_paths]
+    names = [model.name for model in models]
+    for model in models:
+        if names.count(model.name) > 1:
+            model.name = model.path
+    return models
+
+
 def uvicorn_config(app: FastAPI, limits: ServerLimitsConfig) -> uvicorn.Config:
     """Return HTTP without an access log, trusted proxies or a word about the software."""
     return uvicorn.Config(
         app,
         http="h11",
-        loop="asyncio",
         access_log=False,
         log_config=None,
         log_level="critical",
         proxy_headers=False,
         server_header=False,
-        backlog=BACKLOG,
         limit_concurrency=limits.max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
@@ -322,9 +495,7 @@ def listen(host: str, port: int) -> socket.socket:
     is_v6 = ":" in host
     family = socket.AF_INET6 if is_v6 else socket.AF_INET
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
-        )
+        return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)
     except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on: {error.strerror or error}. "

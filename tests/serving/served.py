@@ -17,9 +17,9 @@ from openrlhf.serving.reward_server import (
     address_of,
     build_app,
     listen,
+    read_models,
     uvicorn_config,
 )
-from openrlhf.serving.served_model import load_order
 
 JSON = {"content-type": "application/json"}
 
@@ -53,7 +53,7 @@ def serving(path: object, *, token: str | None = None, **config: object) -> Iter
     """A server of the model at `path` until the end of the block."""
     reward = {"model_name_or_path": str(path), **config.pop("reward", {})}
     settings = ServeRewardConfig.model_validate({"port": 0, "reward": reward, **config})
-    models = load_order(settings)
+    models = read_models(settings)
     for model in models:
         model.load()
     service = RewardService(settings, models)

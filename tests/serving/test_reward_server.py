@@ -23,8 +23,7 @@ from openrlhf.config.serving import ServeRewardConfig
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import load_sequence_model
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.reward_server import read_token, serve_rewards
-from openrlhf.serving.served_model import Batcher
+from openrlhf.serving.reward_server import Batcher, read_token, serve_rewards
 from openrlhf.utils.packing import PackedBatch
 from tests.serving.served import JSON, serving, wait_until
 from tests.source import ROOT
@@ -89,7 +88,7 @@ def test_every_one_of_64_clients_gets_its_own_answer(served, reward_dir):
 
 
 def test_requests_that_arrive_during_a_forward_share_the_next_one(served, monkeypatch):
-    model, sizes, gate = served.service.models[0], [], threading.Event()
+    model, sizes, gate = served.service.batchers[0].model, [], threading.Event()
     score = model.score
 
     def slow_score(rows):
@@ -244,13 +243,13 @@ class Process:
 
 SLOW_MODEL = """
 import time
-from openrlhf.serving.served_model import ServedModel
+from openrlhf.serving.reward_server import ServedModel
 score = ServedModel.score
 ServedModel.score = lambda self, rows: time.sleep(0.6) or score(self, rows)
 """
 ENDLESS_LOADING = """
 import time
-from openrlhf.serving.served_model import ServedModel
+from openrlhf.serving.reward_server import ServedModel
 ServedModel.load = lambda self: time.sleep(600)
 """
 

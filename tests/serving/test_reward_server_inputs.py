@@ -117,8 +117,6 @@ def test_what_looks_bad_but_is_text_is_scored(served):
     [
         ({"content_type": "text/plain"}, 415, "content-type"),
         ({"content_type": "application/x-www-form-urlencoded"}, 415, "content-type"),
-        ({"x_request_id": "a b"}, 400, "x-request-id"),
-        ({"x_request_id": "a" * 129}, 400, "x-request-id"),
     ],
 )
 def test_bad_headers_are_refused_by_name(served, headers, status, field):
@@ -152,8 +150,8 @@ def test_a_request_that_does_not_arrive_is_refused_at_its_deadline(reward_dir):
 def test_more_requests_than_allowed_are_sent_away_and_health_still_answers(reward_dir):
     gate = threading.Event()
     with serving(reward_dir, limits={"max_requests": 2}) as served:
-        score = served.service.models[0].score
-        served.service.models[0].score = lambda rows: gate.wait(10) and score(rows)
+        score = served.service.batchers[0].model.score
+        served.service.batchers[0].model.score = lambda rows: gate.wait(10) and score(rows)
         with ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(served.rewards, text) for text in "ab"]
             wait_until(lambda: served.service.num_requests == 2)
@@ -167,7 +165,7 @@ def test_more_requests_than_allowed_are_sent_away_and_health_still_answers(rewar
 @pytest.fixture
 def poisoned(served, monkeypatch):
     """A model that fails on texts with a `!` and has no number for those with a `?`."""
-    model = served.service.models[0]
+    model = served.service.batchers[0].model
     fails, is_nan = (model.tokenizer(sign).input_ids[0] for sign in "!?")
     score = model.score
 
@@ -205,7 +203,7 @@ def test_a_model_that_fails_altogether_is_not_ready(served, monkeypatch):
         raise RuntimeError("device-side assert")
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.service.models[0], "score", broken)
+        patch.setattr(served.service.batchers[0].model, "score", broken)
         assert served.ask(GOOD).status_code == 503
         ready = served.client.get("/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "the model fails")
