@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from openrlhf.config.base import Caution, Meanings, Option, is_given, value_at, walk, with_value
-from openrlhf.config.common import CommandConfig
+from openrlhf.config.common import WITHOUT_EFFECT, CommandConfig
 from openrlhf.config.local_paths import LISTS, OUTPUTS
 from openrlhf.errors import ConfigError
 
@@ -180,11 +180,10 @@ class Reading(Generic[ConfigT]):
 
     def _note_unknown(self, name: str, source: str) -> None:
         """Note a name that sets nothing, with the known name that ends in it or is most like it."""
-        dead = self.config_class.dead_flags
-        if name in dead:
+        if name.rpartition(".")[2] in WITHOUT_EFFECT:
             self.notices.append(f"{source} has no effect; it is accepted for old commands.")
             return
-        known = [*flag_table(self.config_class), *dead, "config", "debug", "help"]
+        known = [*flag_table(self.config_class), *WITHOUT_EFFECT, "config", "debug", "help"]
         leaves = [path for path in known if path.endswith(f".{name}")]
         near = leaves or get_close_matches(name, known, n=1)
         remedy = f"Did you mean --{near[0]}?" if near else "--help lists all of them."

@@ -44,6 +44,14 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 
+# Flags of old commands that nothing reads, by the last part of their names: every command takes
+# them, and says so.
+WITHOUT_EFFECT = (
+    *("actor_init_on_gpu", "perf", "train_split", "disable_fast_tokenizer", "image_key"),
+    *("dataloader_num_workers", "compute_fp32_loss", "compute_fp32_loss_enable"),
+    *("ns_steps", "nesterov", "no_nesterov"),
+)
+
 
 def clashes(*pairs: tuple[str, str, bool]) -> Iterator[str]:
     """Yield a line for each pair of settings that do not work together, where it is so."""
@@ -83,20 +91,6 @@ class MuonConfig(Base):
 
     lr: float = option(0.02, "Learning rate of the Muon group.", flat=False, ge=0, at_resume="kept")
     momentum: float = option(0.95, "Muon momentum.", flat=False, ge=0, lt=1, at_resume="kept")
-    ns_steps: int = option(
-        5,
-        "Has no effect: DeepSpeed's Muon sets the number of Newton-Schulz steps.",
-        flat=False,
-        gt=0,
-        at_resume="kept",
-    )
-    nesterov: bool = switch(
-        "Has no effect: DeepSpeed's Muon uses Nesterov momentum.",
-        flat=False,
-        meanings={".no_nesterov": {"true": False, "false": True}},
-        default=True,
-        at_resume="kept",
-    )
 
 
 class OptimizerConfig(Base):
@@ -136,10 +130,25 @@ class TrainedModelConfig(Base):
         "The reentrant variant of it.", "gradient_checkpointing_use_reentrant"
     )
 
-    def router_loss_problems(self, coef: float) -> Iterator[str]:
+
+class ModelConfig(TrainedModelConfig):
+    """A model that is named by --pretrain."""
+
+    model_name_or_path: str | None = option(
+        None,
+        "Model to start from: hub id or path.",
+        "pretrain",
+        "model_name_or_path",
+        needed="model",
+        opens="model",
+        at_resume="refused",
+    )
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
+
+    def problems(self) -> Iterator[str]:
         """Yield a line if the load-balancing loss of experts would have no gradient."""
         is_reentrant = self.gradient_checkpointing_enable and self.gradient_checkpointing_reentrant
-        is_so = coef > 0 and is_reentrant
+        is_so = self.aux_loss_coef > 0 and is_reentrant
         yield from clashes(("--aux_loss_coef", "--gradient_checkpointing_use_reentrant", is_so))
 
 
@@ -341,9 +350,6 @@ class TextDataConfig(Base):
     tokenizer_chat_template: str | None = option(
         None, "A chat template to use instead.", opens="template"
     )
-    disable_fast_tokenizer: bool = switch(
-        "Has no effect: with transformers 5 all tokenizers are fast."
-    )
     input_template: str | None = option(
         "User: {}\nAssistant: ", "Text around a plain prompt, with {} for it."
     )
@@ -356,6 +362,18 @@ class TextDataConfig(Base):
     duplicate_ids: Literal["error", "keep"] = option(
         "error", "Rows of a data set with the same `id`: refused, or kept."
     )
+    input_key: str = option("input", "Column of the prompt, text or messages.")
+    max_samples: int = option(
+        1_000_000,
+        "Most rows of each data set and of all together; evaluation data is capped alike.",
+        gt=0,
+    )
+    prompt_max_len: int = option(
+        1024, "Most tokens in a prompt; RL, unset with --max_len: what the response leaves.", gt=0
+    )
+    overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
+        "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
+    )
     allow_special_tokens: bool = switch(
         "Control tokens spelled in plain-text columns are control tokens; false: text, for data "
         "that is not trusted. In messages they are always text.",
@@ -366,6 +384,9 @@ class TextDataConfig(Base):
 class RewardModelsConfig(Base):
     """Several reward models, whose weighted scores are added."""
 
+    model_name_or_path: str | None = option(
+        None, "Reward models, with commas between.", "reward_pretrain", opens="models"
+    )
     weights: tuple[float, ...] | None = option(
         None, "Weights of several reward models; unset: 1 each.", "reward_weights"
     )
@@ -373,12 +394,18 @@ class RewardModelsConfig(Base):
         "(score - mean) / std, both from the model's config.", "normalize_reward"
     )
 
-    def weight_problems(self, num_models: int) -> Iterator[str]:
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """Return every reward model named."""
+        names = (self.model_name_or_path or "").split(",")
+        return tuple(name.strip() for name in names if name.strip())
+
+    def problems(self) -> Iterator[str]:
         """Yield a line unless every model has a weight."""
-        if self.weights is not None and len(self.weights) != num_models:
+        if self.weights is not None and len(self.weights) != len(self.model_paths):
             yield (
-                f"--reward_weights has {len(self.weights)} values for {num_models} models of "
-                "--reward_pretrain. Type one weight for each model."
+                f"--reward_weights has {len(self.weights)} values for {len(self.model_paths)} "
+                "models of --reward_pretrain. Type one weight for each model."
             )
 
 
@@ -388,7 +415,15 @@ class EvalConfig(Base):
     dataset: str | None = option(None, "Evaluation data.", "eval_dataset", opens="data")
     split: str = option("train", "Split of the evaluation data.", "eval_split")
     steps: int = option(
-        -1, "Evaluate every N global steps; -1: at the end of each epoch.", "eval_steps", ge=-1
+        -1,
+        "Evaluate every N global steps; -1: at the end of each epoch. RL: before the first and "
+        "after the last in any case, with -1 only then.",
+        "eval_steps",
+        ge=-1,
+    )
+    temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
+    n_samples_per_prompt: int = option(
+        4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0
     )
 
 
@@ -436,8 +471,6 @@ class TrainConfig(Base):
 class CommandConfig(Base):
     """Top of every command's tree."""
 
-    # Flags that old commands have and nothing reads: accepted with a notice.
-    dead_flags: ClassVar[tuple[str, ...]] = ()
     # Section -> the leaves of it that the command has; all of those that are not named here.
     shows: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 

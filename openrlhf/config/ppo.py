@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
 from openrlhf.config.base import Base, Caution, is_blank, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
     DeepSpeedConfig,
-    EvalConfig,
     LoggerConfig,
+    ModelConfig,
     OptimizerConfig,
     RewardModelsConfig,
     RunConfig,
@@ -60,6 +60,9 @@ def rising(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
+Band = Annotated[tuple[float, float], AfterValidator(rising)]
+
+
 class PlacementConfig(Base):
     """Placement of a model."""
 
@@ -79,18 +82,9 @@ class FrozenConfig(PlacementConfig):
     offload: bool = switch("Keep its weights in CPU memory.", "ref_reward_offload")
 
 
-class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
+class ActorConfig(OptimizerConfig, ModelConfig, PlacementConfig):
     """`actor.*`: the policy and its loss."""
 
-    model_name_or_path: str | None = option(
-        None,
-        "Policy to start from: hub id or path.",
-        "pretrain",
-        "model_name_or_path",
-        needed="policy model",
-        opens="model",
-        at_resume="refused",
-    )
     adam: AdamConfig = AdamConfig(lr=1e-6)
     policy_loss_type: str = option(
         "ppo",
@@ -108,9 +102,9 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
         """Raise ValueError for a name that is neither known nor an import path."""
         if value not in POLICY_LOSS_NAMES and ":" not in value:
             names = ", ".join(POLICY_LOSS_NAMES)
-            near = value.lower() if value.lower() in POLICY_LOSS_NAMES else f"one of {names}"
             raise ValueError(
-                f"it is not known. Type {near}, or module:name or file.py:name of a function"
+                f"it is not known. Type one of {names}, or module:name or file.py:name of a "
+                "function"
             )
         return value
 
@@ -123,7 +117,6 @@ class ActorConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
     entropy_coef: float | None = option(
         None, "Unset: entropy is not computed; 0: logged; above: bonus.", "entropy_loss_coef", ge=0
     )
-    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
     ptx_coef: float = option(
         0.05, "Weight of the language-modelling loss on --pretrain_data.", ge=0
     )
@@ -151,9 +144,6 @@ class CriticConfig(OptimizerConfig, TrainedModelConfig, PlacementConfig):
 class RewardConfig(RewardModelsConfig, FrozenConfig):
     """`reward.*`: where rewards come from and how they are shaped."""
 
-    model_name_or_path: str | None = option(
-        None, "Reward models, with commas between.", "reward_pretrain", opens="models"
-    )
     remote_url: str | None = option(
         None,
         "A .py file with reward_func, or URLs of reward servers with commas between.",
@@ -202,10 +192,7 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
         "reward_num_workers",
         ge=1,
     )
-    clip_range: tuple[float, float] = option(
-        (-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range"
-    )
-    _rising = field_validator("clip_range")(rising)
+    clip_range: Band = option((-10.0, 10.0), "Bounds of the shaped reward.", "reward_clip_range")
 
     overlong_buffer_len: float | None = option(
         None, "Tokens before the limit in which a penalty grows (DAPO).", gt=0
@@ -214,12 +201,6 @@ class RewardConfig(RewardModelsConfig, FrozenConfig):
     stop_properly_penalty_coef: float | None = option(
         None, "Truncated samples: 0 to 1 scales their reward, below 0 replaces it.", le=1
     )
-
-    @property
-    def model_paths(self) -> tuple[str, ...]:
-        """Return every local reward model named."""
-        names = (self.model_name_or_path or "").split(",")
-        return tuple(name.strip() for name in names if name.strip())
 
     @property
     def is_function_file(self) -> bool:
@@ -341,7 +322,7 @@ class AdvantageConfig(Base):
         "What the band is held against: the ratio trainer / engine, or a distance of the two "
         "probabilities of the sampled token, which has an upper bound only.",
     )
-    is_correction_threshold: tuple[float, float] = option(
+    is_correction_threshold: Band = option(
         (0.5, 5.0),
         "The band: HIGH, or LOW HIGH.",
         "vllm_is_truncated_threshold",
@@ -376,8 +357,6 @@ class AdvantageConfig(Base):
     def read_one_threshold(cls, value: object) -> object:
         """Read a single value as the upper bound."""
         return (0.0, *value) if isinstance(value, tuple) and len(value) == 1 else value
-
-    _rising = field_validator("is_correction_threshold")(rising)
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each pair of settings of the correction that contradict each other."""
@@ -436,10 +415,9 @@ class AlgoConfig(Base):
     dynamic_filtering_enable: bool = switch(
         "Replace groups without a learning signal (DAPO).", "dynamic_filtering"
     )
-    dynamic_filtering_range: tuple[float, float] = option(
+    dynamic_filtering_range: Band = option(
         (0.0, 1.0), "Mean score of a group that is kept.", "dynamic_filtering_reward_range"
     )
-    _rising = field_validator("dynamic_filtering_range")(rising)
 
     dynamic_filtering_max_empty: int = option(
         10, "Batches without a kept group before stopping.", gt=0
@@ -502,18 +480,7 @@ class PPODataConfig(TextDataConfig):
     max_len: int | None = option(
         None, "Most tokens of prompt and response; unset: both limits together.", gt=0
     )
-    prompt_max_len: int = option(
-        1024, "Most tokens in a prompt; unset with --max_len: what the response leaves.", gt=0
-    )
-    max_samples: int = option(100_000_000, "Most prompts of a dataset.", gt=0)
-    overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
-        "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
-    )
-    input_key: str = option("input", "Column of the prompt or messages.")
     label_key: str | None = option(None, "Column handed to the reward function.")
-    dataloader_num_workers: int = option(
-        0, "Has no effect: the trainer packs batches itself.", ge=0
-    )
     pretrain_dataset: str | None = option(
         None, "Text whose language-modelling loss is mixed in.", "pretrain_data", opens="data"
     )
@@ -522,32 +489,13 @@ class PPODataConfig(TextDataConfig):
     )
     pretrain_split: str = option("train", "Split of --pretrain_data.")
     pretrain_key: str = option("text", "Column of the text in --pretrain_data.")
-    image_key: str = option("images", "Column of the images.")
     max_images_per_prompt: int = option(
         0, "Images of a prompt; above 0: a vision-language model.", ge=0
     )
 
 
-class PPOEvalConfig(EvalConfig):
-    """`eval.*`: pass rates on held-out prompts."""
-
-    steps: int = option(
-        -1,
-        "Evaluate every N global steps; before the first and after the last in any case, with -1 "
-        "only then.",
-        "eval_steps",
-        ge=-1,
-    )
-    temperature: float = option(0.6, "Sampling temperature; 0: greedy.", "eval_temperature", ge=0)
-    n_samples_per_prompt: int = option(
-        4, "Samples of a prompt: k of pass@k.", "eval_n_samples_per_prompt", gt=0
-    )
-
-
 class PPOConfig(RunConfig):
     """Reinforcement learning: PPO, REINFORCE++, RLOO, GRPO and their kin."""
-
-    dead_flags: ClassVar[tuple[str, ...]] = ("actor_init_on_gpu", "perf")
 
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -557,8 +505,7 @@ class PPOConfig(RunConfig):
     vllm: VLLMConfig = VLLMConfig()
     algo: AlgoConfig = AlgoConfig()
     train: PPOTrainConfig = PPOTrainConfig(micro_batch_size=4)
-    data: PPODataConfig = PPODataConfig(input_template=None)
-    eval: PPOEvalConfig = PPOEvalConfig()
+    data: PPODataConfig = PPODataConfig(input_template=None, max_samples=100_000_000)
     ds: DeepSpeedConfig = DeepSpeedConfig()
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_ppo_ray")
     logger: LoggerConfig = logger_of("openrlhf_train_ppo", "ppo")
@@ -576,24 +523,20 @@ class PPOConfig(RunConfig):
             yield from self._shares_of_total_length(self.data.max_len)
 
     def _shapes_of_partners(self) -> Iterator[tuple[str, object]]:
-        """Models that share GPUs: the first has the shape of a partner, where nobody gave its own;
-        then all others have the shape of the first.
+        """Models that share GPUs have the shape that somebody gave one of them; a saved config
+        gives "unset" too.
         """
-        for name in ("num_nodes", "num_gpus_per_node"):
-            for first, second in self.colocated_pairs():
-                if self._is_set(second, name) and not self._is_set(first, name):
-                    yield f"{first}.{name}", getattr(getattr(self, second), name)
-                    break
-            for first, second in self.colocated_pairs():
-                if not self._is_set(second, name):
-                    yield f"{second}.{name}", getattr(getattr(self, first), name)
-
-    def _is_set(self, section: str, name: str) -> bool:
-        """Return True if somebody gave it a value; a saved config gives "unset" too."""
-        return (
-            is_given(self, f"{section}.{name}")
-            and getattr(getattr(self, section), name) is not None
-        )
+        for group in self.colocated_groups():
+            for name in ("num_nodes", "num_gpus_per_node"):
+                shapes = {role: getattr(getattr(self, role), name) for role in group}
+                typed = [
+                    role
+                    for role, shape in shapes.items()
+                    if is_given(self, f"{role}.{name}") and shape is not None
+                ]
+                for role in group if typed else ():
+                    if role not in typed:
+                        yield f"{role}.{name}", shapes[typed[0]]
 
     def _shares_of_total_length(self, total: int) -> Iterator[tuple[str, object]]:
         has_prompt = is_given(self, "data.prompt_max_len")
@@ -647,16 +590,16 @@ class PPOConfig(RunConfig):
         with_critic = self.train.colocate_critic_reward and self.has_critic
         return self.train.async_enable and (self.train.colocate_all or with_critic)
 
-    def colocated_pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield pairs of roles that share GPUs, the one that sets the shape first."""
-        if self.train.colocate_all or self.train.colocate_actor_ref:
-            yield "actor", "ref"
+    def colocated_groups(self) -> Iterator[tuple[str, ...]]:
+        """Yield the roles that share GPUs; the first of them sets the shape."""
+        critic = ("critic",) if self.has_critic else ()
         if self.train.colocate_all:
-            yield "actor", "reward"
-            if self.has_critic:
-                yield "actor", "critic"
-        elif self.train.colocate_critic_reward and self.has_critic:
-            yield "critic", "reward"
+            yield ("actor", "ref", "reward", *critic)
+            return
+        if self.train.colocate_actor_ref:
+            yield ("actor", "ref")
+        if self.train.colocate_critic_reward and critic:
+            yield ("critic", "reward")
 
     def problems(self) -> Iterator[str]:
         """Add what is wrong with rewards, samples, lengths, placement and asynchronous training."""
@@ -670,7 +613,7 @@ class PPOConfig(RunConfig):
         yield from self._sample_problems()
         yield from self.algo.advantage.problems()
         yield from self.ds.problems(self.actor, self.critic)
-        yield from self.actor.router_loss_problems(self.actor.aux_loss_coef)
+        yield from self.actor.problems()
         yield from self._shape_problems()
         yield from self._async_problems()
 
@@ -691,7 +634,7 @@ class PPOConfig(RunConfig):
                 f"{' and '.join(named)} both give rewards. Leave one out (--critic_pretrain names "
                 "the model that a critic starts from)."
             )
-        yield from self.reward.weight_problems(len(self.reward.model_paths))
+        yield from self.reward.problems()
 
     def _sample_problems(self) -> Iterator[str]:
         estimator, gamma = self.algo.advantage.estimator, self.algo.advantage.gamma
@@ -720,7 +663,8 @@ class PPOConfig(RunConfig):
             )
 
     def _shape_problems(self) -> Iterator[str]:
-        for first, second in self.colocated_pairs():
+        pairs = ((group[0], role) for group in self.colocated_groups() for role in group[1:])
+        for first, second in pairs:
             for name in ("num_nodes", "num_gpus_per_node"):
                 mine, theirs = (getattr(getattr(self, role), name) for role in (first, second))
                 if None not in (mine, theirs) and mine != theirs:

@@ -11,15 +11,15 @@ import ipaddress
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, is_blank, option, switch
+from openrlhf.config.base import Base, option, switch
 from openrlhf.config.common import (
     CommandConfig,
     DeepSpeedConfig,
+    ModelConfig,
     RewardModelsConfig,
-    TextDataConfig,
     clashes,
 )
-from openrlhf.config.supervised import ROWS, DatasetConfig, ModelConfig
+from openrlhf.config.supervised import ANSWERED, DatasetConfig
 
 MIB = 1 << 20
 # Leaves of `ds.*` of commands that do not train.
@@ -58,17 +58,6 @@ class CSFTConfig(Base):
     )
 
 
-class InferenceDataConfig(DatasetConfig):
-    """`data.*` of batch_inference."""
-
-    output_key: str = option("output", "Column of the answer.")
-    max_samples: int = option(100_000_000, "Most rows of each data set and of all together.", gt=0)
-    prompt_max_len: int = option(1024, "Most tokens in a prompt.", gt=0)
-    overlong_prompts: Literal["filter", "truncate_left", "error"] = option(
-        "filter", "Prompts over --prompt_max_len: counted and left out, cut, or refused."
-    )
-
-
 class InferenceVLLMConfig(Base):
     """`vllm.*` of batch_inference."""
 
@@ -104,7 +93,7 @@ class BatchInferenceConfig(CommandConfig):
     shows: ClassVar = {
         "ds": (*WEIGHTS, "value_head_prefix", "zero_stage"),
         "model": ("model_name_or_path",),
-        "data": (*ROWS, "input_key", "output_key", "prompt_max_len", "overlong_prompts"),
+        "data": (*ANSWERED, "prompt_max_len", "overlong_prompts"),
     }
 
     local_rank: int = option(-1, "Set by launchers; wins over LOCAL_RANK.")
@@ -120,7 +109,9 @@ class BatchInferenceConfig(CommandConfig):
     seed: int = option(1234, "Seed of everything random.", ge=0, lt=2**32)
     full_determinism: bool = switch("Deterministic kernels only.")
     model: ModelConfig = ModelConfig()
-    data: InferenceDataConfig = InferenceDataConfig(input_template=None)
+    data: DatasetConfig = DatasetConfig(
+        input_template=None, output_key="output", max_samples=100_000_000
+    )
     rollout: SamplingConfig = SamplingConfig()
     vllm: InferenceVLLMConfig = InferenceVLLMConfig()
     reward: InferenceRewardConfig = InferenceRewardConfig()
@@ -167,27 +158,21 @@ class LoraCombinerConfig(CommandConfig):
                 yield f"--output_path is --{name}: {path}. Type another folder."
 
 
-class ChatDataConfig(TextDataConfig):
-    """`data.*` of interactive_chat."""
-
-    max_len: int = option(4096, "Most tokens in a conversation.", "max_len", "max_length", gt=0)
-    ta_prompt: str | None = option(
-        None, "File whose text stands before the conversation.", opens="file"
-    )
-
-
 class ChatConfig(CommandConfig):
     """Talk to a model in the terminal (interactive_chat)."""
 
     shows: ClassVar = {
         "model": ("model_name_or_path",),
-        "data": (*list(TextDataConfig.model_fields)[:4], "max_len", "ta_prompt"),
+        "data": (
+            *("apply_chat_template", "tokenizer_chat_template", "input_template"),
+            *("max_len", "ta_prompt"),
+        ),
         "rollout": ("greedy_sampling", "top_p", "temperature", "repetition_penalty"),
         "ds": WEIGHTS,
     }
 
     model: ModelConfig = ModelConfig()
-    data: ChatDataConfig = ChatDataConfig()
+    data: DatasetConfig = DatasetConfig(max_len=4096)
     rollout: SamplingConfig = SamplingConfig(top_p=0.9, temperature=0.2, repetition_penalty=1.2)
     csft: CSFTConfig = CSFTConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
@@ -206,24 +191,9 @@ class ServedRewardConfig(RewardModelsConfig):
     )
 
     @property
-    def model_paths(self) -> tuple[str, ...]:
-        """Return every model named."""
-        return tuple(path.strip() for path in (self.model_name_or_path or "").split(","))
-
-    @property
     def model_weights(self) -> tuple[float, ...]:
         """Return the weight of every model."""
         return self.weights or (1.0,) * len(self.model_paths)
-
-
-class ServedTextConfig(Base):
-    """`data.*` of serve_rm: the texts that are scored."""
-
-    max_len: int = option(2048, "Most tokens in a text.", "max_len", "max_length", gt=0)
-    overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
-        "error", "Texts over --max_len: refused, or cut and marked in the answer."
-    )
-    disable_fast_tokenizer: bool = switch("Has no effect: all are fast.")
 
 
 class ServerLimitsConfig(Base):
@@ -255,7 +225,10 @@ class ServerLimitsConfig(Base):
 class ServeRewardConfig(CommandConfig):
     """A reward model behind HTTP (serve_rm)."""
 
-    shows: ClassVar = {"ds": (*WEIGHTS, "value_head_prefix", "packing_samples")}
+    shows: ClassVar = {
+        "data": ("max_len", "overlong_texts"),
+        "ds": (*WEIGHTS, "value_head_prefix", "packing_samples"),
+    }
 
     host: str = option(
         "127.0.0.1",
@@ -272,16 +245,14 @@ class ServeRewardConfig(CommandConfig):
         gt=0,
     )
     reward: ServedRewardConfig = ServedRewardConfig()
-    data: ServedTextConfig = ServedTextConfig()
+    data: DatasetConfig = DatasetConfig()
     ds: DeepSpeedConfig = DeepSpeedConfig()
     limits: ServerLimitsConfig = ServerLimitsConfig()
 
     def problems(self) -> Iterator[str]:
-        """Add weights that do not match the models, and a host that would mean every address."""
+        """Add weights that do not match the models."""
         yield from super().problems()
-        yield from self.reward.weight_problems(len(self.reward.model_paths))
-        if is_blank(self.host):
-            yield "--host is empty. Type --host 127.0.0.1, or another address of this machine."
+        yield from self.reward.problems()
 
 
 def is_loopback(host: str) -> bool:

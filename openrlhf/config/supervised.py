@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from openrlhf.config.base import Base, Caution, is_given, option, switch
+from openrlhf.config.base import Base, is_given, option, switch
 from openrlhf.config.common import (
     AdamConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     EvalConfig,
     LoggerConfig,
+    ModelConfig,
     OptimizerConfig,
     RunConfig,
     TextDataConfig,
     TrainConfig,
-    TrainedModelConfig,
     clashes,
     logger_of,
 )
@@ -32,21 +32,6 @@ PreferenceLossName = Literal[
 REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
 SMOOTHED_LOSSES = ("sigmoid", "robust", "exo_pair")
 EXO_LABEL_SMOOTHING = 1e-3  # the loss takes its logarithm
-
-
-class ModelConfig(TrainedModelConfig):
-    """`model.*`: the model a supervised command trains."""
-
-    model_name_or_path: str | None = option(
-        None,
-        "Model to start from: hub id or path.",
-        "pretrain",
-        "model_name_or_path",
-        needed="model",
-        opens="model",
-        at_resume="refused",
-    )
-    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of experts.", ge=0)
 
 
 class SFTModelConfig(ModelConfig):
@@ -73,20 +58,11 @@ class DatasetConfig(TextDataConfig):
     )
     dataset_split: str = option("train", "Split of the rows.")
     max_len: int = option(2048, "Most tokens in a row.", "max_len", "max_length", gt=0)
-    max_samples: int = option(
-        1_000_000,
-        "Most rows of each data set and of all together; evaluation data is capped alike.",
-        gt=0,
-    )
     overlong_rows: Literal["filter", "truncate", "error"] = option(
         "filter", "Rows over --max_len: counted and left out, cut, or refused."
     )
-    input_key: str = option("input", "Column of the prompt, text or messages.")
     output_key: str | None = option(
         None, "Column of the answer; unset: `completion`, or the last message of a chat."
-    )
-    dataloader_num_workers: int = option(
-        0, "Has no effect: the trainer packs batches itself.", ge=0
     )
     multiturn: bool = switch("Learn every assistant turn.")
     prompt_key: str | None = option(
@@ -97,15 +73,23 @@ class DatasetConfig(TextDataConfig):
     label_key: str = option(
         "label", "Column of the label: 1 good, 0 bad (train_prm: one for each step end)."
     )
+    overlong_texts: Literal["error", "truncate_left", "truncate_right"] = option(
+        "error", "Texts over --max_len: refused, or cut and marked in the answer."
+    )
+    ta_prompt: str | None = option(
+        None, "File whose text stands before the conversation.", opens="file"
+    )
 
 
-# Leaves of `data.*` that every supervised command has.
+# Leaves of `data.*`: of every command that reads rows, and of those that train.
 ROWS = (
-    *TextDataConfig.model_fields,
-    *("dataset", "dataset_probs", "dataset_split", "max_len", "max_samples", "overlong_rows"),
+    *("tokenizer_chat_template", "expect_rows", "expect_sha256", "duplicate_ids"),
+    *("allow_special_tokens", "dataset", "dataset_probs", "dataset_split", "max_len"),
+    *("max_samples", "overlong_rows"),
 )
-ANSWERED = (*ROWS, "input_key", "output_key", "dataloader_num_workers")
-PAIRS = (*ROWS, "dataloader_num_workers", "prompt_key", "chosen_key", "rejected_key")
+ANSWERED = (*ROWS, "apply_chat_template", "input_template", "input_key", "output_key")
+PAIRS = (*ROWS, "apply_chat_template", "input_template", "prompt_key", "chosen_key", "rejected_key")
+HELD_OUT = ("dataset", "split", "steps")  # of `eval.*`
 
 
 class SupervisedConfig(RunConfig, OptimizerConfig):
@@ -122,14 +106,13 @@ class SupervisedConfig(RunConfig, OptimizerConfig):
         """Add weights that cannot be trained as they are held, and losses without a gradient."""
         yield from super().problems()
         yield from self.ds.problems(self)
-        yield from self.model.router_loss_problems(self.model.aux_loss_coef)
+        yield from self.model.problems()
 
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning and continued pre-training (train_sft)."""
 
-    dead_flags: ClassVar[tuple[str, ...]] = ("train_split",)
-    shows: ClassVar = {"data": (*ANSWERED, "multiturn")}
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*ANSWERED, "multiturn")}
 
     model: SFTModelConfig = SFTModelConfig()
     train: TrainConfig = TrainConfig(max_epochs=2)
@@ -156,16 +139,13 @@ class RMModelConfig(ModelConfig):
     margin_loss_enable: bool = switch(
         "Subtract the column `margin` from the difference.", "margin_loss"
     )
-    compute_fp32_loss_enable: bool = switch(
-        "Has no effect: the loss is always in fp32.", "compute_fp32_loss"
-    )
 
 
 class RMConfig(SupervisedConfig):
     """Pairwise reward model (train_rm)."""
 
     has_value_head: ClassVar[bool] = True
-    shows: ClassVar = {"data": PAIRS}
+    shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
 
     adam: AdamConfig = AdamConfig(lr=9e-6)
     model: RMModelConfig = RMModelConfig()
@@ -209,7 +189,7 @@ class RefConfig(Base):
 class DPOConfig(SupervisedConfig):
     """Direct preference optimisation and its relatives (train_dpo)."""
 
-    shows: ClassVar = {"data": PAIRS}
+    shows: ClassVar = {"eval": HELD_OUT, "data": PAIRS}
 
     adam: AdamConfig = AdamConfig(lr=1e-5)
     model: DPOModelConfig = DPOModelConfig()
@@ -261,6 +241,7 @@ class KTOConfig(SupervisedConfig):
     """Kahneman-Tversky optimisation, from single good and bad answers (train_kto)."""
 
     shows: ClassVar = {
+        "eval": HELD_OUT,
         "data": (*ANSWERED, "label_key"),
         "ref": ("offload", "precompute_log_probs"),
     }
@@ -303,12 +284,7 @@ class PRMConfig(SupervisedConfig):
     """Process reward model (train_prm)."""
 
     # The text is taken as it is, without a template.
-    shows: ClassVar = {
-        "data": (
-            *(name for name in ROWS if name != "input_template"),
-            *("dataloader_num_workers", "input_key", "label_key"),
-        )
-    }
+    shows: ClassVar = {"eval": HELD_OUT, "data": (*ROWS, "input_key", "label_key")}
 
     adam: AdamConfig = AdamConfig(lr=1e-6)
     model: PRMModelConfig = PRMModelConfig()
@@ -316,15 +292,6 @@ class PRMConfig(SupervisedConfig):
     eval: EvalConfig = EvalConfig(split="test")
     ckpt: CheckpointConfig = CheckpointConfig(path="./ckpt/checkpoints_prm")
     logger: LoggerConfig = logger_of("openrlhf_train_prm", "prm")
-
-    def problems(self) -> Iterator[str]:
-        """Add a template: the step ends stand in the text already."""
-        yield from super().problems()
-        if self.data.apply_chat_template:
-            yield (
-                "--apply_chat_template is set, and train_prm takes --input_key as it is. Leave "
-                "it out and write the template into the data."
-            )
 
 
 class TeacherConfig(Base):
@@ -370,7 +337,7 @@ class KDLossConfig(Base):
 class KDConfig(SupervisedConfig):
     """Knowledge distillation (train_kd)."""
 
-    shows: ClassVar = {"data": ANSWERED}
+    shows: ClassVar = {"eval": HELD_OUT, "data": ANSWERED}
 
     model: SFTModelConfig = SFTModelConfig()
     teacher: TeacherConfig = TeacherConfig()
@@ -405,13 +372,4 @@ class KDConfig(SupervisedConfig):
             yield (
                 f"--kd_max_new_tokens {answer} leaves no room for a prompt in --max_len {total}. "
                 f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
-            )
-
-    def notices(self) -> Iterator[str]:
-        """Add a loss that learns the student's own answers as if they were data."""
-        yield from super().notices()
-        if self.kd.on_policy_enable and self.kd.coef < 1:
-            yield Caution(
-                f"--kd_coef {self.kd.coef} with --kd_on_policy: the rest of the loss learns the "
-                "student's own answers. Type --kd_coef 1."
             )

@@ -17,7 +17,7 @@ from openrlhf.config.base import Base, is_given
 from openrlhf.config.common import CommandConfig, TextDataConfig
 from openrlhf.config.local_paths import is_local_data
 from openrlhf.config.ppo import PPOConfig, PPODataConfig
-from openrlhf.config.serving import BatchInferenceConfig, InferenceDataConfig
+from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.config.supervised import (
     DatasetConfig,
     DPOConfig,
@@ -169,7 +169,7 @@ def _row_format(data: DatasetConfig, **more: Any) -> RowFormat:
     )
 
 
-def _prompt_format(data: PPODataConfig | InferenceDataConfig, **more: Any) -> RowFormat:
+def _prompt_format(data: TextDataConfig, **more: Any) -> RowFormat:
     """Return how rows become prompts."""
     return RowFormat(
         input_key=_if_given(data, "input_key"),

@@ -67,7 +67,6 @@ def described(config_class: type[CommandConfig]) -> Iterator[str]:
         others = sorted(f"--{name}" for name in dict(option.names) if name != option.path)
         line = f"--{option.path}: {kind.removesuffix(chr(39) + '>')} = {default}"
         yield " ".join([line, *others])
-    yield from (f"--{name}: without effect" for name in config_class.dead_flags)
 
 
 def settings() -> str:
@@ -130,7 +129,6 @@ PPO_TREES = [
     ("--packing_samples False", "ds.packing_samples", False),
     ("--bf16", "ds.param_dtype", "bf16"),
     ("--bf16 false", "ds.param_dtype", "auto"),
-    ("--critic.muon.no_nesterov", "critic.muon.nesterov", False),
     ("--flash_attn", "ds.attn_implementation", "flash_attention_2"),
     ("--flash_attn=0", "ds.attn_implementation", "sdpa"),
     ("--actor.loss_agg_mode token-mean", "algo.loss_aggregation", "token_mean"),
@@ -236,16 +234,6 @@ READ_BY_CONFIG = {
     "algo.advantage.is_correction_mode",
     "algo.advantage.is_correction_clamp_survivors",
 }
-# Accepted for old commands.
-WITHOUT_EFFECT = {
-    "data.dataloader_num_workers",
-    "data.disable_fast_tokenizer",
-    "data.image_key",
-    "ds.packing_samples",
-    "model.compute_fp32_loss_enable",
-    "muon.nesterov",
-    "muon.ns_steps",
-}
 
 
 def names_read() -> set[str]:
@@ -259,22 +247,17 @@ def names_read() -> set[str]:
     }
 
 
-def without_role(path: str) -> str:
-    """`muon.lr` of `actor.muon.lr`: the settings of an optimizer are those of every model."""
-    return path.removeprefix("actor.").removeprefix("critic.") if ".muon." in path else path
-
-
 def test_every_setting_is_read():
     read = names_read()
     unread = {
-        without_role(option.path)
+        option.path
         for config_class in CONFIGS
         for option in walk(config_class)
         if option.path.rpartition(".")[2] not in read
     }
     unread.discard("data.pretrain_key")  # read by its name
     refused = {"actor.freeze_visual_encoder", "data.max_images_per_prompt"}
-    assert unread <= READ_BY_CONFIG | WITHOUT_EFFECT | refused
+    assert unread <= READ_BY_CONFIG | refused | {"ds.packing_samples"}  # of old commands
 
 
 if __name__ == "__main__":
