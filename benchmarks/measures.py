@@ -201,7 +201,7 @@ def _experience(work: w.Workload) -> object:
     noise = torch.randn(
         len(experience.rollout_logprobs), generator=torch.Generator().manual_seed(0)
     )
-    return experience.with_columns(advantages=noise)
+    return replace(experience, advantages=noise)
 
 
 def memory_copy(work: w.Workload) -> Measurement:

@@ -12,8 +12,6 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-import torch
-
 from openrlhf.config.cli import save_resolved
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.problems import Gathered
@@ -36,11 +34,10 @@ from openrlhf.trainer.ppo_setup import (
     named_models,
     prepare_inputs,
 )
-from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
+from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
-from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
-from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, WorkerGroup
+from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -54,10 +51,9 @@ from openrlhf.utils.logging import (
     notice,
     print_banner,
     redirect_framework_logs,
-    warn,
 )
 from openrlhf.utils.progress import progress
-from openrlhf.utils.tracking import RolloutWriter, make_tracker
+from openrlhf.utils.tracking import make_tracker
 
 Groups = Mapping[str, WorkerGroup]  # by role
 OpenCluster = Callable[..., AbstractContextManager[Cluster]]
@@ -119,31 +115,28 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
-    parts = PPOParts(
-        inputs=inputs,
-        groups=groups,
-        engines=engines,
+    trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(
+        config,
+        inputs,
+        cluster,
         rollouts=rollouts,
-        experience_maker=RemoteExperienceMaker(
-            config, forwards_of(config, groups, inputs.schedule)
-        ),
         phases=phases,
         checkpoints=checkpoints,
         tracker=make_tracker(config.logger, inputs.run_dir, settings, resume_step=resume_step),
-        rollout_writer=RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files),
-        max_mismatch_kl=max_mismatch_kl(cluster.policy_dtype),
     )
-    trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(config, parts)
     checkpoints.resume(trainer.state)
     # What is refused leaves the folder as it was.
     save_resolved(config, inputs.run_dir / "config.yaml")
     with stopping.patiently(config.ckpt.grace_s), naming_lost_ranks():
         trainer.fit()
-    _export(config, groups)
+    folders = {"actor": config.ckpt.output_dir}
+    if "critic" in groups and config.critic.save_value_network:
+        folders["critic"] = f"{config.ckpt.output_dir}_critic"
+    for role, folder in folders.items():
+        export_final(partial(groups[role].call, TrainedWorker.export), Path(folder))
     opened.note_finished(inputs.run_dir, trainer.state.global_step)
     notice(f"model saved to {inputs.run_dir}")
-    if (fall := trainer.fall()) is not None:
-        warn(fall)
+    trainer.say_evaluations()
 
 
 def worker_classes(config: PPOConfig) -> dict[str, type]:
@@ -210,7 +203,7 @@ def _rollouts(
         names = model_names(config.reward.model_paths)
         scorer = ModelScorer(
             {
-                name: ForwardPass(groups[role], RewardModelActor.compute_rewards)
+                name: partial(start_forward, groups[role], RewardModelActor.compute_rewards)
                 for name, role in zip(names, reward_roles(config), strict=True)
             },
             config.reward.weights,
@@ -220,37 +213,6 @@ def _rollouts(
         )
     turns = SingleTurn(EnginePool(samplers), inputs.tokenizer, vocab_size=inputs.vocab_size)
     return Rollouts(turns, GroupScorer(scorer, FailurePolicy.of(config)))
-
-
-def forwards_of(config: PPOConfig, groups: Groups, schedule: Schedule) -> dict[str, ForwardPass]:
-    """Return the forwards that a run needs, by the column that each gives.
-
-    Old log-probs are needed for off-policy updates, and for a KL in the reward.
-    """
-    forwards = {}
-    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
-    if schedule.updates_per_rollout > 1 or has_reward_kl:
-        method = PolicyModelActor.compute_logprobs
-        forwards["old_logprobs"] = ForwardPass(groups["actor"], method)
-    if "critic" in groups:
-        forwards["values"] = ForwardPass(groups["critic"], CriticModelActor.compute_values)
-    if "ref" in groups:
-        forwards["ref_logprobs"] = ForwardPass(groups["ref"], ReferenceModelActor.compute_logprobs)
-    return forwards
-
-
-def max_mismatch_kl(dtype: torch.dtype) -> float:
-    """Return the largest mismatch KL allowed for a type of weights: half precision rounds."""
-    return 1e-3 if dtype == torch.float32 else 0.1
-
-
-def _export(config: PPOConfig, groups: Groups) -> None:
-    def export(role: str, path: str) -> None:
-        export_final(lambda path: groups[role].call(TrainedWorker.export, str(path)), Path(path))
-
-    export("actor", config.ckpt.output_dir)
-    if "critic" in groups and config.critic.save_value_network:
-        export("critic", f"{config.ckpt.output_dir}_critic")
 
 
 def banner_sections(
@@ -270,9 +232,10 @@ def banner_sections(
         devices = f"{view.num_gpus} GPU(s)" if view.has_gpus else on_cpu
     num_drawn = min(rollout.batch_size, num_prompts)
     num_samples = num_drawn * rollout.n_samples_per_prompt
+    agent_path, reward = config.train.agent_func_path, config.reward
     run = {
         "estimator": config.algo.advantage.estimator,
-        "reward": _reward_words(config),
+        "reward": agent_path or reward.remote_url or ", ".join(reward.model_paths),
         "devices": devices,
         "dtype": next((n for n, kind in DTYPES.items() if kind == cluster.policy_dtype), "auto"),
         "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
@@ -281,12 +244,6 @@ def banner_sections(
         "steps": f"{schedule.num_steps} ({num_prompts} prompts x {train.num_episodes} episode(s))",
         "folder": os.fspath(Path(config.ckpt.output_dir)),
     }
-    if train.async_enable:
-        run["queue"] = (
-            f"samples at most {train.async_queue_size} update(s) behind, "
-            f"{rollout.vllm_generate_batch_size or rollout.batch_size} prompts at once, weights "
-            f"change {'under' if train.partial_rollout_enable else 'between'} samples"
-        )
     return {"models": _model_lines(config, cluster.counts, sizes), "run": run}
 
 
@@ -294,34 +251,18 @@ def _model_lines(
     config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
 ) -> dict[str, object]:
     """Return one line a role: its model, size, ranks and place; then what generates."""
-    pools = {demand.role: demand.pool for demand in counts.demands}  # none without Ray
-
-    def place(role: str) -> str:
-        others = [name for name, pool in pools.items() if pool == pools[role] and name != role]
-        alone = ", in a place of its own" if pools else ""
-        return f", colocated with {', '.join(others)}" if others else alone
-
+    # Roles of one pool share devices; without Ray there are none.
+    places = {demand.role: f", devices: {demand.pool}" for demand in counts.demands}
     policy = config.policy_path
     paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
     entries: dict[str, object] = {
         role: f"{paths[role]}: {format_count(size)} parameters, {counts.ranks[role]} rank(s)"
-        f"{place(role)}"
+        f"{places.get(role, '')}"
         for role, size in sizes.items()
     }
     entries["generation"] = "the actor itself"
     if counts.num_engines:
         width = config.vllm.tensor_parallel_size
         each = f" of {width} devices each" if width > 1 else ""
-        entries["generation"] = f"{counts.num_engines} x vLLM{each}{place('vllm')}"
+        entries["generation"] = f"{counts.num_engines} x vLLM{each}{places.get('vllm', '')}"
     return entries
-
-
-def _reward_words(config: PPOConfig) -> str:
-    """Return the source of rewards."""
-    reward = config.reward
-    if config.train.agent_func_path:
-        return f"agents of {config.train.agent_func_path}"
-    if reward.remote_url:
-        return reward.remote_url
-    weights = f", weights {' '.join(f'{w:g}' for w in reward.weights)}" if reward.weights else ""
-    return f"the model(s) {', '.join(reward_roles(config))}{weights}"

@@ -7,21 +7,25 @@ Ray, vLLM and DeepSpeed are behind the groups; formulas are in `algorithms`. Bui
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+from torch import Tensor
+
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
-from openrlhf.engines.base import RolloutEngine
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.errors import EngineError, RewardError
 from openrlhf.rollout.rollout import Rollouts
+from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
-from openrlhf.trainer.ppo_setup import RunInputs
+from openrlhf.trainer.ppo_setup import RunInputs, Schedule
 from openrlhf.trainer.ppo_utils.evaluation import (
     Evaluation,
     evaluation_metrics,
@@ -30,11 +34,13 @@ from openrlhf.trainer.ppo_utils.evaluation import (
 )
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, UpdateStep, plan_updates
-from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup
+from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, plan_updates
+from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
+from openrlhf.trainer.ray.cluster import Cluster
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
+from openrlhf.trainer.ray.scorers import ReferenceModelActor
 from openrlhf.utils import stopping
 from openrlhf.utils.logging import (
     STDERR,
@@ -45,6 +51,7 @@ from openrlhf.utils.logging import (
     notice,
     short_name,
     step_line,
+    warn,
 )
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
@@ -53,37 +60,38 @@ from openrlhf.utils.tracking import RolloutWriter, Tracker
 MAX_SHOWN = 200  # characters of a response in a hint
 
 
-@dataclass(frozen=True)
-class PPOParts:
-    """Everything the trainer drives."""
-
-    inputs: RunInputs
-    groups: Mapping[str, WorkerGroup]  # by role
-    engines: Sequence[RolloutEngine]  # that need weights sent; none: the policy generates itself
-    rollouts: Rollouts
-    experience_maker: RemoteExperienceMaker
-    phases: DevicePhases
-    checkpoints: PPOCheckpoints
-    tracker: Tracker
-    rollout_writer: RolloutWriter
-    max_mismatch_kl: float  # the first comparison ends the run above it
-
-
 class PPOTrainer:
     """Synchronous RL: PPO, REINFORCE++ and the group estimators."""
 
     mismatch_metric = "vllm_kl"  # of samples that the policy itself has made
 
-    def __init__(self, config: PPOConfig, parts: PPOParts) -> None:
-        self.config = config
-        self.parts = parts
+    def __init__(
+        self,
+        config: PPOConfig,
+        inputs: RunInputs,
+        cluster: Cluster,
+        *,
+        rollouts: Rollouts,
+        phases: DevicePhases,
+        checkpoints: PPOCheckpoints,
+        tracker: Tracker,
+    ) -> None:
+        self.config, self.inputs, self.rollouts = config, inputs, rollouts
+        self.groups, self.engines = cluster.groups, cluster.engines
+        self.phases, self.checkpoints, self.tracker = phases, checkpoints, tracker
+        schedule = inputs.schedule
+        self.num_steps = schedule.num_steps  # at most
+        forwards = forwards_of(config, self.groups, schedule)
+        self.experience_maker = RemoteExperienceMaker(config, forwards)
+        self.rollout_writer = RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files)
+        # Half precision rounds.
+        self.max_mismatch_kl = 1e-3 if cluster.policy_dtype == torch.float32 else 0.1
         self.trained_groups: set[int] = set()  # of this step, from what reached the update
         self.is_compared = False  # True once engine and trainer were, in this run
         algo, size, seed = config.algo, config.rollout.batch_size, config.train.seed
-        prompts, texts = parts.inputs.prompts, parts.inputs.texts
+        prompts, texts = inputs.prompts, inputs.texts
         order = EpochSampler(len(prompts), seed)
         cursor = PromptCursor(order, num_episodes=config.train.num_episodes)
-        self.num_steps = parts.inputs.schedule.num_steps  # at most
         self.sampler = StepSampler(
             prompts,
             cursor,
@@ -97,8 +105,12 @@ class PPOTrainer:
             policy=FailurePolicy.of(config),
         )
         mixer = None if texts is None else TextMixer(texts, seed=seed)
-        self.state = RunState(self.sampler, algo.kl, mixer)
+        self.state = RunState(self.source(), algo.kl, mixer)
         self.clock = RunClock(0)
+
+    def source(self) -> StepSampler | RolloutQueue:
+        """Return what the samples of a step come from; its state is kept in checkpoints."""
+        return self.sampler
 
     def fit(self) -> None:
         """Run all episodes from where the run stands; evaluate before the first step, every
@@ -133,35 +145,29 @@ class PPOTrainer:
         if [found.step for found in state.evaluations[-1:]] != [state.global_step]:
             self.evaluate(state.global_step)
         self.save_if_due(is_last=True)
-        self.parts.tracker.close()
-        self.say_evaluations()
+        self.tracker.close()
 
     def say_evaluations(self) -> None:
-        """Compare the first, the best and the last evaluation in a line, if there were several."""
-        if len({found.step for found in self.state.evaluations}) > 1:
-            first, best, last = self.state.evaluations
-            notice(
-                f"{short_name(best.name)}: first {first} (step {first.step}), best {best} "
-                f"(step {best.step}, {self.place_of(best)}), last {last} (step {last.step})"
-            )
-
-    def fall(self) -> str | None:
-        """Return what to say of a policy that became worse than its best; None if it did not."""
-        if not self.state.evaluations or not has_fallen(*self.state.evaluations[1:]):
-            return None
-        _, best, last = self.state.evaluations
-        return (
-            f"the policy got worse: {short_name(best.name)} fell from {best} at step {best.step} "
-            f"to {last} at step {last.step}, by more than two standard errors. The model of step "
-            f"{best.step}: {self.place_of(best)}."
+        """Compare the first, the best and the last evaluation, if there were several; warn of a
+        policy that became worse than its best.
+        """
+        if len({found.step for found in self.state.evaluations}) < 2:
+            return
+        first, best, last = self.state.evaluations
+        name, place = short_name(best.name), self.checkpoints.opened.store.find(best.step)
+        where = str(place or "not kept, --save_steps keeps the best")
+        if place is None and best.step == 0:
+            where = self.config.policy_path
+        notice(
+            f"{name}: first {first} (step {first.step}), best {best} (step {best.step}, {where}), "
+            f"last {last} (step {last.step})"
         )
-
-    def place_of(self, evaluation: Evaluation) -> str:
-        """Return where the model of an evaluation is, or that it was not kept."""
-        path = self.parts.checkpoints.opened.store.find(evaluation.step)
-        if path is None and evaluation.step == 0:
-            return self.config.policy_path
-        return "not kept, --save_steps keeps the best" if path is None else str(path)
+        if has_fallen(best, last):
+            warn(
+                f"the policy got worse: {name} fell from {best} at step {best.step} to {last} at "
+                f"step {last.step}, by more than two standard errors. The model of step "
+                f"{best.step}: {where}."
+            )
 
     def check_has_learnt(self) -> None:
         """Raise RewardError when no prompt of the whole run could be trained on."""
@@ -191,20 +197,20 @@ class PPOTrainer:
 
     def stop(self) -> NoReturn:
         """Save and end the run because the user asked for it."""
-        for engine in self.parts.engines:  # they may be at work, and are not needed any more
+        for engine in self.engines:  # they may be at work, and are not needed any more
             engine.call(VLLMEngine.shutdown)
-        self.parts.phases.engines.clear()
-        with self.parts.phases.training():
-            outcome = self.parts.checkpoints.save_last(self.state)
-        self.parts.tracker.close()
+        self.phases.engines.clear()
+        with self.phases.training():
+            outcome = self.checkpoints.save_last(self.state)
+        self.tracker.close()
         raise stopping.Interrupted(outcome)
 
     def generate(self, global_step: int, metrics: Metrics) -> list[Rollout]:
         """Return the scored rollouts of a step; with dynamic sampling, groups with a signal."""
-        rollouts, sampling = self.parts.rollouts, self.parts.inputs.sampling
+        rollouts, sampling = self.rollouts, self.inputs.sampling
         before = self.sampler.state_dict()
         try:
-            with self.parts.phases.rollout():
+            with self.phases.rollout():
                 stream = rollouts.open_stream(sampling)
                 samples = rollouts.loop.run(self.sampler.collect(stream, f"step{global_step}"))
         except KeyboardInterrupt:
@@ -224,16 +230,16 @@ class PPOTrainer:
         """Do an RL step after generation; return its metrics."""
         metrics = Metrics()
         self.check_versions(rollouts)
-        with self.parts.phases.training():
+        with self.phases.training():
             with timed("make_experience", metrics):
-                experience, experience_metrics = self.parts.experience_maker.make_experience_batch(
+                experience, experience_metrics = self.experience_maker.make_experience_batch(
                     rollouts, self.state.kl_coef
                 )
             with timed("ppo_train", metrics):
                 metrics.merge(experience_metrics).merge(self.ppo_train(experience, global_step))
         self.trained_groups = set(experience.group_ids.tolist())
         self.check_mismatch(metrics, global_step)
-        if self.trains_actor(global_step) or self.parts.phases.needs_weights:
+        if self.trains_actor(global_step) or self.phases.needs_weights:
             with timed("broadcast", metrics):
                 self.broadcast_to_vllm()
         if "kl" in metrics:
@@ -242,75 +248,68 @@ class PPOTrainer:
 
     def ppo_train(self, experience: Experience, global_step: int) -> Metrics:
         """Update the critic, then the policy (unless the critic still warms up alone)."""
-        metrics = Metrics()
-        critic, actor = self.parts.groups.get("critic"), self.parts.groups["actor"]
-        if critic is not None:
-            with self.parts.phases.update(critic):
-                shares = self.plan(experience, critic, global_step)
-                for part in critic.start(CriticModelActor.fit, [(share,) for share in shares])():
+        metrics, train, texts = Metrics(), self.config.train, self.state.texts
+        for role in ("critic", "actor"):
+            if role not in self.groups or (role == "actor" and not self.trains_actor(global_step)):
+                continue
+            group = self.groups[role]
+            shares = plan_updates(
+                experience,
+                group.num_shares,
+                train_batch_size=train.batch_size,
+                max_epochs=train.max_epochs,
+                seed=train.seed + global_step,
+            )
+            with self.phases.update(group):
+                if role == "critic":
+                    wait = group.start(CriticModelActor.fit, [(share,) for share in shares])
+                else:
+                    shares = shares if texts is None else texts.mix(shares)
+                    work = [(share, self.state.kl_coef) for share in shares]
+                    wait = group.start(PolicyModelActor.fit, work)
+                for part in wait():
                     metrics.merge(part)
-        if self.trains_actor(global_step):
-            with self.parts.phases.update(actor):
-                shares = self.plan(experience, actor, global_step)
-                if self.state.texts is not None:
-                    shares = self.state.texts.mix(shares)
-                work = [(share, self.state.kl_coef) for share in shares]
-                for part in actor.start(PolicyModelActor.fit, work)():
-                    metrics.merge(part)
-            self.state.weight_version += 1
+        self.state.weight_version += self.trains_actor(global_step)
         return metrics
 
     def trains_actor(self, global_step: int) -> bool:
         """Return True if this step updates the policy: not while the critic warms up alone."""
         num_frozen = self.config.critic.freezing_steps
-        return "critic" not in self.parts.groups or global_step > num_frozen
-
-    def plan(
-        self, experience: Experience, group: WorkerGroup, global_step: int
-    ) -> list[list[UpdateStep]]:
-        """Optimizer steps of every rank of a group."""
-        train = self.config.train
-        return plan_updates(
-            experience,
-            group.num_shares,
-            train_batch_size=train.batch_size,
-            max_epochs=train.max_epochs,
-            seed=train.seed + global_step,
-        )
+        return "critic" not in self.groups or global_step > num_frozen
 
     def broadcast_to_vllm(self) -> None:
         """Send the policy's weights to the engines; returns only when every engine has proved to
         hold them.
         """
-        if self.parts.engines:
+        if self.engines:
             keep_running = self.config.train.partial_rollout_enable
-            with self.parts.phases.sync():
-                self.parts.groups["actor"].call(
-                    PolicyModelActor.broadcast_to_vllm, self.parts.engines, keep_running
+            with self.phases.sync():
+                self.groups["actor"].call(
+                    PolicyModelActor.broadcast_to_vllm, self.engines, keep_running
                 )
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint every `--save_steps`, and of the end."""
-        if self.parts.checkpoints.is_due(self.state, is_last=is_last):
-            with self.parts.phases.training():
-                self.parts.checkpoints.save(self.state)
-            if self.parts.phases.needs_weights:
+        if self.checkpoints.is_due(self.state, is_last=is_last):
+            with self.phases.training():
+                self.checkpoints.save(self.state)
+            if self.phases.needs_weights:
                 self.broadcast_to_vllm()
 
-    def evaluate(self, global_step: int) -> dict[str, float]:
-        """pass@n and pass@1 on the evaluation prompts; logged."""
-        inputs, prompts = self.parts.inputs, self.parts.inputs.eval_prompts
+    def evaluate(self, global_step: int) -> None:
+        """Log pass@n and pass@1 on the evaluation prompts; keep the best model."""
+        inputs, prompts = self.inputs, self.inputs.eval_prompts
         if prompts is None:
-            return {}
-        with self.parts.phases.rollout():
-            samples = self.parts.rollouts.generate_samples(
+            return
+        with self.phases.rollout():
+            samples = self.rollouts.generate_samples(
                 list(prompts), inputs.eval_sampling, tag=f"eval{global_step}"
             )
         policy = replace(self.sampler.policy, step_size=len(prompts))
         policy.check_dropped(list(samples.failed.values()), of="the evaluation")
         self.say_failed(samples.failed)
         values = evaluation_metrics(samples.rollouts, inputs.eval_sampling.num_samples)
-        self.parts.tracker.log(global_step, values)
+        self.tracker.log(global_step, values)
         notice(eval_line(global_step, values))
         pass_1 = next((name for name in values if name.endswith("_pass1")), None)
         if (name := inputs.best_metric or pass_1) in values:
@@ -318,8 +317,7 @@ class PPOTrainer:
             same = [found for found in self.state.evaluations if found.name == name]
             self.state.evaluations = noteworthy([*same, evaluation])
             if inputs.best_metric is not None and evaluation == self.state.evaluations[1]:
-                self.parts.checkpoints.keep_best(evaluation)
-        return values
+                self.checkpoints.keep_best(evaluation)
 
     def check_versions(self, rollouts: Sequence[Rollout]) -> None:
         """Refuse samples that are further behind the policy than allowed, or of several versions
@@ -338,7 +336,7 @@ class PPOTrainer:
 
     def check_mismatch(self, metrics: Metrics, global_step: int) -> None:
         """Refuse to go on when engine and trainer disagree in the first step that compares them."""
-        limit, name = self.parts.max_mismatch_kl, self.mismatch_metric
+        limit, name = self.max_mismatch_kl, self.mismatch_metric
         if self.is_compared or name not in metrics:
             return
         self.is_compared = True
@@ -355,7 +353,7 @@ class PPOTrainer:
         self.state.num_unlogged += 1
         if global_step % self.config.logger.logging_steps == 0:
             self.log(global_step)
-        file = self.parts.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
+        file = self.rollout_writer.write(global_step, [_row(rollout) for rollout in rollouts])
         values = self.values_of(metrics)
         for line in hints(values, self.state.history, example=_example(rollouts[0], file)):
             notice(line)
@@ -367,7 +365,7 @@ class PPOTrainer:
         if state.num_unlogged:
             values = self.values_of(state.unlogged, num_steps=state.num_unlogged)
             state.unlogged, state.num_unlogged = Metrics(), 0
-            self.parts.tracker.log(global_step, values)
+            self.tracker.log(global_step, values)
             notice(step_line(global_step, self.num_steps, values, self.clock))
 
     def values_of(self, metrics: Metrics, *, num_steps: int = 1) -> dict[str, float]:
@@ -379,6 +377,27 @@ class PPOTrainer:
         values["kl_coef"] = self.state.kl_coef
         times = {name: v / num_steps for name, v in values.items() if name.startswith("timing/")}
         return values | times
+
+
+def forwards_of(
+    config: PPOConfig, groups: Mapping[str, WorkerGroup], schedule: Schedule
+) -> dict[str, Forward]:
+    """Return the forwards that a run needs, by the column that each gives.
+
+    Old log-probs are needed for off-policy updates, and for a KL in the reward.
+    """
+    methods: dict[str, tuple[str, Callable[..., Tensor]]] = {}
+    has_reward_kl = config.has_reference and not config.algo.kl.use_loss
+    if schedule.updates_per_rollout > 1 or has_reward_kl:
+        methods["old_logprobs"] = ("actor", PolicyModelActor.compute_logprobs)
+    if "critic" in groups:
+        methods["values"] = ("critic", CriticModelActor.compute_values)
+    if "ref" in groups:
+        methods["ref_logprobs"] = ("ref", ReferenceModelActor.compute_logprobs)
+    return {
+        name: partial(start_forward, groups[role], method)
+        for name, (role, method) in methods.items()
+    }
 
 
 def _example(rollout: Rollout, file: Path | None) -> str:

@@ -10,7 +10,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.async_controller import AsyncLimits
 from openrlhf.rollout.kept_groups import sample_origin
 from openrlhf.rollout.rollout_queue import RolloutQueue
-from openrlhf.trainer.ppo_trainer import PPOParts, PPOTrainer
+from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
@@ -29,18 +29,18 @@ class PPOTrainerAsync(PPOTrainer):
     # The first step of a run that goes on may have older samples.
     mismatch_metric = "vllm_kl/stale_0"
 
-    def __init__(self, config: PPOConfig, parts: PPOParts, *, wait_s: float = WAIT_S) -> None:
-        super().__init__(config, parts)
+    def source(self) -> RolloutQueue:
+        config, sampling = self.config, self.inputs.sampling
         self.queue = RolloutQueue(
             self.sampler,
-            parts.rollouts,
-            parts.inputs.sampling,
+            self.rollouts,
+            sampling,
             async_limits(config),
-            origin=sample_origin(parts.inputs.sampling, reward_origin(config)),
-            wait_s=wait_s,
+            origin=sample_origin(sampling, reward_origin(config)),
+            wait_s=WAIT_S,
             say=notice,
         )
-        self.state.sampler = self.queue
+        return self.queue
 
     def fit(self) -> None:
         with self.queue:

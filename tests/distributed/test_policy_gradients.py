@@ -67,7 +67,8 @@ def ragged_set(count: int) -> Experience:
     noise = torch.randn(5, len(experience.rollout_logprobs), generator=generator)
     parts = list(noise[0].split(experience.num_actions.tolist()))
     parts[1::3] = [torch.zeros_like(part) for part in parts[1::3]]
-    return experience.with_columns(
+    return replace(
+        experience,
         advantages=torch.cat(parts),
         old_logprobs=-5.6 + 0.3 * noise[1],  # about those of the policy, one of 262 tokens
         ref_logprobs=-5.6 + 0.3 * noise[2],

@@ -44,8 +44,8 @@ def test_a_policy_that_got_worse_is_the_last_line_with_where_the_best_is(
     errors = [f"{v['eval/eval_default_pass1_stderr']:.3f}" for v in (values[0], values[-1])]
     best = f"{tmp_path}/run/ckpt/best_global_step0_hf"
     assert (
-        f"default_pass1: first {first} ±{errors[0]} (step 0), best {first} ±{errors[0]} (step 0, "
-        f"{best}), last {last} ±{errors[1]} (step 4)\nmodel saved to {tmp_path}/run\n"
+        f"model saved to {tmp_path}/run\ndefault_pass1: first {first} ±{errors[0]} (step 0), best "
+        f"{first} ±{errors[0]} (step 0, {best}), last {last} ±{errors[1]} (step 4)\n"
     ) in said.out
     assert said.err.splitlines()[-1] == (
         f"warning: the policy got worse: default_pass1 fell from {first} ±{errors[0]} at step 0 to "

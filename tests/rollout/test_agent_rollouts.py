@@ -149,7 +149,7 @@ def test_parts_of_an_episode_share_reward_and_episode(tmp_path, tiny_tokenizer):
 def test_parts_of_an_episode_count_once_in_the_metrics(tmp_path, tiny_tokenizer):
     experience = Experience.from_rollouts(two_part_batch(tmp_path, tiny_tokenizer))
     zeros = torch.zeros(len(experience.rollout_logprobs))
-    values = experience_metrics(experience.with_columns(returns=zeros), None).values()
+    values = experience_metrics(replace(experience, returns=zeros), None).values()
     assert values["reward"] == 1.0  # two episodes of 0.5, two of 1.5; by sequences it were 7 / 6
     assert values["response_length"] == 6
     # "a" has 1 + 3 + 2 + 3 tokens; "two" 3 + 3, and 3 + 2 + 3 in its second part

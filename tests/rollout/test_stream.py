@@ -108,7 +108,7 @@ def test_models_that_share_devices_with_training_score_before_it_or_after():
     events: list[str] = []
 
     class Forward:
-        def start(self, experience):
+        def __call__(self, experience):
             events.append("scored")
             return lambda: torch.ones(len(experience.num_actions))
 
@@ -152,7 +152,7 @@ def test_models_score_what_has_come_since_their_last_forward():
     sizes: list[int] = []
 
     class Forward:
-        def start(self, experience):
+        def __call__(self, experience):
             sizes.append(len(experience.num_actions))
 
             def wait():
@@ -259,7 +259,7 @@ def test_models_that_may_not_run_beside_generation_wait_for_its_end():
     sizes: list[int] = []
 
     class Forward:
-        def start(self, experience):
+        def __call__(self, experience):
             sizes.append(len(experience.num_actions))
             return lambda: torch.arange(float(sizes[-1]))
 

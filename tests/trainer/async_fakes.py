@@ -18,7 +18,6 @@ from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
 from openrlhf.trainer.ppo_setup import make_schedule
-from openrlhf.trainer.ppo_trainer import PPOParts
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
     RemoteExperienceMaker,
@@ -41,6 +40,7 @@ class World:
     scores_of: Callable[[Key], Sequence[float]] = lambda key: (0.0, 1.0)
     failing: frozenset[Key] = frozenset()
     train_s: float = 0.0
+    may_train: Callable[[], bool] = lambda: True  # an update lasts until then
     error_at: Key | None = None  # the stream breaks when it comes to this group
     train_error_at: int | None = None  # the trainer breaks in this update
     keeps_running: bool = False
@@ -116,6 +116,8 @@ class FakeActor:
     def start(self, method, shares):
         assert method is PolicyModelActor.fit
         time.sleep(self.world.train_s)
+        while not self.world.may_train():
+            time.sleep(0.001)
         if self.world.train_error_at == self.world.policy_version:
             raise TrainerBroke
         self.world.policy_version += 1
@@ -182,6 +184,7 @@ def make_trainer(
     wait_s: float = 10.0,
     num_warm_up: int = 0,
     max_dropped: float | None = None,
+    policy_dtype: torch.dtype = torch.float32,
     **train: object,
 ) -> PPOTrainerAsync:
     """An asynchronous trainer over fakes; `world` decides what happens. `max_dropped` unset: any
@@ -221,8 +224,11 @@ def make_trainer(
     ]
     sampling = SamplingSettings(num_samples=2)
     critic = {"critic": FakeCritic()} if num_warm_up else {}
-    parts = PPOParts(
-        inputs=SimpleNamespace(  # type: ignore[arg-type]
+    groups = {"actor": FakeActor(world), **critic}
+    trainer = PPOTrainerAsync(
+        config,
+        SimpleNamespace(  # type: ignore[arg-type]
+            run_dir="unused",
             prompts=prompts,
             eval_prompts=prompts[:1],
             texts=None,
@@ -231,27 +237,27 @@ def make_trainer(
             schedule=make_schedule(config, num_prompts),
             best_metric=None,
         ),
-        groups={"actor": FakeActor(world), **critic},  # type: ignore[dict-item]
-        engines=["engine"],  # type: ignore[list-item]
-        rollouts=FakeRollouts(world),
-        experience_maker=RemoteExperienceMaker(
-            PPOConfig.model_validate({"algo": {"advantage": {"estimator": "rloo"}}}), {}
+        SimpleNamespace(  # type: ignore[arg-type]
+            groups=groups, engines=["engine"], policy_dtype=policy_dtype
         ),
+        rollouts=FakeRollouts(world),
         phases=DevicePhases([], engines_sleep=False, training_sleeps=False),
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
             is_due=lambda state, is_last: False,
             opened=SimpleNamespace(store=SimpleNamespace(find=lambda step: None)),
         ),
         tracker=Records(),  # type: ignore[arg-type]
-        rollout_writer=SimpleNamespace(write=lambda step, rows: None),  # type: ignore[arg-type]
-        max_mismatch_kl=1.0,
     )
-    return PPOTrainerAsync(config, parts, wait_s=wait_s)
+    rloo = {"advantage": {"estimator": "rloo"}, "kl": {"init_coef": 0}}
+    trainer.experience_maker = RemoteExperienceMaker(PPOConfig.model_validate({"algo": rloo}), {})
+    trainer.rollout_writer = SimpleNamespace(write=lambda step, rows: None)  # type: ignore[assignment]
+    trainer.queue.wait_s = wait_s
+    return trainer
 
 
 def steps_of(trainer: PPOTrainerAsync) -> list[dict[str, float]]:
     """What was logged of every step."""
-    return trainer.parts.tracker.steps  # type: ignore[attr-defined]
+    return trainer.tracker.steps  # type: ignore[attr-defined]
 
 
 def staleness_histogram(trainer: PPOTrainerAsync) -> Counter[int]:

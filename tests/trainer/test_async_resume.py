@@ -58,9 +58,9 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
 
 
 def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
-    changed = replace(trainer.parts.inputs.sampling, **sampling)  # type: ignore[arg-type]
+    changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
     origin = sample_origin(changed, trainer.queue.origin["reward"])
-    return read_groups(folder, trainer.parts.inputs.prompts, origin)
+    return read_groups(folder, trainer.inputs.prompts, origin)
 
 
 def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)
     first = checkpoints()
-    trainer.parts.checkpoints.is_due = first.is_due
-    trainer.parts.checkpoints.save = first.save
+    trainer.checkpoints.is_due = first.is_due
+    trainer.checkpoints.save = first.save
     with suppress(TrainerBroke):
         trainer.fit()
     world = World(policy_version=2)

@@ -4,18 +4,21 @@ sample once an epoch, on exactly one rank, with global denominators.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 from openrlhf.trainer.ppo_utils.experience_maker import experience_metrics
 from openrlhf.trainer.ppo_utils.replay_buffer import (
-    micro_batches,
     num_updates_per_rollout,
     plan_updates,
     without_idle_samples,
 )
+from openrlhf.trainer.ray.model_actor import ModelWorker
 from openrlhf.utils.rollout import Rollout, sequence_tensors
 
 
@@ -50,7 +53,7 @@ def test_rollouts_are_laid_end_to_end() -> None:
 
 
 def test_select_takes_every_axis_along() -> None:
-    experience = Experience.from_rollouts(THREE).with_columns(advantages=torch.arange(6.0))
+    experience = replace(Experience.from_rollouts(THREE), advantages=torch.arange(6.0))
     part = experience.select([2, 1])
     assert part.token_ids.tolist() == [7, 8, 9, 10, 4, 5, 6]
     assert part.advantages.tolist() == [3.0, 4.0, 5.0, 2.0]
@@ -66,7 +69,7 @@ def test_scatter_back_undoes_a_partition() -> None:
 
 
 def test_the_spread_of_rewards_is_that_of_groups_and_absent_where_there_are_none() -> None:
-    several = Experience.from_rollouts(THREE).with_columns(returns=torch.zeros(6))
+    several = replace(Experience.from_rollouts(THREE), returns=torch.zeros(6))
     alone = several.select([0, 1])
     assert experience_metrics(several, None).values()["group_reward_std"] == 0.0
     assert "group_reward_std" not in experience_metrics(alone, None).values()
@@ -105,8 +108,8 @@ def test_every_sample_is_trained_once_an_epoch_on_one_rank(
 
 
 def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
-    experience = Experience.from_rollouts(THREE).with_columns(
-        advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
+    experience = replace(
+        Experience.from_rollouts(THREE), advantages=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, -1.0])
     )
     [[step]] = plan_updates(experience, 1, train_batch_size=3, max_epochs=1, seed=0)
     busy = without_idle_samples(step)
@@ -116,8 +119,11 @@ def test_idle_samples_leave_but_stay_in_the_denominators() -> None:
 
 def test_micro_batches_by_budget_and_by_count() -> None:
     lengths = [3, 9, 2, 4]
-    assert micro_batches(lengths, 3) == [[0, 1, 2], [3]]
-    by_budget = micro_batches(lengths, 3, max_tokens=9)
+    assert ModelWorker(PPOConfig(), "actor", "run").micro_batches(lengths, 3, 9) == [[0, 1, 2], [3]]
+    config = PPOConfig.model_validate({"train": {"dynamic_batch_enable": True}})
+    worker = ModelWorker(config, "actor", "run")
+    by_budget = worker.micro_batches(lengths, 3, 9)
     assert sorted(i for part in by_budget for i in part) == [0, 1, 2, 3]
     assert all(sum(lengths[i] for i in part) <= 9 for part in by_budget)
     assert len(by_budget) == 2
+    assert worker.micro_batches([], 3, 9) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import plan_updates
+from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from tests.tiny import make_model
 from tests.trainer.test_experience import rollout
@@ -61,7 +63,8 @@ def ragged_experience(count: int = 64, *, with_ref: bool = False) -> Experience:
     experience = Experience.from_rollouts(rollouts)
     n = len(experience.rollout_logprobs)
     noise = torch.randn(3, n, generator=generator)
-    return experience.with_columns(
+    return replace(
+        experience,
         advantages=noise[0],
         old_logprobs=-5 + 0.3 * noise[1],
         ref_logprobs=-5 + 0.3 * noise[2] if with_ref else None,
@@ -130,7 +133,7 @@ def test_the_gradient_has_the_router_loss_of_every_sample(tmp_path: Path) -> Non
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
     expected = 0.5 * torch.cat([part.flatten() for part in parts])
     assert expected.norm() > 0.005
-    silent = experience.with_columns(advantages=torch.zeros_like(experience.advantages))
+    silent = replace(experience, advantages=torch.zeros_like(experience.advantages))
     torch.testing.assert_close(gradients(actor, silent, 24), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -143,7 +146,7 @@ def test_a_users_loss_is_imported_and_used(tiny_model_dir: Path, tmp_path: Path)
         "    no = ratio_N.detach() < 0\n"
         "    return PolicyLossTerms(-ratio_N * advantages_N, ratio_N.detach(), no, ratio_N.log())\n"
     )
-    experience = ragged_experience().with_columns(old_logprobs=None)  # ratio 1: nothing is clipped
+    experience = replace(ragged_experience(), old_logprobs=None)  # ratio 1: nothing is clipped
     own = make_actor(tiny_model_dir, tmp_path, actor={"policy_loss_type": f"{file}:plain"})
     ppo = make_actor(tiny_model_dir, tmp_path)
     expected = gradients(ppo, experience, 64)
@@ -182,9 +185,9 @@ def test_the_unbiased_kl_gradient_is_that_of_the_kl_whatever_the_estimator(
     tiny_model_dir: Path, tmp_path: Path, estimator: str
 ) -> None:
     """On-policy w is 1 and w * k2 is k2, whose gradient is the one of the KL."""
-    experience = ragged_experience(8, with_ref=True).with_columns(old_logprobs=None)
+    experience = replace(ragged_experience(8, with_ref=True), old_logprobs=None)
     assert experience.advantages is not None
-    experience = experience.with_columns(advantages=torch.zeros_like(experience.advantages))
+    experience = replace(experience, advantages=torch.zeros_like(experience.advantages))
     kl = {"use_loss": True, "init_coef": 0.1}
 
     def found(words: dict) -> torch.Tensor:
@@ -202,17 +205,16 @@ def test_tokens_outside_the_band_lose_their_gradient(tiny_model_dir: Path, tmp_p
     band = {"is_correction_enable": True, "is_correction_threshold": (0.5, 2.0)}
     masked = {**band, "is_correction_type": "icepop"}
     actor = make_actor(tiny_model_dir, tmp_path, algo={"advantage": masked})
-    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    experience = replace(ragged_experience(8), old_logprobs=None)
     near = actor.compute_logprobs(experience)
     first = int(experience.num_actions[0])
     far = torch.cat([near[:first], near[first:] - 5])
-    corrected = gradients(actor, experience.with_columns(rollout_logprobs=far), 8)
+    corrected = gradients(actor, replace(experience, rollout_logprobs=far), 8)
     assert experience.advantages is not None
     silent = experience.advantages.clone()
     silent[first:] = 0
     plain = make_actor(tiny_model_dir, tmp_path)
-    plain._every_sample_counts = lambda kl_coef: True  # type: ignore[method-assign]
-    expected = gradients(plain, experience.with_columns(advantages=silent), 8)
+    expected = gradients(plain, replace(experience, advantages=silent), 8)
     assert (corrected - expected).norm() / expected.norm() < 1e-4
 
 
@@ -227,7 +229,7 @@ def test_importance_ratios_are_told_apart_by_staleness(
     actor = make_actor(
         tiny_model_dir, tmp_path, train={"async_enable": True}, algo={"advantage": advantage}
     )
-    experience = ragged_experience(8).with_columns(old_logprobs=None)
+    experience = replace(ragged_experience(8), old_logprobs=None)
     near = actor.compute_logprobs(experience)
     first = int(experience.num_actions[0])
     actor.weight_version = 3
@@ -235,7 +237,7 @@ def test_importance_ratios_are_told_apart_by_staleness(
     versions[:first] = 1
     off = near.clone()
     off[:first] -= math.log(4)  # the trainer finds them four times as likely
-    experience = experience.with_columns(rollout_logprobs=off, weight_versions=versions)
+    experience = replace(experience, rollout_logprobs=off, weight_versions=versions)
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
     metrics = actor.fit(steps, 0.0).values()
     assert metrics["is_ratio/stale_2"] == pytest.approx(4, rel=1e-3)
@@ -265,7 +267,7 @@ def test_the_average_of_the_weights_is_exported(
 
     expected = weight()
     for _ in range(2):  # two optimizer steps each
-        experience = ragged_experience(16).with_columns(old_logprobs=None)
+        experience = replace(ragged_experience(16), old_logprobs=None)
         [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
         for step in steps:
             actor.fit([step], 0.0)
@@ -302,21 +304,23 @@ def test_forwards_and_updates_count_their_micro_batches(
         assert text in terminal.getvalue()
 
 
-def test_leaving_idle_samples_out_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_leaving_idle_samples_out_changes_nothing(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor = make_actor(tiny_model_dir, tmp_path)
     experience = ragged_experience()
     advantages = list(experience.advantages.split(experience.num_actions.tolist()))
     advantages[::2] = [torch.zeros_like(a) for a in advantages[::2]]
-    experience = experience.with_columns(advantages=torch.cat(advantages))
+    experience = replace(experience, advantages=torch.cat(advantages))
     skipped = gradients(actor, experience, 8)
-    actor._every_sample_counts = lambda kl_coef: True  # type: ignore[method-assign]
+    monkeypatch.setattr(ppo_actor, "without_idle_samples", lambda step: step)
     everything = gradients(actor, experience, 8)
     assert (skipped - everything).norm() / everything.norm() < 1e-5
 
 
 def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path) -> None:
     actor = make_actor(tiny_model_dir, tmp_path)
-    experience = ragged_experience().with_columns(old_logprobs=None)
+    experience = replace(ragged_experience(), old_logprobs=None)
     [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
     metrics = actor.fit(steps, 0.0).values()
     assert metrics["ratio_max"] == 1.0

@@ -40,24 +40,15 @@ def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
         NODE,
     )
     assert models == {
-        "actor": "/m/policy: 3.3M parameters, 2 rank(s), colocated with ref",
-        "ref": "/m/policy: 3.3M parameters, 2 rank(s), colocated with actor",
-        "reward1": "/m/a: 950 parameters, 1 rank(s), in a place of its own",
-        "reward2": "/m/b: 950 parameters, 1 rank(s), in a place of its own",
-        "critic": "/m/a: 7.2M parameters, 1 rank(s), in a place of its own",
-        "generation": "1 x vLLM of 2 devices each, in a place of its own",
+        "actor": "/m/policy: 3.3M parameters, 2 rank(s), devices: actor",
+        "ref": "/m/policy: 3.3M parameters, 2 rank(s), devices: actor",
+        "reward1": "/m/a: 950 parameters, 1 rank(s), devices: reward1",
+        "reward2": "/m/b: 950 parameters, 1 rank(s), devices: reward2",
+        "critic": "/m/a: 7.2M parameters, 1 rank(s), devices: critic",
+        "generation": "1 x vLLM of 2 devices each, devices: vllm",
     }
-    assert run["reward"] == "the model(s) reward1, reward2, weights 1 0.5"
+    assert run["reward"] == "/m/a, /m/b"
     assert run["devices"] == "8 GPU(s)"
-
-
-def test_the_limits_of_asynchronous_training_are_said() -> None:
-    line = "--remote_rm_url r.py --rollout_batch_size 32 --train_batch_size 32"
-    assert "queue" not in banner(line, LAPTOP)[1]
-    _, run = banner(f"{line} --async_train --async_queue_size 2 --partial_rollout", LAPTOP)
-    assert run["queue"] == (
-        "samples at most 2 update(s) behind, 32 prompts at once, weights change under samples"
-    )
 
 
 def test_a_set_smaller_than_the_batch_is_what_a_step_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from dataclasses import replace
@@ -29,16 +30,23 @@ def uneven(seconds: float):
     return lambda key: seconds * random.Random(str(key)).choice((0.2, 0.5, 1.0, 4.0))
 
 
-SLOW_GENERATION = {"seconds_of": uneven(0.03), "train_s": 0.0}
-SLOW_TRAINING = {"seconds_of": uneven(0.0005), "train_s": 0.02}
-
-
 @pytest.mark.parametrize("queue_size", [1, 3])
 @pytest.mark.parametrize("keeps_running", [False, True])
-@pytest.mark.parametrize("times", [SLOW_GENERATION, SLOW_TRAINING], ids=["engine", "trainer"])
-def test_either_side_may_be_slower(queue_size, keeps_running, times):
-    world = World(keeps_running=keeps_running, **times)
+@pytest.mark.parametrize("slow", ["engine", "trainer"])
+def test_either_side_may_be_slower(queue_size, keeps_running, slow):
+    world = World(keeps_running=keeps_running, seconds_of=uneven(0.0005))
     trainer = make_trainer(world, num_prompts=42, queue_size=queue_size, num_at_once=12)
+    core_of = operator.attrgetter("_core")  # the queue makes it anew when it is entered
+
+    def is_full():
+        core = core_of(trainer.queue)
+        is_bounded = core.num_outstanding == core.limits.max_outstanding
+        return not world.running and (is_bounded or core.is_exhausted or core.is_syncing)
+
+    if slow == "trainer":
+        world.may_train = is_full
+    else:
+        world.seconds_of = lambda key: 0.5 if len(world.submitted) <= 12 else 0.0
     trainer.fit()
     assert trainer.sampler.ledger.outcomes == {"trained": 42}
     steps = steps_of(trainer)
@@ -49,12 +57,11 @@ def test_either_side_may_be_slower(queue_size, keeps_running, times):
     assert max(step["queue/num_ready"] for step in steps) <= 4 * queue_size
     is_mixed = any(step["mixed_version_ratio"] > 0 for step in steps)
     assert not is_mixed or keeps_running
-    if times is SLOW_TRAINING:  # the engines wait for a place
+    if slow == "trainer":  # the engines wait for a place
         assert max(histogram) == queue_size
-        assert sum(step.get("timing/generation_blocked", 0.0) for step in steps) > 0.02
+        assert sum(step.get("timing/generation_blocked", 0.0) for step in steps) > 0
     else:  # the trainer waits: for samples, or for running ones to end
-        waiting = [step["timing/wait"] + step.get("timing/drain", 0.0) for step in steps]
-        assert sum(waiting) > 0.02
+        assert sum(step["timing/wait"] + step.get("timing/drain", 0.0) for step in steps) > 0.02
 
 
 def test_filtered_and_failed_groups_are_replaced_and_counted():
@@ -154,7 +161,8 @@ def test_a_run_that_trained_on_nothing_is_an_error():
 
 
 def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys):
-    trainer = make_trainer(World(), num_prompts=4)
+    assert make_trainer(World(), num_prompts=4).max_mismatch_kl == 1e-3
+    trainer = make_trainer(World(), num_prompts=4, policy_dtype=torch.bfloat16)
     metrics = Metrics()
     metrics.add("vllm_kl", 5.0)
     metrics.add("vllm_kl/stale_1", 9.0)
@@ -162,7 +170,7 @@ def test_the_first_step_that_has_fresh_samples_compares_them_alone(capsys):
     assert not trainer.is_compared
     trainer.check_mismatch(Metrics(), 5)  # a step without a signal compares nothing
     metrics.add("vllm_kl/stale_0", 1.5)
-    with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e\+00"):
+    with pytest.raises(EngineError, match=r"mismatch KL 1\.50e\+00, limit 1e-01"):
         trainer.check_mismatch(metrics, 6)
     trainer.check_mismatch(metrics, 7)  # weights may have drifted by then
 

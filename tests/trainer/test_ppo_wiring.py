@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.trainer.ppo_run import forwards_of, worker_classes
+from openrlhf.trainer.ppo_run import worker_classes
 from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_trainer import forwards_of
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
@@ -172,8 +173,8 @@ def test_the_clip_range_of_the_policy(
     for ratio, advantage in ((2.0, 1.0), (0.1, -1.0), (4.0, -1.0)):
         experience = Experience.from_rollouts([rollout([1], [2])])
         now = worker.compute_logprobs(experience)
-        experience = experience.with_columns(
-            advantages=torch.tensor([advantage]), old_logprobs=now - math.log(ratio)
+        experience = replace(
+            experience, advantages=torch.tensor([advantage]), old_logprobs=now - math.log(ratio)
         )
         step = UpdateStep(experience, num_tokens=1, num_samples=1, num_steps=2)
         loss = worker.compute_loss(experience.packed(), experience, step, Metrics())
@@ -189,8 +190,10 @@ def test_the_clip_range_of_values(flags: str, expected: float) -> None:
     # From 0 to 3.5, where 3 is right: off by half, or by what the clipped change leaves.
     worker = CriticModelActor(config_of(flags), "model", "unused")
     worker.engine = lambda batch: torch.tensor([3.5])  # type: ignore[assignment]
-    experience = Experience.from_rollouts([rollout([1], [2])]).with_columns(
-        values=torch.tensor([0.0]), returns=torch.tensor([3.0])
+    experience = replace(
+        Experience.from_rollouts([rollout([1], [2])]),
+        values=torch.tensor([0.0]),
+        returns=torch.tensor([3.0]),
     )
     step = UpdateStep(experience, num_tokens=1, num_samples=1)
     loss = worker.compute_loss(experience.packed(), experience, step, Metrics())

@@ -81,22 +81,6 @@ class Experience:
 
         return self._mapped(picked)
 
-    def with_columns(self, **columns: Tensor | None) -> Experience:
-        """Return the same samples with some columns replaced; check their lengths."""
-        updated = replace(self, **columns)  # type: ignore[arg-type]
-        size = {
-            "sample": len(self.seq_lengths),
-            "token": int(self.seq_lengths.sum()),
-            "action": int(self.num_actions.sum()),
-        }
-        for column in fields(updated):
-            value = getattr(updated, column.name)
-            if value is not None:
-                assert len(value) == size[column.metadata["axis"]], (
-                    f"{column.name}: {len(value)} entries, expected {size}"
-                )
-        return updated
-
     def to(self, device: torch.device | str) -> Experience:
         """Return the same samples on another device."""
         return self._mapped(lambda axis, column: column.to(device))
@@ -118,12 +102,6 @@ class Experience:
         for members in self.episodes if self.episode_ids is not None else ():
             lengths_B[members] = self.num_actions[members].sum()
         return lengths_B
-
-    def busy_samples(self) -> list[int]:
-        """Return the samples with an advantage that is not zero."""
-        assert self.advantages is not None, "advantages are not known yet"
-        parts = self.advantages.split(self.num_actions.tolist())
-        return [index for index, part in enumerate(parts) if bool((part != 0).any())]
 
     def stand_in(self) -> Experience:
         """Return a sample of two tokens with the same columns, where a rank has nothing to do."""

@@ -8,6 +8,7 @@ rewards, advantages, normalisation. Forwards nobody needs are not made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from openrlhf.algorithms.tokens import segment_sum
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import NumericsError
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, run_forwards
+from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.rollout import Rollout
 
@@ -27,7 +28,7 @@ from openrlhf.utils.rollout import Rollout
 class RemoteExperienceMaker:
     """Runs the forwards on their groups and the maths here."""
 
-    def __init__(self, config: PPOConfig, forwards: Mapping[str, ForwardPass]) -> None:
+    def __init__(self, config: PPOConfig, forwards: Mapping[str, Forward]) -> None:
         """`forwards` are those that are needed, by column: old_logprobs, values, ref_logprobs."""
         self.reward, self.kl = config.reward, config.algo.kl
         self.max_new_tokens = config.rollout.max_new_tokens
@@ -52,7 +53,7 @@ class RemoteExperienceMaker:
         for name, column in columns.items():
             if not torch.isfinite(column).all():
                 raise NumericsError(f"{name} of this batch are not finite")
-        experience = experience.with_columns(**columns)
+        experience = replace(experience, **columns)
         kl_N = self._reward_kl(experience)
         advantages_N, returns_N = self.estimator.compute(
             self._shaped_rewards(experience),
@@ -66,7 +67,7 @@ class RemoteExperienceMaker:
         )
         if not torch.isfinite(advantages_N).all():
             raise NumericsError("an advantage is not finite; check rewards, values and log-probs")
-        experience = experience.with_columns(advantages=advantages_N, returns=returns_N)
+        experience = replace(experience, advantages=advantages_N, returns=returns_N)
         return experience, experience_metrics(experience, kl_N)
 
     def _shaped_rewards(self, experience: Experience) -> Tensor:

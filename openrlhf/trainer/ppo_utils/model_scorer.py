@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from openrlhf.errors import RewardError
 from openrlhf.rollout.scoring import Group, Outcome
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.worker_group import ForwardPass, run_forwards
+from openrlhf.trainer.ppo_utils.worker_group import Forward, run_forwards
 from openrlhf.utils.threads import LoopThread
 
 LONG_TEXT = ", as it does for a text of more tokens than it reads"
@@ -28,7 +28,7 @@ class ModelScorer:
 
     def __init__(
         self,
-        models: Mapping[str, ForwardPass],
+        models: Mapping[str, Forward],
         weights: Sequence[float] | None = None,
         *,
         in_turn: bool = False,

@@ -17,14 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.balancing import (
-    balanced_partitions,
-    fixed_batches,
-    token_budget_batches,
-)
+from openrlhf.algorithms.balancing import balanced_partitions, fixed_batches
 from openrlhf.datasets.sampler import EpochSampler, PromptCursor
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.utils.packing import PackedBatch
 
 if TYPE_CHECKING:  # it imports datasets and pandas, which workers do not need
     from openrlhf.datasets.sft_dataset import SFTDataset
@@ -42,19 +37,6 @@ class UpdateStep:
     num_steps: int = 1  # optimizer steps of this rollout batch
     texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text beside the samples
     num_text_tokens: int = 0  # targets of the text of the whole optimizer step, all ranks
-
-
-def micro_batches(
-    seq_lengths: Sequence[int], micro_batch_size: int, max_tokens: int | None = None
-) -> list[list[int]]:
-    """Return the indices of the samples of each micro-batch, by a token budget when one is set,
-    else by a fixed count; none of no samples.
-    """
-    if not seq_lengths:
-        return []
-    if max_tokens is None:
-        return fixed_batches(len(seq_lengths), micro_batch_size)
-    return token_budget_batches(seq_lengths, max_tokens)
 
 
 def plan_updates(
@@ -94,12 +76,11 @@ def num_updates_per_rollout(num_samples: int, train_batch_size: int, max_epochs:
 
 def without_idle_samples(step: UpdateStep) -> UpdateStep:
     """Leave out samples that cannot move the policy: every advantage exactly zero."""
-    return replace(step, experience=step.experience.select(step.experience.busy_samples()))
-
-
-def pack_texts(token_ids: Sequence[Tensor]) -> PackedBatch:
-    """Return texts as one packed row; every token but the first of each is a target."""
-    return PackedBatch.from_sequences(token_ids, [torch.arange(len(ids)) > 0 for ids in token_ids])
+    experience = step.experience
+    assert experience.advantages is not None, "advantages are not known yet"
+    parts = experience.advantages.split(experience.num_actions.tolist())
+    busy = [index for index, part in enumerate(parts) if bool((part != 0).any())]
+    return replace(step, experience=experience.select(busy))
 
 
 class TextMixer:

@@ -1,12 +1,11 @@
 """The calls to a group of ranks.
 
-`ForwardPass` turns a group's method on shares into a function on whole experience.
+`start_forward` turns a group's method on shares into a function on whole experience.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from openrlhf.algorithms.balancing import balanced_partitions
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
 
 Pending = Callable[[], list[Any]]
+Forward = Callable[[Experience], Callable[[], Tensor]]  # `start_forward` of a group's method
 
 
 class WorkerGroup:
@@ -50,27 +50,22 @@ class WorkerGroup:
         return results
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """A forward of a group over experience, balanced over its ranks by tokens."""
-
-    group: WorkerGroup
-    method: Callable[..., Any]
-
-    def start(self, experience: Experience) -> Callable[[], Tensor]:
-        """Send the shares off; return a function that waits for a flat (N,) or (B,) column in
-        sample order.
-        """
-        parts = balanced_partitions(experience.seq_lengths.tolist(), self.group.num_shares)
-        pending = self.group.start(self.method, [(experience.select(part),) for part in parts])
-        return lambda: scatter_back(pending(), parts, experience.num_actions)
+def start_forward(
+    group: WorkerGroup, method: Callable[..., Any], experience: Experience
+) -> Callable[[], Tensor]:
+    """Send shares of experience, balanced by tokens, to the ranks of a group; return a function
+    that waits for a flat (N,) or (B,) column in sample order.
+    """
+    parts = balanced_partitions(experience.seq_lengths.tolist(), group.num_shares)
+    pending = group.start(method, [(experience.select(part),) for part in parts])
+    return lambda: scatter_back(pending(), parts, experience.num_actions)
 
 
 def run_forwards(
-    forwards: Mapping[str, ForwardPass], experience: Experience, *, in_turn: bool
+    forwards: Mapping[str, Forward], experience: Experience, *, in_turn: bool
 ) -> dict[str, Tensor]:
     """Return the column of every forward; `in_turn`: the groups share devices."""
     if in_turn:
-        return {name: forward.start(experience)() for name, forward in forwards.items()}
-    pending = {name: forward.start(experience) for name, forward in forwards.items()}
+        return {name: start(experience)() for name, start in forwards.items()}
+    pending = {name: start(experience) for name, start in forwards.items()}
     return {name: wait() for name, wait in pending.items()}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.balancing import fixed_batches, token_budget_batches
 from openrlhf.algorithms.policy_loss import aggregate
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig
 from openrlhf.distributed.checkpoints import random_state, set_random_state
@@ -34,7 +35,7 @@ from openrlhf.models.actor import Actor
 from openrlhf.models.support import check_here
 from openrlhf.models.value_head import CriticModel
 from openrlhf.trainer.ppo_utils.experience import Experience, scatter_back
-from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, micro_batches, pack_texts
+from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep
 from openrlhf.trainer.ppo_utils.vocabulary import load_policy_tokenizer
 from openrlhf.trainer.ray.utils import Health, node_address, own_gpu
 from openrlhf.utils.logging import redirect_framework_logs
@@ -126,9 +127,9 @@ class ModelWorker:
         self, seq_lengths: Sequence[int], micro_batch_size: int, max_tokens_per_gpu: int
     ) -> list[list[int]]:
         """Return the indices of each micro-batch; tokens count only with --use_dynamic_batch."""
-        budget = max_tokens_per_gpu * self.config.ds.ring_attn_size
-        is_used = self.config.train.dynamic_batch_enable
-        return micro_batches(seq_lengths, micro_batch_size, budget if is_used else None)
+        if not self.config.train.dynamic_batch_enable or not seq_lengths:
+            return fixed_batches(len(seq_lengths), micro_batch_size)
+        return token_budget_batches(seq_lengths, max_tokens_per_gpu * self.config.ds.ring_attn_size)
 
     @torch.no_grad()
     def forward_in_micro_batches(
@@ -227,7 +228,8 @@ class TrainedWorker(ModelWorker):
 
     def _text_loss(self, step: UpdateStep, indices: list[int], metrics: Metrics) -> Tensor:
         texts = [step.texts[index] for index in indices] or [torch.zeros(2, dtype=torch.int64)]
-        batch = pack_texts(texts).to(self.engine.device)
+        is_target = [torch.arange(len(token_ids)) > 0 for token_ids in texts]
+        batch = PackedBatch.from_sequences(texts, is_target).to(self.engine.device)
         if not indices:
             return self.compute_text_loss(batch, step.num_text_tokens, Metrics()) * 0.0
         loss = self.compute_text_loss(batch, step.num_text_tokens, metrics)
