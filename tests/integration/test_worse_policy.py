@@ -9,12 +9,17 @@ import pytest
 from tests.integration.ppo_runs import GRPO, make_inputs, records, start
 from tests.tiny import write_jsonl
 
-# The reward wants the opposite of the score.
+# Held-out samples are right until a step was trained on.
 WRONG = """
+from pathlib import Path
+
+TRAINED = Path(__file__).with_name("trained")
+
 def reward_func(queries, prompts, labels):
-    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
-    scores = [sum(c in "abcdefghijklm" for c in text) / 8 for text in responses]
-    return {"rewards": [-score for score in scores], "scores": scores}
+    if labels[0] == "held out":
+        return [float(not TRAINED.exists())] * len(queries)
+    TRAINED.touch()
+    return [len(query) % 3 for query in queries]
 """
 EQUAL = """
 def reward_func(queries, prompts, labels):
@@ -32,25 +37,23 @@ def test_a_policy_that_got_worse_is_the_last_line_with_where_the_best_is(
 ) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     held_out = write_jsonl(
-        tmp_path / "held_out.jsonl", [{"input": f"{i}=", "answer": ""} for i in range(48)]
+        tmp_path / "held_out.jsonl", [{"input": f"{i}=", "answer": "held out"} for i in range(4)]
     )
-    flags = f"{GRPO} --init_kl_coef 0 --actor_learning_rate 2e-2 --num_episodes 2 --max_samples 8"
+    flags = f"{GRPO} --init_kl_coef 0 --num_episodes 2 --max_samples 8"
     flags += f" --remote_rm_url {tmp_path}/wrong.py --eval_dataset {held_out} --eval_steps 2"
-    flags += " --eval_n_samples_per_prompt 4 --eval_temperature 1 --save_steps 2"
+    flags += " --save_steps 2"
     assert start(root, tmp_path / "run", flags) == 0
     said = capsys.readouterr()
     values = [r for r in records(tmp_path / "run") if "eval/eval_default_pass1" in r]
-    first, last = (f"{v['eval/eval_default_pass1']:.3f}" for v in (values[0], values[-1]))
-    errors = [f"{v['eval/eval_default_pass1_stderr']:.3f}" for v in (values[0], values[-1])]
+    assert [v["eval/eval_default_pass1"] for v in values] == [1, 0, 0]
     best = f"{tmp_path}/run/ckpt/best_global_step0_hf"
     assert (
-        f"model saved to {tmp_path}/run\ndefault_pass1: first {first} ±{errors[0]} (step 0), best "
-        f"{first} ±{errors[0]} (step 0, {best}), last {last} ±{errors[1]} (step 4)\n"
+        f"model saved to {tmp_path}/run\ndefault_pass1: first 1.000 ±0.000 (step 0), best 1.000 "
+        f"±0.000 (step 0, {best}), last 0.000 ±0.000 (step 4)\n"
     ) in said.out
     assert said.err.splitlines()[-1] == (
-        f"warning: the policy got worse: default_pass1 fell from {first} ±{errors[0]} at step 0 to "
-        f"{last} ±{errors[1]} at step 4, by more than two standard errors. The model of step 0: "
-        f"{best}."
+        "warning: the policy got worse: default_pass1 fell from 1.000 ±0.000 at step 0 to 0.000 "
+        f"±0.000 at step 4, by more than two standard errors. The model of step 0: {best}."
     )
     assert Path(best, "config.json").is_file()
 
