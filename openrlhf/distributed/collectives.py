@@ -52,13 +52,6 @@ def import_deepspeed() -> ModuleType:
     return deepspeed
 
 
-def device_of(topology: Topology) -> torch.device:
-    """Return the device of this rank; Ray may show a process one GPU, whatever its local rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", topology.local_rank % torch.cuda.device_count())
-
-
 def init_process_group(
     topology: Topology, *, rank_timeout_s: float = RANK_TIMEOUT_S
 ) -> torch.device:
@@ -66,8 +59,9 @@ def init_process_group(
     returns it. A collective fails after three times `rank_timeout_s`.
     """
     timeout = timedelta(seconds=PATIENCE * rank_timeout_s)
-    device = device_of(topology)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # Ray may show a process one GPU, whatever its local rank
+        device = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     deepspeed = import_deepspeed()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -143,14 +137,6 @@ def rank() -> int:
 def is_main() -> bool:
     """Return True on the first rank, the one that writes what is written once."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def all_reduce_sum(
-    values: Mapping[str, float], *, group: dist.ProcessGroup | None = None
-) -> dict[str, float]:
-    """Return the sum of every number over the ranks."""
-    parts = all_gather_object(values, group=group)
-    return {name: float(sum(part[name] for part in parts)) for name in values}
 
 
 def all_reduce_max(
@@ -260,7 +246,10 @@ def _watch(
             own.sendto(BEAT, listener)
         if is_over.wait(BEAT_EVERY_S):
             return
-        is_beating, now = _has_received(own), time.monotonic()
+        is_beating, now = False, time.monotonic()
+        with suppress(OSError):  # there is nothing more
+            while True:
+                is_beating = bool(own.recv(len(BEAT)))
         # A rank that was itself stopped for an hour has not seen the other one rest.
         quiet_s, before = quiet_s + min(now - before, 2 * BEAT_EVERY_S), now
         if is_beating:
@@ -276,11 +265,3 @@ def _watch(
         if quiet_s >= say_after_s:
             say_after_s *= 2
             warn(f"{said}; the run ends after {deadline_s:g} s (--rank_timeout_s).")
-
-
-def _has_received(own: socket.socket) -> bool:
-    is_beating = False
-    with suppress(OSError):  # there is nothing more
-        while True:
-            is_beating = bool(own.recv(len(BEAT)))
-    return is_beating

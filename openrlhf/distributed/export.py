@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.distributed import collectives
 from openrlhf.distributed.folders import flush, flush_one
@@ -29,9 +29,6 @@ from openrlhf.errors import CheckpointError, ConfigError
 from openrlhf.utils.logging import warn
 from openrlhf.utils.packable import base_model_of
 from openrlhf.utils.progress import progress, tracked
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_SIZE = "5GB"
@@ -146,34 +143,20 @@ def model_card(hf_model: nn.Module) -> str:
     base = without_folders(getattr(hf_model.config, "_name_or_path", "") or "unknown")
     lines = ["---", "library_name: transformers", "tags: [openrlhf]", "---", "", "# Model card", ""]
     lines.append(f"Trained from `{base}` with OpenRLHF.")
-    if (command := own_command()) is not None:
-        lines += ["", "```", without_folders(command), "```"]
+    if "default_worker" not in sys.argv[0]:  # a Ray worker's arguments are Ray's
+        module = getattr(sys.modules["__main__"], "__spec__", None)
+        start = sys.argv[0] if module is None else f"python -m {module.name}"
+        lines += ["", "```", without_folders(" ".join([start, *sys.argv[1:]])), "```"]
     lines += ["", "| library | version |", "|---|---|"]
-    lines += [f"| {name} | {version} |" for name, version in library_versions().items()]
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            lines.append(f"| {name} | {metadata.version(name)} |")
     return "\n".join(lines) + "\n"
 
 
 def without_folders(text: str) -> str:
     """Return the text with the last name alone of every absolute path."""
     return ABSOLUTE_PATH.sub(r"\1", text)
-
-
-def own_command() -> str | None:
-    """Return this process's command line; None in a Ray worker, whose arguments are Ray's."""
-    if "default_worker" in sys.argv[0]:
-        return None
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    start = sys.argv[0] if module is None else f"python -m {module.name}"
-    return " ".join([start, *sys.argv[1:]])
-
-
-def library_versions() -> dict[str, str]:
-    """Return the version of every installed library that a result depends on."""
-    versions = {}
-    for name in LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def _move_in(temporary: Path, path: Path) -> None:

