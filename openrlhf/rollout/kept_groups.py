@@ -1,7 +1,7 @@
 """Finished samples that no step has taken yet, as a checkpoint keeps them: token-exact, with
 log-probs, versions and rewards.
 
-Numbers lie end to end in one file of tensors, the rest is JSON beside it. What the data set says of
+Tensors are in one file, the rest is JSON beside it. What the data set says of
 a prompt is not kept: it is read there again.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -24,9 +23,8 @@ from openrlhf.utils.rollout import Rollout
 
 NOTES = "finished_groups.json"
 TENSORS = "finished_groups.safetensors"
-PER_TOKEN = {"token_ids": torch.int64, "action_mask": torch.bool}
-PER_ACTION = {"logprobs": torch.float32, "weight_versions": torch.int32}
-PLAIN = (
+TENSOR_FIELDS = ("token_ids", "action_mask", "logprobs", "weight_versions")
+JSON_FIELDS = (
     "sample_id",
     "finish_reason",
     "prompt_text",
@@ -73,15 +71,23 @@ class KeptGroups:
             return
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         tensors = {
-            name: torch.cat([getattr(rollout, name).to(dtype) for rollout in rollouts])
-            for name, dtype in (PER_TOKEN | PER_ACTION).items()
+            f"{rollout.sample_id}.{name}": getattr(rollout, name).clone()  # of its own memory
+            for rollout in rollouts
+            for name in TENSOR_FIELDS
         }
         try:
             safetensors.torch.save_file(tensors, folder / TENSORS)
         except SafetensorError as error:  # e.g. a full disk
             raise OSError(str(error)) from error
         groups = [
-            {"key": group.key, "age": group.age, "rollouts": list(map(_notes, group.rollouts))}
+            {
+                "key": group.key,
+                "age": group.age,
+                "rollouts": [
+                    {name: getattr(rollout, name) for name in JSON_FIELDS}
+                    for rollout in group.rollouts
+                ],
+            }
             for group in self.groups
         ]
         notes = {"origin": self.origin, "groups": groups}
@@ -96,11 +102,7 @@ def read_groups(folder: Path, prompts: PromptDataset, origin: Mapping[str, Any])
     notes = json.loads(path.read_text()) if path.exists() else None
     if notes is None or notes.get("origin") != origin:
         return KeptGroups(origin)
-    facts = [rollout for group in notes["groups"] for rollout in group["rollouts"]]
     tensors = safetensors.torch.load_file(folder / TENSORS)
-    sizes = {name: [fact["num_tokens"] for fact in facts] for name in PER_TOKEN}
-    sizes |= {name: [fact["num_actions"] for fact in facts] for name in PER_ACTION}
-    columns = {name: iter(tensors[name].split(sizes[name])) for name in sizes}
     groups = []
     for group in notes["groups"]:
         episode, row = group["key"]
@@ -112,15 +114,10 @@ def read_groups(folder: Path, prompts: PromptDataset, origin: Mapping[str, Any])
                 label=prompt.label,
                 datasource=prompt.datasource,
                 columns=prompt.columns,
-                **{name: next(column).clone() for name, column in columns.items()},
-                **{name: fact[name] for name in PLAIN if name in fact},
+                **{name: tensors[f"{fact['sample_id']}.{name}"] for name in TENSOR_FIELDS},
+                **fact,
             )
             for fact in group["rollouts"]
         ]
         groups.append(KeptGroup((episode, row), group["age"], rollouts))
     return KeptGroups(origin, groups)
-
-
-def _notes(rollout: Rollout) -> dict[str, Any]:
-    sizes = {"num_tokens": len(rollout.token_ids), "num_actions": rollout.num_actions}
-    return sizes | {name: getattr(rollout, name) for name in PLAIN}

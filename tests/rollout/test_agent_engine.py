@@ -57,12 +57,6 @@ def test_turns_that_go_on_from_each_other_are_one_segment():
     assert not segment.is_truncated
 
 
-def test_every_token_keeps_the_version_it_was_sampled_under():
-    turn = completion([2, 3, 4], version=6, starts=[(0, 5), (2, 6)])
-    (segment,) = segments_of(make_episode(), ([1], turn))
-    assert segment.weight_versions == [5, 5, 6]
-
-
 def test_a_rewritten_history_begins_a_segment_of_its_own():
     first, second = segments_of(
         make_episode(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -341,3 +342,45 @@ def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
     time.sleep(5 * DELAY_S)
     assert engine.num_sampled == sampled < len(WORDS * 9) / 2  # it has stopped
     assert engine.num_aborted == 1
+
+
+NUM_AT_ONCE = 3000
+# No episode ends before all of them have come to its first step.
+ALL_AT_ONCE = f"""
+    import asyncio
+    from openrlhf.utils.agent import AgentInstanceBase
+
+    THERE, ALL = [], asyncio.Event()
+
+    class AgentInstance(AgentInstanceBase):
+        async def step(self, states):
+            THERE.append(1)
+            if len(THERE) == {NUM_AT_ONCE}:
+                ALL.set()
+            await asyncio.wait_for(ALL.wait(), 15)
+            return {{"rewards": 0.5, "environment_feedback": "", "done": True}}
+"""
+
+
+def test_thousands_of_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):
+    num_threads: list[int] = []
+    num_before = threading.active_count()  # those that earlier tests of this process left
+
+    class Watched(StreamingEngine):
+        def submit(self, requests):
+            num_threads.append(threading.active_count() - num_before)
+            return super().submit(requests)
+
+    file = write_agent(tmp_path, ALL_AT_ONCE)
+    engine = Watched(says(tiny_tokenizer, WORDS * 4))
+    runner = make_runner(file, engine, tiny_tokenizer, num_tasks=NUM_AT_ONCE)
+    process = psutil.Process()
+    began_s, before = time.monotonic(), process.memory_info().rss
+    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(NUM_AT_ONCE)])
+    seconds, growth = time.monotonic() - began_s, process.memory_info().rss - before
+    assert all(isinstance(result, EpisodeResult) for result in results.values())
+    print(f"{seconds:.1f} s, {growth / 2**20:.0f} MiB, {max(num_threads)} threads")
+    assert seconds < 20  # one after the other: over an hour
+    assert growth < NUM_AT_ONCE * 100 * 2**10
+    assert max(num_threads) < 40
+    runner.close()

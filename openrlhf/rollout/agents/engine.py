@@ -37,18 +37,19 @@ UNSUPPORTED = (
 )
 NEUTRAL: dict[str, object] = {"n": 1, "best_of": 1, "top_k": -1}
 
-CURRENT: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
-# True in a task that no other began: a server's, which may work for any episode.
-IS_LOOSE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_loose", default=False)
+CURRENT: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("episode")
 
 
 def named_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
-    """Make a task that carries the name of its episode; task factory of the workers' loops."""
+    """Make a task that carries the name of its episode; task factory of the workers' loops.
+
+    A task that no other began (a server's) may work for any episode, and belongs to none.
+    """
     context = contextvars.copy_context()
-    episode = context.get(CURRENT)
-    if episode is not None and asyncio.current_task(loop) is None:
-        context.run(IS_LOOSE.set, True)  # noqa: FBT003
+    if asyncio.current_task(loop) is None:
+        context.run(CURRENT.set, None)
     task: asyncio.Task = context.run(partial(asyncio.Task, coroutine, loop=loop, **options))
+    episode = context.get(CURRENT, None)
     if episode is not None:
         task.set_name(episode.request.sample_id)
     return task
@@ -104,8 +105,6 @@ async def sample_turn(
     prompt_ids: Sequence[int],
     params: object,
     codec: TextCodec,
-    *,
-    owner: Episode | None = None,
 ) -> Completion:
     """Sample and record one turn of an episode, on any thread and loop.
 
@@ -119,15 +118,15 @@ async def sample_turn(
         raise ContextFullError(
             f"a prompt of {len(prompt_ids)} tokens fills the context of {max_length}"
         )
-    run = (owner or episode).request
+    run = episode.request
     settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
     episode.num_requests += 1
-    name = f"{episode.request.sample_id}/t{episode.num_requests}"
+    name = f"{run.sample_id}/t{episode.num_requests}"
     request = GenerationRequest(name, tuple(prompt_ids), settings)
     try:
-        completion = await asyncio.wrap_future(episode.ask(episode.request.sample_id, request))
+        completion = await asyncio.wrap_future(episode.ask(run.sample_id, request))
         fills_context = settings.max_new_tokens == room
-        episode.record(prompt_ids, completion, fills_context=fills_context, owner=run.sample_id)
+        episode.record(prompt_ids, completion, fills_context=fills_context)
     except EngineError as error:
         episode.engine_error = error
         raise
@@ -163,7 +162,7 @@ class AgentEngine:
     def __init__(self, codec: TextCodec, open_session: Callable[..., OpenAISession]) -> None:
         self._codec = codec
         self._open_session = open_session
-        # Records what loose tasks sample. An episode whose answer names such tokens gets them.
+        # Records what tasks of no episode sample, for answers that name such tokens.
         self.outside: Episode | None = None
 
     def generate(
@@ -180,19 +179,15 @@ class AgentEngine:
         `prompt` is text, token ids or {"prompt_token_ids": ids}. The result has `.outputs[0]` with
         `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
         """
-        owner = CURRENT.get(None)
-        is_loose = self.outside is not None and (owner is None or IS_LOOSE.get())
-        episode = self.outside if self.outside is not None and is_loose else current_episode()
-        if owner is None or owner.is_closed:
-            owner = episode
+        episode = CURRENT.get(None) or self.outside or current_episode()
         wanted = prompt if prompt_token_ids is None else prompt_token_ids
-        ids, text = prompt_ids_of(wanted, partial(self._codec.encode_prompt, episode=owner))
-        return PendingTurn(self._generate(episode, owner, ids, text, sampling_params))
+        ids, text = prompt_ids_of(wanted, partial(self._codec.encode_prompt, episode=episode))
+        return PendingTurn(self._generate(episode, ids, text, sampling_params))
 
     async def _generate(
-        self, episode: Episode, owner: Episode, ids: list[int], text: str | None, params: object
+        self, episode: Episode, ids: list[int], text: str | None, params: object
     ) -> SimpleNamespace:
-        completion = await sample_turn(episode, ids, params, self._codec, owner=owner)
+        completion = await sample_turn(episode, ids, params, self._codec)
         is_bare = bool(named_values(params).get("skip_special_tokens"))
         said = self._codec.decode(completion.token_ids, skip_special_tokens=is_bare)
         return vllm_result(ids, text, said, completion)

@@ -60,7 +60,6 @@ class Segment:
     weight_versions: list[int] = field(default_factory=list)  # A
     num_turns: int = 0
     is_truncated: bool = False
-    owner: str = ""  # sample id of the episode whose tasks seem to have sampled it
 
     def extend(self, prompt_token_ids: Sequence[int], completion: Completion) -> None:
         """Append what stands between the last turn and this one, and this turn."""
@@ -116,7 +115,6 @@ class Episode:
         completion: Completion,
         *,
         fills_context: bool = True,
-        owner: str = "",
     ) -> None:
         """Note a turn; EngineError for an impossible one, EpisodeOverError after the end.
 
@@ -133,7 +131,6 @@ class Episode:
                 self.segments += begun
             segment = max(begun, key=lambda segment: len(segment.token_ids))
             segment.extend(prompt, completion)
-            segment.owner = owner
             segment.is_truncated |= fills_context and completion.finish_reason == "length"
 
     def check_open(self) -> None:
@@ -168,8 +165,8 @@ def result_of(episode: Episode, answer: object, outside: Episode) -> EpisodeResu
 def take_segments(episode: Episode, answer: object, outside: Episode) -> tuple[Segment, ...]:
     """Return what an episode has sampled.
 
-    Tasks of a server that one episode started sample for all of them: an answer that names tokens
-    gets exactly those, any other all that its own tasks seem to have sampled.
+    Tasks of a server sample for all episodes: an answer that names tokens gets exactly those, any
+    other all that its own tasks have sampled.
     """
     named = named_tokens(answer)
     own, shared = episode.segments, outside.segments
@@ -178,9 +175,7 @@ def take_segments(episode: Episode, answer: object, outside: Episode) -> tuple[S
             if (segment.token_ids, segment.action_mask) == named:
                 outside.segments = [s for s in shared if s is not segment]
                 return (segment,)
-    sample_id = episode.request.sample_id
-    outside.segments = [s for s in shared if s.owner != sample_id]
-    return (*own, *(s for s in shared if s.owner == sample_id))
+    return tuple(own)
 
 
 def named_tokens(answer: object) -> tuple[list[int], list[bool]] | None:

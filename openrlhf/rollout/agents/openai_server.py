@@ -213,7 +213,7 @@ class OpenAIServer:
         return OpenAISession(self.base_url, key, MODEL_NAME, episode.request.columns)
 
     def _app(self) -> FastAPI:
-        app, router = FastAPI(openapi_url=None), APIRouter()
+        app, router = FastAPI(openapi_url=None), APIRouter(prefix="/v1")
 
         @router.get("/health")
         async def health() -> dict[str, str]:
@@ -238,7 +238,6 @@ class OpenAIServer:
                 return Response(events_of(asked, response), media_type="text/event-stream")
             return JSONResponse(response)
 
-        app.include_router(router, prefix="/v1")
         app.include_router(router)
         for kind in (RefusedError, AgentError, EngineError):
             app.add_exception_handler(kind, error_response)

@@ -129,7 +129,8 @@ class Worker:
         began_s = time.monotonic()
         episode = Episode(request, self.setup, self._ask)
         if self._engine.outside is None:
-            named = replace(request, sample_id=f"{request.sample_id}/outside")
+            sampling = replace(request.sampling, seed=None)  # or all its samples would be alike
+            named = replace(request, sample_id=f"{request.sample_id}/outside", sampling=sampling)
             self._engine.outside = Episode(named, self.setup, self._ask)
         outside = self._engine.outside
         self.num_episodes += 1
