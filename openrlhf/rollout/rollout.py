@@ -117,7 +117,6 @@ class Rollouts:
             for group_id, prompt in enumerate(prompts)
             for rollout in groups[prompt.row_id].rollouts
         ]
-        check_scores(rollouts)
         failed = {row: group.failure for row, group in groups.items() if group.failure is not None}
         return SampleBatch(rollouts, metrics, failed)
 

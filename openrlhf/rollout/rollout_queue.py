@@ -24,7 +24,6 @@ from openrlhf.rollout.kept_groups import (
     read_groups,
 )
 from openrlhf.rollout.rollout import GroupStream, Rollouts
-from openrlhf.rollout.scoring import check_scores
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics, timed
 from openrlhf.utils.rollout import Rollout
@@ -103,7 +102,7 @@ class RolloutQueue:
     async def next_step(self) -> list[Rollout]:
         """Return the samples of the next step, with group ids from 0; none when no prompt is left.
 
-        Raises what ended generation, EngineError when nothing comes in time, RewardError.
+        Raises what ended generation, EngineError when nothing comes in time.
         """
         core = self._core
         with timed("wait", self._metrics):
@@ -113,9 +112,7 @@ class RolloutQueue:
         groups = [self._groups.pop(key) for key in core.take()]
         self._metrics.add("queue/num_ready", len(core.ready))
         self._metrics.add("queue/num_running", len(core.running))
-        rollouts = [replace(r, group_id=k) for k, group in enumerate(groups) for r in group]
-        check_scores(rollouts)
-        return rollouts
+        return [replace(r, group_id=k) for k, group in enumerate(groups) for r in group]
 
     @contextmanager
     def syncing(self) -> Iterator[None]:

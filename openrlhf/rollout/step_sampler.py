@@ -14,7 +14,7 @@ from openrlhf.datasets.sampler import PromptCursor
 from openrlhf.errors import RewardError
 from openrlhf.rollout.ledger import Ledger
 from openrlhf.rollout.rollout import FinishedGroup, GroupKey, GroupStream, SampleBatch
-from openrlhf.rollout.scoring import FailurePolicy, check_scores
+from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
@@ -114,7 +114,6 @@ class StepSampler:
             for group_id, group in sorted(kept.items())
             for rollout in group
         ]
-        check_scores(rollouts)
         return SampleBatch(rollouts, metrics, failed)
 
     def settle(self, trained_groups: set[int]) -> None:
