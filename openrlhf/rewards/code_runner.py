@@ -18,6 +18,7 @@ from openrlhf.rewards.program_process import PASSED
 from openrlhf.utils.processes import kill_tree
 
 MIB = 1024**2
+MAX_FILE_BYTES = 16 * MIB  # of any file, output included
 MAX_SHOWN = 10_000  # characters of output that are kept
 PROGRAM_PROCESS = Path(__file__).with_name("program_process.py")
 
@@ -32,29 +33,18 @@ class CodeResult:
 
 
 def run_python(
-    program: str,
-    stdin: str = "",
-    *,
-    timeout_s: float = 5.0,
-    memory_mib: int = 512,
-    file_mib: int = 16,
+    program: str, stdin: str = "", *, timeout_s: float = 5.0, memory_mib: int = 512
 ) -> CodeResult:
     """Run a Python program in an empty folder with an empty environment; never raises for what the
     program does.
 
-    `timeout_s` limits the clock and, in whole seconds, CPU time; `file_mib` the largest file,
-    output included.
+    `timeout_s` limits the clock and, in whole seconds, CPU time.
     """
-    return _run("run", program, stdin, timeout_s, memory_mib, file_mib)
+    return _run("run", program, stdin, timeout_s, memory_mib)
 
 
 def passes_tests(
-    program: str,
-    tests: str,
-    *,
-    timeout_s: float = 5.0,
-    memory_mib: int = 512,
-    file_mib: int = 16,
+    program: str, tests: str, *, timeout_s: float = 5.0, memory_mib: int = 512
 ) -> bool:
     """Return True if tests (assert statements) run to their end against a program.
 
@@ -62,13 +52,11 @@ def passes_tests(
     whose exit code, output and memory decide nothing. They get copies of plain data that the
     program returns; an object of its own equals none of their values.
     """
-    return _run("test", program, tests, timeout_s, memory_mib, file_mib).exit_code == PASSED
+    return _run("test", program, tests, timeout_s, memory_mib).exit_code == PASSED
 
 
-def _run(
-    mode: str, program: str, stdin: str, timeout_s: float, memory_mib: int, file_mib: int
-) -> CodeResult:
-    numbers = (int(timeout_s + 1), memory_mib * MIB, file_mib * MIB, os.getpid())
+def _run(mode: str, program: str, stdin: str, timeout_s: float, memory_mib: int) -> CodeResult:
+    numbers = (int(timeout_s + 1), memory_mib * MIB, MAX_FILE_BYTES, os.getpid())
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as given,

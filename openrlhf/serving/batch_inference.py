@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
@@ -26,7 +25,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from openrlhf.config.serving import BatchInferenceConfig, InferenceRewardConfig
+from openrlhf.config.serving import (
+    BatchInferenceConfig,
+    InferenceRewardConfig,
+    SamplingConfig,
+)
 from openrlhf.datasets.chat import RENDERED, to_messages
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.problems import Gathered
@@ -81,7 +84,7 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     redirect_framework_logs(output.parent, f"batch_inference-{topology.rank}")
     if not topology.is_main:
         hide_bars()  # one rank draws for all
-    task = ScoreTask(config) if config.eval_task == "rm" else PromptTask(config)
+    task = BatchTask(config)
     strategy = DeepSpeedStrategy(
         config.ds,
         seed=config.seed,
@@ -97,11 +100,12 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     left = collectives.broadcast_object(left)
     if left:
         mine = topology.shard(left)
+        results = scored if config.eval_task == "rm" else generated
         with (
             progress("finished rows", len(mine)) as advance,
             (parts / f"rank{topology.rank}.jsonl").open("a") as file,
         ):
-            for item, rows in task.results(mine, strategy):
+            for item, rows in results(task, mine, strategy):
                 file.write("\n" + json.dumps([item, rows]))  # a torn line before it stays apart
                 file.flush()
                 advance(1)
@@ -111,10 +115,8 @@ def run_batch_inference(config: BatchInferenceConfig) -> None:
     strategy.shut_down()
 
 
-class BatchTask(ABC):
+class BatchTask:
     """Items to work on, each by itself; made before a model is loaded."""
-
-    samples: Any  # the tokenised data, a sample for each item
 
     def __init__(self, config: BatchInferenceConfig) -> None:
         """Read and check everything that is small; raise ConfigError with all problems found."""
@@ -124,12 +126,10 @@ class BatchTask(ABC):
         gathered, data, trust = Gathered(), config.data, config.trust_remote_code
         facts = gathered.attempt(lambda: load_config(path, trust_remote_code=trust))
         if facts is not None:
-            gathered.attempt(lambda: self._check_model(facts))
+            gathered.attempt(lambda: check_model(config, path, facts))
         tokenizer = gathered.attempt(
             lambda: load_tokenizer(
-                path,
-                chat_template=data.tokenizer_chat_template,
-                trust_remote_code=trust,
+                path, chat_template=data.tokenizer_chat_template, trust_remote_code=trust
             )
         )
         data_set = inference_data(config)
@@ -138,27 +138,28 @@ class BatchTask(ABC):
             self.rows, self.tokenizer, self.form = rows, tokenizer, data_set.form
             gathered.attempt(self._tokenise)
         gathered.raise_if_any()
-        assert facts is not None, "or else problems were raised"
-        self.model_config = facts
+        if config.eval_task != "rm":
+            assert facts is not None, "or else problems were raised"
+            self.max_model_len = max_model_len(self.samples, config.rollout, num_positions(facts))
 
-    @abstractmethod
-    def _check_model(self, facts: PretrainedConfig) -> None:
-        """Raise ConfigError for a model that cannot do the task here."""
-
-    @abstractmethod
     def _tokenise(self) -> None:
-        """Make `samples` of `rows`, with a bar; raises DataError."""
-
-    @abstractmethod
-    def results(
-        self, mine: Sequence[int], strategy: DeepSpeedStrategy
-    ) -> Iterator[tuple[int, list[Row]]]:
-        """Load the model and yield this rank's items with their rows; all ranks call."""
+        """Make a sample for each item, with a bar; raise DataError."""
+        form, csft = self.form, self.config.csft
+        self.samples: Any
+        if self.config.eval_task == "rm":
+            self.samples = SFTDataset(self.rows, self.tokenizer, form)
+            return
+        if csft.enable:
+            form = replace(form, around=wish_template(csft.prompt))
+        self.samples = PromptDataset(self.rows, self.tokenizer, form)
 
     @property
     def items(self) -> range:
         """Return the indices of the items, in the order of their rows in the output."""
-        return range(len(self.samples))
+        rollout = self.config.rollout
+        if rollout.iter is None or self.config.eval_task == "rm":
+            return range(len(self.samples))
+        return slice_of(len(self.samples), rollout.batch_size, rollout.iter)
 
     def columns_of(self, item: int) -> Row:
         """Return the columns of an item's row, without bytes, which JSON cannot hold."""
@@ -167,95 +168,18 @@ class BatchTask(ABC):
 
     @property
     def key(self) -> str:
-        """A hash of settings, model and data: with another one, other rows would come out."""
+        """Return a hash of the settings, the model and the data that the rows depend on."""
         settings = self.config.model_dump(mode="json", exclude=FREE_SETTINGS)
         facts = [settings, files_of_model(self.model_path), self.samples.fingerprint]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def _longest_first(self, items: Sequence[int], size: int) -> list[list[int]]:
+    def longest_first(self, items: Sequence[int], size: int) -> list[list[int]]:
         """Cut items into batches of like length."""
         ordered = sorted(items, key=lambda index: -int(self.samples.lengths[index]))
         return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
-
-class PromptTask(BatchTask):
-    """Prompts that fit, sampled by an engine; every rank has an engine of its own."""
-
-    samples: PromptDataset
-
-    def __init__(self, config: BatchInferenceConfig) -> None:
-        super().__init__(config)
-        rollout, trust = config.rollout, config.trust_remote_code
-        longest, limit = int(self.samples.lengths.max()), num_positions(self.model_config)
-        self.max_model_len = longest + rollout.max_new_tokens
-        if limit is not None and self.max_model_len > limit:
-            raise ConfigError(
-                f"The longest prompt has {longest} tokens; with --max_new_tokens "
-                f"{rollout.max_new_tokens} that is more than the {limit} positions of the model. "
-                "Type a smaller --max_new_tokens or --prompt_max_len."
-            )
-        self._sampling = SamplingSettings(
-            num_samples=rollout.best_of_n,
-            temperature=0.0 if rollout.is_greedy else rollout.temperature,
-            top_p=rollout.top_p,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=eos_token_ids(self.model_path, self.tokenizer, trust_remote_code=trust),
-            repetition_penalty=rollout.repetition_penalty,
-        )
-
-    def _check_model(self, facts: PretrainedConfig) -> None:
-        if self.config.eval_task == "generate":
-            check_here(self.config.ds, trains=False)
-            return
-        check_vllm_is_installed(instead="--eval_task generate, which does without it")
-        refuse_adapter(self.model_path, "--pretrain")
-
-    def _tokenise(self) -> None:
-        form, csft = self.form, self.config.csft
-        if csft.enable:
-            form = replace(form, around=wish_template(csft.prompt))
-        self.samples = PromptDataset(self.rows, self.tokenizer, form)
-
-    @property
-    def items(self) -> range:
-        rollout = self.config.rollout
-        if rollout.iter is None:
-            return range(len(self.samples))
-        return slice_of(len(self.samples), rollout.batch_size, rollout.iter)
-
-    def results(
-        self, mine: Sequence[int], strategy: DeepSpeedStrategy
-    ) -> Iterator[tuple[int, list[Row]]]:
-        if self.config.eval_task == "generate_vllm":
-            engine = self._vllm_engine()  # also without items: ranks start their engines together
-            try:
-                items = dict(zip(engine.submit(self._requests(mine)), mine, strict=True))
-                for future in as_completed(items):
-                    yield items[future], self._rows_of(items[future], future.result())
-            finally:
-                engine.shutdown()
-        elif mine:
-            num_rows = self.config.micro_batch_size
-            model = load_causal_lm(self.model_path, self.config)
-            own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
-            num_prompts = num_rows * BATCHES_IN_CHUNK // self.config.rollout.best_of_n
-            for chunk in self._longest_first(mine, max(num_prompts, 1)):
-                for item, group in zip(chunk, own.generate(self._requests(chunk)), strict=True):
-                    yield item, self._rows_of(item, group)
-
-    def _requests(self, items: Sequence[int]) -> list[GenerationRequest]:
-        """Return requests with seeds far apart: sample k of a prompt takes its seed plus k."""
-        first, step = self.config.seed << 32, self.config.rollout.best_of_n
-        return [
-            GenerationRequest(
-                str(item),
-                self.samples[item].prompt_token_ids,
-                replace(self._sampling, seed=(first + item * step) % 2**SEED_BITS),
-            )
-            for item in items
-        ]
-
-    def _rows_of(self, item: int, group: Sequence[Completion]) -> list[Row]:
+    def generated_rows(self, item: int, group: Sequence[Completion]) -> list[Row]:
+        """Return the rows of a prompt, one for each of its completions."""
         asked = asked_columns(self.samples.asked(item))
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
         return [
@@ -263,59 +187,8 @@ class PromptTask(BatchTask):
             for text, completion in zip(texts, group, strict=True)
         ]
 
-    def _vllm_engine(self) -> VLLMEngine:
-        config, num_gpus = self.config, torch.cuda.device_count()
-        return VLLMEngine(
-            VLLMEngineConfig(
-                self.model_path,
-                dtype=DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
-                max_model_len=self.max_model_len,
-                tensor_parallel_size=config.vllm.tensor_parallel_size or max(num_gpus, 1),
-                gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-                enable_prefix_caching=config.vllm.enable_prefix_caching,
-                max_num_seqs=config.vllm.max_num_seqs,
-                seed=config.seed,
-                trust_remote_code=config.trust_remote_code,
-            )
-        )
-
-
-class ScoreTask(BatchTask):
-    """Prompts with responses, scored by a reward model at the last of the tokens that train_rm
-    would have seen.
-    """
-
-    samples: SFTDataset
-
-    def _check_model(self, facts: PretrainedConfig) -> None:
-        check_here(self.config.ds, trains=False)
-        check_value_model(facts, self.model_path)
-
-    def _tokenise(self) -> None:
-        self.samples = SFTDataset(self.rows, self.tokenizer, self.form)
-
-    def results(
-        self, mine: Sequence[int], strategy: DeepSpeedStrategy
-    ) -> Iterator[tuple[int, list[Row]]]:
-        hf_model = load_sequence_model(self.model_path, self.config, allow_fresh_head=False)
-        engine = strategy.prepare_eval(RewardModel(hf_model))
-        batches = self._longest_first(mine, self.config.micro_batch_size)
-        num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])
-        # Under ZeRO-3 every forward takes all ranks: a rank that is done scores row 0 again.
-        num_idle = num_forwards - len(batches) if self.config.ds.zero_stage == 3 else 0
-        for number, batch in enumerate([*batches, *[[0]] * num_idle]):
-            examples = [self.samples[item] for item in batch]
-            packed = PackedBatch.from_sequences(
-                [example.token_ids for example in examples],
-                [example.loss_mask for example in examples],
-            )
-            scores = engine(packed.to(engine.device)).scores
-            assert isinstance(scores, Tensor), "RewardModel.forward"
-            if number < len(batches):
-                for item, reward in zip(batch, scores.tolist(), strict=True):
-                    yield item, [self._row(item, reward)]
-
-    def _row(self, item: int, reward: float) -> Row:
+    def scored_row(self, item: int, reward: float) -> Row:
+        """Return the row of a scored response."""
         row_id = self.samples.row_ids[item]
         if not math.isfinite(reward):
             raise RewardError(f"the reward model scored row {row_id + 1} with {reward}")
@@ -324,6 +197,118 @@ class ScoreTask(BatchTask):
             *asked, answer = to_messages(row[self.samples.input_column])
             return {"input": asked, "output": answer["content"], "reward": reward}
         return {**asked_columns(self.samples.asked(row)), "output": row[column], "reward": reward}
+
+
+def check_model(config: BatchInferenceConfig, path: str, facts: PretrainedConfig) -> None:
+    """Raise ConfigError for a model that cannot do the task here."""
+    if config.eval_task == "generate_vllm":
+        check_vllm_is_installed(instead="--eval_task generate, which does without it")
+        refuse_adapter(path, "--pretrain")
+        return
+    check_here(config.ds, trains=False)
+    if config.eval_task == "rm":
+        check_value_model(facts, path)
+
+
+def max_model_len(prompts: PromptDataset, rollout: SamplingConfig, limit: int | None) -> int:
+    """Return the most tokens of a prompt and its response; raise ConfigError above `limit`."""
+    longest = int(prompts.lengths.max())
+    total = longest + rollout.max_new_tokens
+    if limit is not None and total > limit:
+        raise ConfigError(
+            f"The longest prompt has {longest} tokens; with --max_new_tokens "
+            f"{rollout.max_new_tokens} that is more than the {limit} positions of the model. "
+            "Type a smaller --max_new_tokens or --prompt_max_len."
+        )
+    return total
+
+
+def generated(
+    task: BatchTask, mine: Sequence[int], strategy: DeepSpeedStrategy
+) -> Iterator[tuple[int, list[Row]]]:
+    """Load the model and yield this rank's prompts with their rows; every rank has an engine."""
+    config = task.config
+    if config.eval_task == "generate_vllm":
+        engine = vllm_engine(task)  # also without items: ranks start their engines together
+        try:
+            items = dict(zip(engine.submit(requests_of(task, mine)), mine, strict=True))
+            for future in as_completed(items):
+                yield items[future], task.generated_rows(items[future], future.result())
+        finally:
+            engine.shutdown()
+    elif mine:
+        model = load_causal_lm(task.model_path, config)
+        num_rows = config.micro_batch_size
+        own = OwnGenerate(model.to(strategy.device).eval(), max_num_rows=num_rows)
+        num_prompts = max(num_rows * BATCHES_IN_CHUNK // config.rollout.best_of_n, 1)
+        for chunk in task.longest_first(mine, num_prompts):
+            groups = own.generate(requests_of(task, chunk))
+            for item, group in zip(chunk, groups, strict=True):
+                yield item, task.generated_rows(item, group)
+
+
+def requests_of(task: BatchTask, items: Sequence[int]) -> list[GenerationRequest]:
+    """Return requests with seeds far apart: sample k of a prompt takes its seed plus k."""
+    config, rollout = task.config, task.config.rollout
+    sampling = SamplingSettings(
+        num_samples=rollout.best_of_n,
+        temperature=0.0 if rollout.is_greedy else rollout.temperature,
+        top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=eos_token_ids(
+            task.model_path, task.tokenizer, trust_remote_code=config.trust_remote_code
+        ),
+        repetition_penalty=rollout.repetition_penalty,
+    )
+    seeds = ((config.seed << 32) + item * rollout.best_of_n for item in items)
+    return [
+        GenerationRequest(
+            str(item),
+            task.samples[item].prompt_token_ids,
+            replace(sampling, seed=seed % 2**SEED_BITS),
+        )
+        for item, seed in zip(items, seeds, strict=True)
+    ]
+
+
+def vllm_engine(task: BatchTask) -> VLLMEngine:
+    """Start the engine of this rank."""
+    config, num_gpus = task.config, torch.cuda.device_count()
+    return VLLMEngine(
+        VLLMEngineConfig(
+            task.model_path,
+            dtype=DTYPES.get(config.ds.param_dtype, "auto" if num_gpus else "float32"),
+            max_model_len=task.max_model_len,
+            tensor_parallel_size=config.vllm.tensor_parallel_size or max(num_gpus, 1),
+            gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+            enable_prefix_caching=config.vllm.enable_prefix_caching,
+            max_num_seqs=config.vllm.max_num_seqs,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+        )
+    )
+
+
+def scored(
+    task: BatchTask, mine: Sequence[int], strategy: DeepSpeedStrategy
+) -> Iterator[tuple[int, list[Row]]]:
+    """Load the reward model and yield this rank's responses with their scores, read at the last of
+    the tokens that train_rm would have seen.
+    """
+    hf_model = load_sequence_model(task.model_path, task.config, allow_fresh_head=False)
+    engine = strategy.prepare_eval(RewardModel(hf_model))
+    batches = task.longest_first(mine, task.config.micro_batch_size)
+    num_forwards = int(strategy.all_reduce_max({"n": float(len(batches))})["n"])
+    # Under ZeRO-3 every forward takes all ranks: one that is done scores the first item again.
+    for batch in [*batches, *[[]] * (num_forwards - len(batches))]:
+        examples = [task.samples[item] for item in batch or [0]]
+        packed = PackedBatch.from_sequences(
+            [example.token_ids for example in examples], [example.loss_mask for example in examples]
+        )
+        scores = engine(packed.to(engine.device)).scores
+        assert isinstance(scores, Tensor), "RewardModel.forward"
+        for item, reward in zip(batch, scores.tolist()):  # noqa: B905 - an idle rank has no items
+            yield item, [task.scored_row(item, reward)]
 
 
 def unfinished_items(task: BatchTask, parts: Path) -> list[int]:
@@ -362,10 +347,7 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     os.replace(temporary, output)
     if rewards := [row["reward"] for row in rows if "reward" in row]:
         mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
-        notice(
-            f"rewards of {len(rewards)} answers: mean {mean:.3f}, standard deviation {spread:.3f}, "
-            f"from {min(rewards):.3f} to {max(rewards):.3f}"
-        )
+        notice(f"{len(rewards)} rewards: mean {mean:.3f}, standard deviation {spread:.3f}")
     notice(f"{len(kept)} rows written to {output}")
     shutil.rmtree(parts.parent)
 

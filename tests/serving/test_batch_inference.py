@@ -22,7 +22,7 @@ from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat
 from openrlhf.engines import vllm_engine
 from openrlhf.errors import ConfigError
-from openrlhf.serving.batch_inference import PromptTask, run_batch_inference, slice_of
+from openrlhf.serving.batch_inference import BatchTask, run_batch_inference, slice_of
 from tests.distributed.spawn import run_ranks
 from tests.tiny import as_openrlhf_saves, make_model, make_reward_model, write_jsonl
 
@@ -263,7 +263,7 @@ def test_answers_of_the_data_are_written_with_the_prompt_they_were_scored_behind
     words = ["--eval_task", "generate", "--pretrain", str(folder / "model"), "--input_key"]
     words += ["question", "--dataset", str(folder / "q.jsonl"), "--apply_chat_template"]
     words += ["--output_path", str(folder / "wished.jsonl"), *wish]
-    asked = PromptTask(parse_config(BatchInferenceConfig, words).config).samples[0]
+    asked = BatchTask(parse_config(BatchInferenceConfig, words).config).samples[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     learnt = SFTDataset(Dataset.from_list([row]), tokenizer, RowFormat(output_key="output"))[0]
     assert learnt.token_ids[~learnt.loss_mask].tolist() == list(asked.prompt_token_ids)
