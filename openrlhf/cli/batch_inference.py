@@ -16,35 +16,28 @@ from openrlhf.errors import ConfigError
 from openrlhf.utils.gpus import VISIBLE, visible_gpus
 
 
-def see_own_gpus(config: BatchInferenceConfig) -> None:
-    """Leave a rank of generate_vllm the GPUs of its engine; without GPUs there is nothing to do.
-
-    Raises ConfigError when the machine has too few for all of its ranks.
-    """
+def load(config: BatchInferenceConfig) -> Work:
+    """Leave a rank of generate_vllm the GPUs of its engine, then import the command."""
     topology = Topology.from_env(local_rank=config.local_rank)
     names = visible_gpus(os.environ)
     if config.eval_task == "generate_vllm" and topology.world_size > 1 and names:
         size = config.vllm.tensor_parallel_size or 1
         os.environ[VISIBLE] = ",".join(own_gpus(names, topology.local_rank, size))
+    return imported("openrlhf.serving.batch_inference:run_batch_inference")(config)
 
 
-def own_gpus(names: Sequence[str], local_rank: int, tensor_parallel_size: int) -> Sequence[str]:
-    """Neighbours for each rank: of GPUs 4, 5, 6, 7 in engines of two, rank 1 has 6 and 7."""
-    start = local_rank * tensor_parallel_size
-    stop = start + tensor_parallel_size
+def own_gpus(names: Sequence[str], local_rank: int, size: int) -> Sequence[str]:
+    """Return neighbours for each rank: of GPUs 4, 5, 6, 7 in engines of two, rank 1 has 6 and 7.
+    Raise ConfigError if the machine has too few for this rank.
+    """
+    start, stop = local_rank * size, (local_rank + 1) * size
     if stop > len(names):
         raise ConfigError(
-            f"The engines of {local_rank + 1} ranks or more need {stop} GPUs "
-            f"(--tp_size {tensor_parallel_size}), and this machine has {len(names)}. Start "
-            f"{len(names) // tensor_parallel_size} ranks on it, or type a smaller --tp_size."
+            f"The engines of {local_rank + 1} ranks or more need {stop} GPUs (--tp_size {size}), "
+            f"and this machine has {len(names)}. Start {len(names) // size} ranks on it, or type a "
+            "smaller --tp_size."
         )
     return names[start:stop]
-
-
-def load(config: BatchInferenceConfig) -> Work:
-    """Choose the GPUs of this rank, then import the command."""
-    see_own_gpus(config)
-    return imported("openrlhf.serving.batch_inference:run_batch_inference")(config)
 
 
 main = Command("openrlhf infer", BatchInferenceConfig, load)

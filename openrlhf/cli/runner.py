@@ -15,9 +15,8 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Generic
 
-from openrlhf.config.cli import ConfigT, parse_config
+from openrlhf.config.cli import ConfigT, help_text, parse_config
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.help import help_text
 from openrlhf.config.local_paths import is_local_data, named_things, path_problems
 from openrlhf.distributed.topology import Topology
 from openrlhf.errors import OpenRLHFError

@@ -51,8 +51,7 @@ class Option:
     """The declaration of a field beyond its type, and its place in a tree."""
 
     # Other names; without any, a leaf goes by the last part of its path (`--max_norm`), if it is
-    # `flat`. One with a leading dot is a sibling of the field: `.no_nesterov` of
-    # `muon.nesterov`; `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
+    # `flat`. `{model}num_nodes` of `actor.num_nodes` is actor_num_nodes.
     other_names: tuple[str, ...] = ()
     flat: bool = True
     # Name -> what the words after it mean (`--bf16` -> "bf16"); they are taken as typed else.
@@ -82,12 +81,11 @@ class Option:
     def names(self) -> Iterator[tuple[str, Meanings | None]]:
         """Yield the path and every other name, and what the words after it mean."""
         yield self.path, None
-        head, parent = self.path.partition(".")[0], self.path.rpartition(".")[0]
+        head = self.path.partition(".")[0]
         model = f"{head}_" if head in MODELS else ""
         own = (self.path.rpartition(".")[2],) if self.flat else ()
         for name in (*(self.other_names or own), *self.meanings):
-            full = f"{parent}{name}" if name.startswith(".") else name
-            yield full.replace("{model}", model).lstrip("."), self.meanings.get(name)
+            yield name.replace("{model}", model), self.meanings.get(name)
 
     @property
     def kinds(self) -> tuple[Any, ...]:

@@ -314,7 +314,7 @@ class AdvantageConfig(Base):
         "What is outside the band is dropped (mask) or held in it (clip; truncate: at its upper "
         "end only). Unset: by the type; mask where nothing else can be.",
         "is_correction_mode",
-        ".is_correction_treatment",
+        "algo.advantage.is_correction_treatment",
         "is_correction_treatment",
     )
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
@@ -699,15 +699,12 @@ class PPOConfig(RunConfig):
         if self.has_group_estimator and not is_given(self, "rollout.n_samples_per_prompt"):
             group = self.rollout.n_samples_per_prompt
             yield f"--advantage_estimator {advantage.estimator}: {group} samples of each prompt."
-        if kl.init_coef > 0 and kl.use_loss and kl.estimator == "k1" and not kl.unbiased_gradient:
+        is_biased = kl.use_loss == (kl.estimator == "k1") and not kl.unbiased_gradient
+        if kl.init_coef > 0 and is_biased:
+            place, better = ("with", "k2 or k3") if kl.use_loss else ("without", "k1")
             yield Caution(
-                "--use_kl_loss with --kl_estimator k1: its gradient does not pull to the "
-                "reference. Type --kl_estimator k2 or k3, or add --algo.kl.unbiased_gradient."
-            )
-        if kl.init_coef > 0 and not kl.use_loss and kl.estimator != "k1":
-            yield Caution(
-                f"--kl_estimator {kl.estimator} without --use_kl_loss: as a reward term it is "
-                "biased. Type --kl_estimator k1, or add --use_kl_loss."
+                f"--kl_estimator {kl.estimator} {place} --use_kl_loss gives a wrong gradient "
+                f"of the KL. Type --kl_estimator {better}."
             )
         if self.train.async_enable and not advantage.is_corrected:
             yield (

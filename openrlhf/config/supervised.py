@@ -361,15 +361,14 @@ class KDConfig(SupervisedConfig):
     def problems(self) -> Iterator[str]:
         """Add text without prompts to answer, and answers that leave no room for a prompt."""
         yield from super().problems()
-        is_plain = self.model.pretrain_mode_enable
-        has_template = is_plain and self.data.apply_chat_template
+        is_plain, answers = self.model.pretrain_mode_enable, self.kd.on_policy_enable
+        new, total = self.kd.max_new_tokens, self.data.max_len
         yield from clashes(
-            ("--pretrain_mode", "--apply_chat_template", has_template),
-            ("--pretrain_mode", "--kd_on_policy", is_plain and self.kd.on_policy_enable),
+            (
+                "--pretrain_mode",
+                "--apply_chat_template",
+                is_plain and self.data.apply_chat_template,
+            ),
+            ("--pretrain_mode", "--kd_on_policy", is_plain and answers),
+            (f"--kd_max_new_tokens {new}", f"--max_len {total}", answers and new >= total),
         )
-        answer, total = self.kd.max_new_tokens, self.data.max_len
-        if self.kd.on_policy_enable and answer >= total:
-            yield (
-                f"--kd_max_new_tokens {answer} leaves no room for a prompt in --max_len {total}. "
-                f"Type --kd_max_new_tokens {max(1, total // 2)} or --max_len {2 * answer}."
-            )

@@ -7,15 +7,15 @@ from typing import Literal
 import pytest
 
 from openrlhf.config.base import Base, option, switch, walk
+from openrlhf.config.cli import help_text
 from openrlhf.config.common import CommandConfig
-from openrlhf.config.help import help_text
 from tests.config.test_settings import CONFIGS
 
 
 class WheelConfig(Base):
     """`wheel.*`: what it rolls on."""
 
-    size: int = option(26, "Inches.", "wheel_size", meanings={".large": {"true": 29}}, gt=0)
+    size: int = option(26, "Inches.", "wheel_size", meanings={"wheel.large": {"true": 29}}, gt=0)
     pressures: tuple[float, float] = option((2.5, 3.0), "Front and back, in bar.", flat=False)
 
 

@@ -112,9 +112,6 @@ PROBLEMS = [
      "--apply_chat_template is not a known name. Did you mean --tokenizer_chat_template?"),
     (PRMConfig, "--reward_tokens +",
      "--reward_tokens takes 2 or more values: +. Type them with spaces between."),
-    (KDConfig, "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
-     "--kd_max_new_tokens 64 leaves no room for a prompt in --max_len 64. Type "
-     "--kd_max_new_tokens 32 or --max_len 128."),
     (BatchInferenceConfig, "rm --post_processor csft --reward_template {input}",
      "--reward_template has no {reward}. Write {reward} into it."),
     (LoraCombinerConfig, "m/", "--output_path is --model_path: m. Type another folder."),
@@ -146,6 +143,8 @@ CLASHES = [
      "--label_smoothing 0.0 with --loss_type exo_pair"),
     (DPOConfig, "--ipo --label_smoothing 0.1", "--label_smoothing 0.1 with --loss_type ipo"),
     (KDConfig, "--pretrain_mode --kd_on_policy", "--pretrain_mode with --kd_on_policy"),
+    (KDConfig, "--kd_on_policy --kd_max_new_tokens 64 --max_len 64",
+     "--kd_max_new_tokens 64 with --max_len 64"),
     (BatchInferenceConfig, "generate --post_processor rs",
      "--post_processor rs with --eval_task generate"),
     (BatchInferenceConfig, "generate --best_of_n 4 --temperature 0",

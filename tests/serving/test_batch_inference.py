@@ -15,7 +15,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from openrlhf.cli.batch_inference import own_gpus, see_own_gpus
+from openrlhf.cli.batch_inference import load, own_gpus
 from openrlhf.config.cli import parse_config
 from openrlhf.config.serving import BatchInferenceConfig
 from openrlhf.datasets.sft_dataset import SFTDataset
@@ -180,7 +180,7 @@ def test_only_ranks_of_generate_vllm_are_left_their_own_gpus(
     env = {"WORLD_SIZE": str(world_size), "RANK": str(world_size - 1), "LOCAL_RANK": "1"}
     for name, value in (env | {"CUDA_VISIBLE_DEVICES": visible}).items():
         monkeypatch.setenv(name, value)
-    see_own_gpus(config_of(folder, task, ""))
+    load(config_of(folder, task, ""))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
