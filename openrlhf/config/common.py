@@ -441,7 +441,7 @@ class TrainConfig(Base):
         gt=0,
     )
     max_epochs: int = option(1, "Passes over the data.", "max_epochs", "num_train_epochs", gt=0)
-    seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32)
+    seed: int = option(42, "Seed of everything random.", ge=0, lt=2**32, at_resume="refused")
     dynamic_batch_enable: bool = switch(
         "Micro-batches by tokens instead of samples.", "use_dynamic_batch"
     )

@@ -177,19 +177,13 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The data and seed that the order of samples follows from; resuming needs the same."""
+    """The data that the order of samples follows from; resuming needs the same."""
 
     fingerprint: str
     num_samples: int
-    seed: int
 
     def check(self, found: dict[str, Any], path: Path) -> None:
-        """Raise if a checkpoint was written over other samples or in another order."""
-        if found["seed"] != self.seed:
-            raise ConfigError(
-                f"--seed {self.seed}: {path} has its samples in the order of seed {found['seed']}. "
-                f"Type --seed {found['seed']}, or leave --load_checkpoint out."
-            )
+        """Raise if a checkpoint was written over other samples."""
         if found != asdict(self):
             raise DataError(
                 f"The data changed since {path} was written: {found['num_samples']} samples then, "

@@ -12,16 +12,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -242,13 +240,10 @@ def set_seed(seed: int, *, full_determinism: bool = False) -> None:
     """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels, and
     has those of flash attention sum in a fixed order.
     """
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
     if full_determinism:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers at every call
-        torch.use_deterministic_algorithms(mode=True)
+        transformers.enable_full_determinism(seed)
+    else:
+        transformers.set_seed(seed)
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,8 @@ from openrlhf.utils.progress import progress, tracked
 HEAD = "score"  # the module transformers gives the scalar head
 # Value models that OpenRLHF 0.8 to 0.11 saved: a backbone with one output, and no `num_labels`.
 OPENRLHF_CLASSES = frozenset(("RewardModel", "CriticModel"))
-LM_HEADS = ("lm_head", "embed_out", "output")  # which a value model drops
+# Keys without a place in a value model with a fresh head, and those of the head.
+LANGUAGE_HEADS = rf"(lm_head|embed_out|output)(\.|$)|{HEAD}\.weight$"
 DEFAULTS: Any = SimpleNamespace(ds=DeepSpeedConfig(), trust_remote_code=False)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the comparison with a model's own logits: how far log-probs may lie from them on average.
@@ -102,46 +103,49 @@ def resolve_dtype(
     return dtype if dtype is not None else torch.float32
 
 
-def read_model(
-    auto_class: Any,
-    path: str,
-    config: PretrainedConfig,
-    command: CommandConfig,
-    **more: object,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model, and what transformers says of its keys, which is checked instead of printed.
-    Raise ConfigError for weights that cannot be read.
-    """
-    from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
-
-    ds = command.ds
-    dtype, family = resolve_dtype(ds.param_dtype, config), causal_class(config)
+def _options(config: PretrainedConfig, command: CommandConfig) -> dict[str, Any]:
+    """Return how transformers is to load a model for packed rows, or for padded ones."""
+    ds, family = command.ds, causal_class(config)
+    dtype = resolve_dtype(ds.param_dtype, config)
     attention: str | None = ds.attention
     if attention in OWN_ATTENTION:
         is_padded = family is not None and why_padded(family, config) is not None
         eager = "eager" if attention == "eager" else None  # None: what transformers takes
         attention = eager if is_padded else PACKED_ATTENTION
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if ds.experts_implementation is not None:
-        more["experts_implementation"] = ds.experts_implementation
+        options["experts_implementation"] = ds.experts_implementation
     if ds.load_in_4bit:
-        more["quantization_config"] = transformers.BitsAndBytesConfig(
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
+    return options | {"trust_remote_code": command.trust_remote_code}
+
+
+def read_model(
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    command: CommandConfig,
+    *,
+    ignored: str = "(?!)",  # matches nothing
+    **more: object,
+) -> PreTrainedModel:
+    """Return a model with all its weights in place; raise ConfigError for weights that cannot be
+    read, or are not those of the model. Names of keys that match `ignored` may be anything.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 - transformers reads files through it
+
+    more |= _options(config, command)
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # keys are checked instead of printed
     try:
         with looking_up("model", path), progress(f"loading {Path(path).name}"):
-            return auto_class.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention,
-                trust_remote_code=command.trust_remote_code,
-                output_loading_info=True,
-                **more,
+            model, info = auto_class.from_pretrained(
+                path, config=config, output_loading_info=True, **more
             )
     except pickle.UnpicklingError as error:
         raise ConfigError(would_run_code(f"The file of weights in {path}", error)) from error
@@ -152,27 +156,30 @@ def read_model(
         ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)
-
-
-def check_loading_info(
-    path: str, info: dict[str, object], *, ignored: Set[str] = frozenset()
-) -> None:
-    """Raise ConfigError for keys without a place, places without a key, other shapes."""
     problems = {
-        "missing": set(info["missing_keys"]) - ignored,
-        "unexpected": set(info["unexpected_keys"]) - ignored,
+        "missing": {key for key in info["missing_keys"] if not re.match(ignored, key)},
+        "unexpected": {key for key in info["unexpected_keys"] if not re.match(ignored, key)},
         "of another shape": {key for key, *_ in info["mismatched_keys"]},
     }
-    texts = [
-        f"{len(keys)} keys are {kind} ({', '.join(sorted(keys)[:3])})"
-        for kind, keys in problems.items()
-        if keys
-    ]
-    if texts:
+    if any(problems.values()):
+        texts = (
+            f"{len(k)} keys are {kind} ({', '.join(sorted(k)[:3])})"
+            for kind, k in problems.items()
+            if k
+        )
         raise ConfigError(
             f"The weights at {path!r} do not fit the model: {'; '.join(texts)}. "
             "Give a complete checkpoint of this kind."
         )
+    for module in model.modules():
+        # In evaluation bitsandbytes (0.50) repacks a CPU's 4-bit weights for a kernel without a
+        # backward pass and never turns back: gradients would miss the path through the base.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    own_memory(model)
+    if command.ds.use_liger_kernel:
+        apply_liger(model)
+    return model
 
 
 def load_causal_lm(
@@ -185,18 +192,17 @@ def load_causal_lm(
 
     The folder of an adapter gives `base`, by default the one it names, with the adapter merged.
     """
-    path, base = os.fspath(path), base or base_of_adapter(path)
-    if base is not None:
-        refuse_merging_in_4bit(path, command.ds)
+    path = os.fspath(path)
+    if (base := base or _base_to_merge_into(path, command)) is not None:
         if is_reward_adapter(path):
             raise ConfigError(
                 f"{path} holds the adapter of a reward model. Give a language model or its adapter."
             )
         return merge_adapter_into(load_causal_lm(base, command), path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
-    model, info = read_model(transformers.AutoModelForCausalLM, path, config, command)
-    check_loading_info(path, info)
-    finish_loading(model, command.ds, has_lm_head=True)
+    model = read_model(transformers.AutoModelForCausalLM, path, config, command)
+    if command.ds.attention in OWN_ATTENTION:
+        check_own_logits(model)
     return model
 
 
@@ -215,9 +221,8 @@ def load_sequence_model(
     adapter, with a head or without, gives `base`, by default the one it names, with the adapter
     merged.
     """
-    path, base = os.fspath(path), base or base_of_adapter(path)
-    if base is not None:
-        refuse_merging_in_4bit(path, command.ds)
+    path = os.fspath(path)
+    if (base := base or _base_to_merge_into(path, command)) is not None:
         stored = _stored_head(path)
         model = load_sequence_model(
             base,
@@ -228,10 +233,10 @@ def load_sequence_model(
         model.config.update(stored)
         return merge_adapter_into(model, path)
     config = load_config(path, trust_remote_code=command.trust_remote_code)
-    has_stored_head = is_value_model(config)
     if not allow_fresh_head:
         check_value_model(config, path)
-    if is_classifier(config) and config.num_labels != 1:
+    has_stored_head = is_value_model(config)
+    if _is_classifier(config) and config.num_labels != 1:
         raise ConfigError(
             f"The model at {path!r} has {config.num_labels} labels; a value head has one."
         )
@@ -241,55 +246,30 @@ def load_sequence_model(
         stored_name or value_head_prefix or command.ds.value_head_prefix
     )
     more = {"key_mapping": {rf"^{re.escape(name)}\.": f"{HEAD}."}} if name != HEAD else {}
-    auto_class = transformers.AutoModelForSequenceClassification
-    model, info = read_model(auto_class, path, config, command, **more)
-    if has_stored_head:
-        check_loading_info(path, info)
-    else:
-        unexpected = info["unexpected_keys"]
-        lm_head = {key for key in unexpected if key.split(".")[0] in LM_HEADS}
-        check_loading_info(path, info, ignored={f"{HEAD}.weight"} | lm_head)
+    if not has_stored_head:
+        more["ignored"] = LANGUAGE_HEADS
+    model = read_model(
+        transformers.AutoModelForSequenceClassification, path, config, command, **more
+    )
+    if not has_stored_head:
         init_value_head(model.get_submodule(HEAD))
     if name != HEAD:  # the name it has in saved files
         model.add_module(name, model.get_submodule(HEAD))
         delattr(model, HEAD)
-    finish_loading(model, command.ds)
     return model
 
 
-def refuse_merging_in_4bit(path: str, ds: DeepSpeedConfig) -> None:
-    """Raise ConfigError: merged weights would be rounded to 4 bits once more."""
-    if ds.load_in_4bit:
+def _base_to_merge_into(path: str, command: CommandConfig) -> str | None:
+    """Return the base of the adapter at `path`, or None; raise ConfigError if it is to be loaded in
+    4 bits, to which merged weights would be rounded once more.
+    """
+    base = base_of_adapter(path)
+    if base is not None and command.ds.load_in_4bit:
         raise ConfigError(
             f"--load_in_4bit: {path} holds an adapter, and merging rounds 4-bit weights again. "
-            f"Merge it first: {merge_command(path, base_of_adapter(path) or 'BASE')}"
+            f"Merge it first: {merge_command(path, base)}"
         )
-
-
-def finish_loading(
-    model: PreTrainedModel, ds: DeepSpeedConfig, *, has_lm_head: bool = False
-) -> None:
-    """Finish a model whose weights are in place; raise ConfigError for one that is not computed as
-    it says.
-    """
-    if ds.load_in_4bit:
-        keep_4bit_trainable(model)
-    own_memory(model)
-    if has_lm_head and ds.attention in OWN_ATTENTION:
-        check_own_logits(model)
-    if ds.use_liger_kernel:
-        apply_liger(model)
-
-
-def keep_4bit_trainable(model: PreTrainedModel) -> None:
-    """Keep a CPU's 4-bit weights as they are packed for training.
-
-    In evaluation bitsandbytes (0.50) repacks them for a kernel without a backward pass and never
-    turns back: later gradients would miss the path through the base.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    return base
 
 
 def apply_liger(model: PreTrainedModel) -> None:
@@ -373,7 +353,7 @@ def own_memory(model: PreTrainedModel) -> None:
 def is_value_model(config: PretrainedConfig) -> bool:
     """Return True for a checkpoint with a scalar head, which must then be found in it."""
     has_own_class = OPENRLHF_CLASSES.intersection(config.architectures or ())
-    return bool(has_own_class) or is_classifier(config) or "value_head_prefix" in config.to_dict()
+    return bool(has_own_class) or _is_classifier(config) or "value_head_prefix" in config.to_dict()
 
 
 def check_value_model(config: PretrainedConfig, path: str) -> None:
@@ -382,7 +362,7 @@ def check_value_model(config: PretrainedConfig, path: str) -> None:
         raise ConfigError(f"The model at {path!r} has no value head. Give a trained reward model.")
 
 
-def is_classifier(config: PretrainedConfig) -> bool:
+def _is_classifier(config: PretrainedConfig) -> bool:
     """Return True for a sequence classifier of transformers; it may have several labels."""
     return any("SequenceClassification" in name for name in config.architectures or ())
 

@@ -18,6 +18,7 @@ from openrlhf.utils.packable import why_padded
 
 # Ways of asking for attention of which torch has the kernels, on every device.
 OWN_ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2")
+GPU_ATTENTION = ("flash_attention_3", "flash_attention_4", "flex_attention")
 # Of the plans in which transformers says how layers are split: those that AutoTP follows.
 SPLIT_STYLES = frozenset(
     {
@@ -41,14 +42,14 @@ def check_here(ds: DeepSpeedConfig, *, trains: bool = True, is_cuda: bool | None
     if is_cuda is None:
         check_gpus()
         is_cuda = torch.cuda.is_available()
-    if problems := list(_missing(ds, trains=trains, is_cuda=is_cuda)):
-        raise ConfigError(problems)
-
-
-def _missing(ds: DeepSpeedConfig, *, trains: bool, is_cuda: bool) -> Iterator[str]:
-    attention = ds.attn_implementation
+    problems = []
+    name = ds.attn_implementation
+    attention, has_kernel = f"--attn_implementation {name}", name in GPU_ATTENTION or "/" in name
+    if not has_kernel and name not in OWN_ATTENTION:
+        known = ", ".join((*OWN_ATTENTION, *GPU_ATTENTION))
+        problems.append(f"{attention} is not known. Type one of {known}, or a kernel's hub id.")
     needs = [  # flag, True if it is used, its package, and True if it needs a GPU
-        (f"--attn_implementation {attention}", attention not in OWN_ATTENTION, "torch", True),
+        (attention, has_kernel, "torch", True),
         ("--use_liger_kernel", trains and ds.use_liger_kernel, "liger_kernel", True),
         ("--load_in_4bit", ds.load_in_4bit, "bitsandbytes", False),
         ("--deepcompile", trains and ds.deepcompile, "torch", True),
@@ -57,13 +58,15 @@ def _missing(ds: DeepSpeedConfig, *, trains: bool, is_cuda: bool) -> Iterator[st
         lacks = [] if is_installed(package) else [f"the package {package} is not installed"]
         lacks += ["torch sees no CUDA device"] if needs_gpu and not is_cuda else []
         if is_used and lacks:
-            yield f"{flag}: {' and '.join(lacks)}. Mend that, or leave {flag} out."
+            problems.append(f"{flag}: {' and '.join(lacks)}. Mend that, or leave {flag} out.")
     is_fp16 = trains and ds.param_dtype == "fp16" and not is_cuda
     if is_fp16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        yield (
+        problems.append(
             "--ds.param_dtype fp16: this CPU does not train in fp16. Type --bf16 or "
             "--ds.param_dtype fp32, or run on a GPU."
         )
+    if problems:
+        raise ConfigError(problems)
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

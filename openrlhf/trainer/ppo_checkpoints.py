@@ -95,7 +95,7 @@ def open_run(config: PPOConfig, inputs: RunInputs) -> RunCheckpoints:
 
     Raises ConfigError or DataError where settings or prompts forbid to go on.
     """
-    facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts), config.train.seed)
+    facts = DataFacts(inputs.prompts.fingerprint, len(inputs.prompts))
     # Workers elsewhere may have another working directory.
     ckpt = config.ckpt.model_copy(update={"path": os.path.abspath(config.ckpt.path)})
     return open_checkpoints(ckpt, facts, config)

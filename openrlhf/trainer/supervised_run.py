@@ -87,7 +87,7 @@ def _run(recipe: Recipe, config: ConfigT, topology: Topology) -> None:
     if strategy.is_main:
         say_inputs(recipe, config, inputs)
     strategy.setup()
-    facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples), config.train.seed)
+    facts = DataFacts(inputs.samples.fingerprint, len(inputs.samples))
     opened = open_checkpoints(config.ckpt, facts, config)
     is_at_end = (opened.resume_step or 0) >= num_updates(config, len(inputs.samples))
     if opened.is_done(run_dir, is_at_end=is_at_end):

@@ -9,6 +9,12 @@ import torch
 
 from openrlhf.distributed.strategy import set_seed
 
+# What transformers sets.
+NAMES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC", "CUDA_LAUNCH_BLOCKING"),
+    *("ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"),
+)
+
 
 def drawn_and_refused() -> tuple[float, bool]:
     """The next random number, and True if a kernel without a deterministic form is refused."""
@@ -23,7 +29,7 @@ def drawn_and_refused() -> tuple[float, bool]:
 def test_nondeterministic_kernels_are_refused_and_flash_attention_sums_in_a_fixed_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+    for name in NAMES:
         monkeypatch.setenv(name, "")  # noted, to be put back
         monkeypatch.delenv(name)
     set_seed(7)
@@ -34,4 +40,4 @@ def test_nondeterministic_kernels_are_refused_and_flash_attention_sums_in_a_fixe
     finally:
         torch.use_deterministic_algorithms(mode=False)
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -30,7 +30,7 @@ FLAGS = (
 )
 CONFIG = parse_config(SFTConfig, FLAGS.split()).config
 NUM_SAMPLES, NUM_STEPS = 21, 6
-FACTS = DataFacts("tokens", NUM_SAMPLES, seed=5)
+FACTS = DataFacts("tokens", NUM_SAMPLES)
 
 
 class Vectors:

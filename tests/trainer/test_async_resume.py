@@ -119,7 +119,7 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
     def checkpoints() -> PPOCheckpoints:
         config = PPOConfig.model_validate({"ckpt": {"save_steps": 1, "path": str(tmp_path)}})
         phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
-        opened = RunCheckpoints(config.ckpt, DataFacts("f", 24, 0), store.latest())
+        opened = RunCheckpoints(config.ckpt, DataFacts("f", 24), store.latest())
         return PPOCheckpoints(opened, {}, phases, best_metric=None)
 
     trainer = make_trainer(World(train_error_at=2, train_s=0.02), num_prompts=24)

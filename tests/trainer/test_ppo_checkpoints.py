@@ -72,7 +72,7 @@ class Ranks:
 def opened(root: Path, **saved: object) -> RunCheckpoints:
     found = SimpleNamespace(**saved) if saved else None
     ckpt = CheckpointConfig(path=str(root))
-    return RunCheckpoints(ckpt, DataFacts("x", 1, 1), found)  # type: ignore[arg-type]
+    return RunCheckpoints(ckpt, DataFacts("x", 1), found)  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
