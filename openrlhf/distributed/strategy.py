@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -240,10 +239,12 @@ def set_seed(seed: int, *, full_determinism: bool = False) -> None:
     """Seed Python, NumPy and torch; `full_determinism` also refuses nondeterministic kernels, and
     has those of flash attention sum in a fixed order.
     """
+    from transformers import trainer_utils  # noqa: PLC0415 - it is at home in models
+
     if full_determinism:
-        transformers.enable_full_determinism(seed)
+        trainer_utils.enable_full_determinism(seed)
     else:
-        transformers.set_seed(seed)
+        trainer_utils.set_seed(seed)
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from openrlhf.config.common import DeepSpeedConfig, OptimizerConfig
 from openrlhf.distributed.export import export_hf, without_folders
@@ -22,7 +21,7 @@ from openrlhf.utils.packing import PackedBatch
 from openrlhf.utils.tokenizer import load_tokenizer
 from tests.distributed.spawn import run_ranks
 from tests.models.helpers import command
-from tests.tiny import make_model
+from tests.tiny import make_model, make_tokenizer
 
 KINDS = {
     "qwen2": ("qwen2", {}),
@@ -151,42 +150,27 @@ def test_the_model_card_names_no_folder_of_the_machine() -> None:
     )
 
 
-EOS = "<|end|>"
 TEXTS = ("a", "several words here", "two words")
-# Special tokens of a base: which there are, what they are for, embeddings beyond them, and the pad
+# What a tokenizer that pads with the end of texts has beside it, embeddings to spare, and the pad
 # token that the export has.
 BASES = {
-    "unknown": (["<unk>"], {"unk_token": "<unk>", "pad_token": EOS}, 0, "<unk>"),
-    "first": (["<s>"], {"bos_token": "<s>"}, 0, "<s>"),
-    "spare": ([], {"pad_token": EOS}, 1, "<|pad|>"),
-    "none": ([], {}, 0, None),
+    "unknown": ({"unk_token": "a"}, 0, "a"),
+    "first": ({"bos_token": "b"}, 0, "b"),
+    "spare": ({}, 1, "<|pad|>"),
+    "none": ({}, 0, None),
 }
 
 
 def make_base(path: Path, name: str) -> Path:
     """A language model of this kind, whose own config pads with the end of texts."""
-    special, roles, num_spare, _ = BASES[name]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([EOS, *special, *alphabet])}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=EOS, additional_special_tokens=special, **roles
-    )
+    roles, num_spare, _ = BASES[name]
+    make_tokenizer(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({**roles, "pad_token": tokenizer.eos_token})
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    size = len(tokenizer) + num_spare
+    make_model(path, "llama", hidden_size=32, num_layers=1, vocab_size=size, **ends)
     tokenizer.save_pretrained(path)
-    config = transformers.LlamaConfig(
-        vocab_size=len(vocab) + num_spare,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
@@ -201,14 +185,14 @@ def trained_scores(model: torch.nn.Module, texts: list[list[int]]) -> torch.Tens
 def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
     kind: str, tmp_path: Path
 ) -> None:
-    base, path, pad = make_base(tmp_path / "base", kind), tmp_path / "reward", BASES[kind][3]
+    base, path, pad = make_base(tmp_path / "base", kind), tmp_path / "reward", BASES[kind][2]
     trained = load_sequence_model(base)
     with torch.no_grad():
         trained.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     own = load_tokenizer(str(base))
     export_hf(trained, own, path)
-    assert trained.config.pad_token_id == 0  # the live model is as it was
-    expected = trained_scores(trained, [own(text + EOS)["input_ids"] for text in TEXTS])
+    assert trained.config.pad_token_id == own.eos_token_id  # the live model is as it was
+    expected = trained_scores(trained, [own(text + own.eos_token)["input_ids"] for text in TEXTS])
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -218,7 +202,7 @@ def test_an_export_scores_single_texts_and_padded_batches_as_the_trained_model(
         assert tokenizer.pad_token == pad
         assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
         assert tokenizer.pad_token_id < model.config.vocab_size
-    texts = [text + EOS for text in TEXTS]
+    texts = [text + own.eos_token for text in TEXTS]
     with torch.no_grad():
         single = [model(**tokenizer(text, return_tensors="pt")).logits[0, 0] for text in texts]
         torch.testing.assert_close(torch.stack(single), expected, atol=1e-5, rtol=1e-5)

@@ -13,6 +13,7 @@ from openrlhf.distributed.optimizer import parameter_groups
 from openrlhf.distributed.strategy import DeepSpeedStrategy
 from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
+from openrlhf.models.loading import load_causal_lm, load_sequence_model
 from tests.distributed.spawn import run_ranks
 from tests.tiny import make_model as make_tiny_model
 
@@ -119,21 +120,17 @@ def test_every_stage_takes_orthogonal_steps_and_goes_on_from_its_states(
             torch.testing.assert_close(found["weights"][name], last, atol=0.02, rtol=0)
 
 
-def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path) -> None:
-    from openrlhf.models.loading import load_causal_lm, load_sequence_model
-
-    path = make_tiny_model(tmp_path, "qwen2")
-    for load, head in ((load_causal_lm, "lm_head"), (load_sequence_model, "score")):
-        model = load(path)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = parameter_groups(model, OPTIM)
-        by_optimizer = [
-            {names[id(p)] for group in groups if group["use_muon"] is flag for p in group["params"]}
-            for flag in (True, False)
-        ]
-        layers = {name for name in names.values() if ".layers." in name}
-        assert by_optimizer[0] == {name for name in layers if name.endswith("_proj.weight")}
-        assert by_optimizer[1] == set(names.values()) - by_optimizer[0]
-        assert {f"{head}.weight", "model.norm.weight"} <= by_optimizer[1]
-        assert [group["lr"] for group in groups] == [0.05, 0.01, 0.01]
-        assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+@pytest.mark.parametrize("head", ["lm_head", "score"])
+def test_embeddings_heads_norms_and_biases_are_left_to_adam(tmp_path: Path, head: str) -> None:
+    load = load_causal_lm if head == "lm_head" else load_sequence_model
+    model = load(make_tiny_model(tmp_path, "qwen2"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    muon, decayed, undecayed = (
+        {names[id(p)] for p in group["params"]} for group in parameter_groups(model, OPTIM)
+    )
+    assert muon == {n for n in names.values() if ".layers." in n and n.endswith("_proj.weight")}
+    assert {f"{head}.weight", "model.embed_tokens.weight"} == decayed
+    assert undecayed == set(names.values()) - muon - decayed
+    groups = parameter_groups(model, OPTIM)
+    assert [group["lr"] for group in groups] == [0.05, 0.01, 0.01]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
