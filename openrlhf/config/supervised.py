@@ -362,13 +362,10 @@ class KDConfig(SupervisedConfig):
         """Add text without prompts to answer, and answers that leave no room for a prompt."""
         yield from super().problems()
         is_plain, answers = self.model.pretrain_mode_enable, self.kd.on_policy_enable
+        has_template = is_plain and self.data.apply_chat_template
         new, total = self.kd.max_new_tokens, self.data.max_len
         yield from clashes(
-            (
-                "--pretrain_mode",
-                "--apply_chat_template",
-                is_plain and self.data.apply_chat_template,
-            ),
+            ("--pretrain_mode", "--apply_chat_template", has_template),
             ("--pretrain_mode", "--kd_on_policy", is_plain and answers),
             (f"--kd_max_new_tokens {new}", f"--max_len {total}", answers and new >= total),
         )

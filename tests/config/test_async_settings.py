@@ -7,7 +7,6 @@ import pytest
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
-from openrlhf.rollout.agents.episodes import agent_setup
 from openrlhf.trainer.ppo_run import run_ppo_local
 from openrlhf.trainer.ppo_setup import make_schedule
 from openrlhf.trainer.ppo_trainer_async import async_limits
@@ -90,9 +89,3 @@ def test_steps_run_over_the_ends_of_episodes():
 def test_one_process_cannot_do_both():
     with pytest.raises(ConfigError, match="Use train_ppo_ray, or leave --async_train out"):
         run_ppo_local(parse("--train_batch_size 64 --async_train").config)
-
-
-def test_deadlines_of_agents_are_flags():
-    flags = "--train_batch_size 64 --agent_timeout_s 7 --reward_timeout_s 2"
-    limits = agent_setup(parse(flags).config, None, vocab_size=9)
-    assert (limits.episode_timeout_s, limits.step_timeout_s) == (7.0, 2.0)
