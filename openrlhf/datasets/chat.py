@@ -93,14 +93,12 @@ def frame_of(encoder: TextEncoder) -> tuple[str, str, str]:
     """Return what the tokenizer's chat template writes before a user's words, between them and the
     assistant's, and behind these; nothing where it refuses to.
     """
-    if not encoder.tokenizer.chat_template:
-        return "", "", ""
     question: Message = {"role": "user", "content": "QUESTION"}
     answer: Message = {"role": "assistant", "content": "ANSWER"}
     try:
         asked = render(encoder, [question], add_generation_prompt=True)
         rendered = render_dialogue(encoder, [question, answer])
-    except RowError:  # rows say what is refused
+    except (RowError, ConfigError):  # no template, or rows say what is refused
         return "", "", ""
     start, _, middle = asked.partition("QUESTION")
     stop = max((end for _, end in rendered.spans), default=None)

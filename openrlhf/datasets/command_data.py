@@ -88,11 +88,11 @@ def data_sets(config: CommandConfig) -> Iterator[DataSet]:
 def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
     """Yield the training data and, where it is named, the evaluation data."""
     data, held_out = config.data, config.eval
-    reading, shared = _reading(config), _shared_options(data, config.train.seed)
-    yield DataSet(data.dataset or "", _named(data) | shared, *reading)
+    reading, options = _reading(config), partial(_options, data, config.train.seed)
+    named = options(data.dataset_split) | _expected(data, data.dataset_probs)
+    yield DataSet(data.dataset or "", named, *reading)
     if held_out.dataset:
-        options = {"split": held_out.split, **shared}
-        yield DataSet(held_out.dataset, options, *reading, EVALUATION)
+        yield DataSet(held_out.dataset, options(held_out.split), *reading, EVALUATION)
 
 
 def _reading(config: SupervisedConfig) -> tuple[type[TokenizedDataset], RowFormat]:
@@ -123,15 +123,15 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
     """Yield prompts and, where they are named, those of the evaluation and pre-training text."""
     data, held_out, prompts = config.data, config.eval, config.data.prompt_dataset or ""
     form = _prompt_format(data, label_key=data.label_key)
-    shared = _shared_options(data, config.train.seed)
-    options = {"split": data.prompt_split, "probs": data.prompt_probs, **_expected(data), **shared}
-    yield DataSet(prompts, options, PromptDataset, form)
+    options = partial(_options, data, config.train.seed)
+    named = options(data.prompt_split) | _expected(data, data.prompt_probs)
+    yield DataSet(prompts, named, PromptDataset, form)
     if held_out.dataset:
         is_training = (held_out.dataset, held_out.split) == (prompts, data.prompt_split)
-        others = options if is_training else {"split": held_out.split, **shared}
+        others = named if is_training else options(held_out.split)
         yield DataSet(held_out.dataset, others, PromptDataset, form, EVALUATION)
     if data.pretrain_dataset and config.actor.ptx_coef != 0:
-        options = {"split": data.pretrain_split, "probs": data.pretrain_probs, **shared}
+        texts = options(data.pretrain_split) | {"probs": data.pretrain_probs}
         form = RowFormat(  # cut at the length of prompt and response together
             input_key=_if_given(data, "pretrain_key"),
             pretrain_mode=True,
@@ -139,18 +139,19 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
             overlong="truncate",
             allow_special_tokens=data.allow_special_tokens,
         )
-        yield DataSet(data.pretrain_dataset, options, PretrainText, form, PRETRAIN)
+        yield DataSet(data.pretrain_dataset, texts, PretrainText, form, PRETRAIN)
 
 
 def inference_data(config: BatchInferenceConfig) -> DataSet:
     """Return the data set that is answered or scored."""
-    data, shared = config.data, _shared_options(config.data, config.seed)
+    data = config.data
+    options = _options(data, config.seed, data.dataset_split) | _expected(data, data.dataset_probs)
     kind: type[TokenizedDataset] = PromptDataset
     if config.eval_task == "rm":
         kind, form = SFTDataset, _row_format(data)
     else:
         form = _prompt_format(data)
-    return DataSet(data.dataset or "", _named(data) | shared, kind, form)
+    return DataSet(data.dataset or "", options, kind, form)
 
 
 def _row_format(data: DatasetConfig, **more: Any) -> RowFormat:
@@ -193,15 +194,13 @@ def _if_given(settings: Base, name: str) -> Any:
     return getattr(settings, name) if is_given(settings, name) else None
 
 
-def _named(data: DatasetConfig) -> dict[str, Any]:
-    """Return the options of `load_rows` that are those of --dataset."""
-    return {"split": data.dataset_split, "probs": data.dataset_probs, **_expected(data)}
+def _options(data: DatasetConfig | PPODataConfig, seed: int, split: str) -> dict[str, Any]:
+    """Return the options of `load_rows` for a data set of a command."""
+    caps = {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
+    return {"split": split, **caps}
 
 
-def _expected(data: TextDataConfig) -> dict[str, Any]:
-    return {"expect_rows": data.expect_rows, "expect_sha256": data.expect_sha256}
-
-
-def _shared_options(data: DatasetConfig | PPODataConfig, seed: int) -> dict[str, Any]:
-    """Return the options of `load_rows` that are those of every data set of a command."""
-    return {"max_samples": data.max_samples, "seed": seed, "duplicate_ids": data.duplicate_ids}
+def _expected(data: TextDataConfig, probs: str | None) -> dict[str, Any]:
+    """Return the options of `load_rows` that are those of training data alone."""
+    facts = {"expect_rows": data.expect_rows, "expect_sha256": data.expect_sha256}
+    return {"probs": probs, **facts}

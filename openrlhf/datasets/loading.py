@@ -114,10 +114,9 @@ def _one_for_each(facts: str | None, names: Sequence[str], flag: str) -> Sequenc
 
 
 def _capped(parts: Parts, max_samples: int | None) -> Parts:
-    left, capped = sum(len(rows) for _, rows in parts), []
-    left = left if max_samples is None else min(left, max_samples)
+    left, capped = sum(len(rows) for _, rows in parts) if max_samples is None else max_samples, []
     for name, rows in parts:
-        capped.append((name, rows if len(rows) <= left else rows.select(range(left))))
+        capped.append((name, rows.select(range(min(len(rows), left)))))
         left -= len(capped[-1][1])
     return capped
 

@@ -45,8 +45,7 @@ class ProcessRewardDataset(TokenizedDataset):
     flags: ClassVar[str] = "--input_key, --label_key and --max_len"
 
     def __getitem__(self, index: int) -> ProcessExample:
-        [tokens], values = self._example(index)
-        token_ids, marker_mask = tokens.tensors
+        [(token_ids, marker_mask)], values = self._example(index)
         is_soft = isinstance(values[0], float)
         labels = torch.tensor(values, dtype=torch.float32 if is_soft else torch.int64)
         return ProcessExample(token_ids, marker_mask, labels[: int(marker_mask.sum())], is_soft)

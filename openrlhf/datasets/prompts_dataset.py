@@ -43,13 +43,13 @@ class PromptDataset(TokenizedDataset):
     flags: ClassVar[str] = "--prompt_max_len"
 
     def __getitem__(self, index: int) -> PromptRecord:
-        [tokens], extra = self._example(index)
+        [(token_ids, _)], extra = self._example(index)
         row = self._rows[self.row_ids[index]]
         label_key = self._format.label_key
         return PromptRecord(
             row_id=self.row_ids[index],
             prompt_text=extra["text"],
-            prompt_token_ids=tuple(tokens.ids),
+            prompt_token_ids=tuple(token_ids.tolist()),
             label=row[label_key] if label_key else "",
             datasource=str(row.get("datasource") or "default"),
             columns={name: value for name, value in row.items() if name != self._input_key},

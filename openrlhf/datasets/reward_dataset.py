@@ -58,7 +58,7 @@ class PreferenceDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> PreferencePair:
         [chosen, rejected], margin = self._example(index)
-        return PreferencePair(*chosen.tensors, *rejected.tensors, margin)
+        return PreferencePair(*chosen, *rejected, margin)
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> list[str]:

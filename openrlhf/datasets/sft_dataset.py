@@ -59,7 +59,7 @@ class SFTDataset(TokenizedDataset):
 
     def __getitem__(self, index: int) -> SFTExample:
         [tokens], _ = self._example(index)
-        return SFTExample(*tokens.tensors)
+        return SFTExample(*tokens)
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:

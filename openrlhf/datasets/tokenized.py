@@ -105,11 +105,6 @@ class Tokens(NamedTuple):
     ids: list[int]
     mask: list[bool]
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return ids, (T,) int64, and mask, (T,) bool."""
-        return torch.tensor(self.ids, dtype=torch.int64), torch.tensor(self.mask, dtype=torch.bool)
-
 
 # The sequences of a row, and what its example holds besides them: JSON.
 Tokenised: TypeAlias = tuple[list[Tokens], Any]
@@ -319,10 +314,15 @@ class TokenizedDataset(ABC):
         mask[:1] = [False]  # nothing predicts the first token
         return Tokens(with_leading, mask)
 
-    def _example(self, index: int) -> Tokenised:
-        """Return the sequences of an example, and what it holds besides them."""
+    def _example(self, index: int) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+        """Return the sequences of an example, ids (T,) int64 and mask (T,) bool, and what it holds
+        besides them.
+        """
         row = self._table[self.row_ids[index]]
-        sequences = [Tokens(*pair) for pair in zip(row["ids"], row["targets"], strict=True)]
+        sequences = [
+            (torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool))
+            for ids, mask in zip(row["ids"], row["targets"], strict=True)
+        ]
         return sequences, json.loads(row["extra"])
 
     def _fact(self, name: str) -> Tensor:

@@ -48,7 +48,7 @@ class UnpairedPreferenceDataset(SFTDataset):
 
     def __getitem__(self, index: int) -> UnpairedExample:
         [tokens], is_desirable = self._example(index)
-        return UnpairedExample(*tokens.tensors, is_desirable)
+        return UnpairedExample(*tokens, is_desirable)
 
     @classmethod
     def find_columns(cls, form: RowFormat, rows: Dataset) -> Columns:

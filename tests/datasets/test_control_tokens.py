@@ -70,7 +70,7 @@ def made(name: str, folder: Path, model: Path, row: dict, more: str = "") -> tup
         samples = task.samples
     else:
         samples = supervised_run.prepare_inputs(how, config).samples
-    ids = samples._example(0)[0][0].ids
+    ids = samples._example(0)[0][0][0].tolist()
     return samples.notices, [token_id for token_id in ids if token_id < 6]
 
 

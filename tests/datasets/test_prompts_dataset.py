@@ -127,8 +127,8 @@ def test_rows_that_say_nothing_are_named(tokenizer, value, is_chat, message):
 
 def test_a_template_that_does_not_end_is_cut_off(tokenizer, monkeypatch):
     monkeypatch.setattr("openrlhf.utils.tokenizer.RENDER_S", 0.2)
-    loop = "{% for i in range(99999) %}"
-    tokenizer.chat_template = loop + loop + "{% endfor %}{% endfor %}"
+    loops = "{% for i in range(99999) %}{% for i in range(200) %}"  # a second or two: no more
+    tokenizer.chat_template = loops + "{% endfor %}{% endfor %}"
     with pytest.raises(ConfigError, match=r"template takes longer than 0.2 s to write one dialo"):
         prompts(tokenizer, [{"input": "x"}], apply_chat_template=True)
 
