@@ -168,7 +168,7 @@ def train_policy(work: w.Workload) -> Measurement:
         experience, 1, train_batch_size=work.num_completions, max_epochs=1, seed=0
     )
     return {
-        "seconds": seconds(lambda: actor.fit(steps, 0.0)),
+        "seconds": seconds(lambda: actor.fit(steps)),
         "tokens": len(experience.token_ids),
     }
 

@@ -206,14 +206,11 @@ class PPOCheckpoints:
             if groups is not None:
                 groups.write(folder)
 
-        cursor = content["sampler"]["cursor"]
-        episode, position = cursor["episode"] + 1, cursor["position"]
-        place = f"step {state.global_step}, episode {episode}, {position} prompts into it"
         is_saved = self.opened.save(
             state.global_step,
             write=write,
             export=lambda path: self.groups["actor"].call(PolicyModelActor.export, str(path)),
-            state={RUN: content, "place": place},
+            state={RUN: content},
         )
         self.kept = content if is_saved else self.kept
         return is_saved

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +18,7 @@ from openrlhf.distributed.checkpoints import RunCheckpoints, export_final
 from openrlhf.distributed.collectives import naming_lost_ranks
 from openrlhf.distributed.folders import holding_folders
 from openrlhf.distributed.topology import Topology
-from openrlhf.models.loading import DTYPES, say_padded
+from openrlhf.models.loading import say_padded
 from openrlhf.models.support import check_here
 from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
@@ -29,7 +28,6 @@ from openrlhf.rollout.single_turn import SingleTurn
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, check_is_shared, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
-    Schedule,
     check_runs_without_ray,
     named_models,
     prepare_inputs,
@@ -41,7 +39,7 @@ from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
 from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.placement import TRAINED_ROLES, RoleCounts, pools_of, reward_roles
+from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.trainer.ray.scorers import ReferenceModelActor, RewardModelActor
@@ -80,7 +78,8 @@ def _prepare_and_run(
     config: PPOConfig, open_cluster: OpenCluster, gathered: Gathered, *, has_engines: bool
 ) -> None:
     inputs = prepare_inputs(config, has_engines=has_engines, gathered=gathered)
-    with inputs, holding_folders(config.ckpt):
+    source = inputs.reward_source
+    with closing(source) if source else nullcontext(), holding_folders(config.ckpt):
         redirect_framework_logs(inputs.run_dir, "driver")
         opened = open_run(config, inputs)
         if opened.is_done(inputs.run_dir, is_at_end=is_at_end(opened, config)):
@@ -106,12 +105,9 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
     )
     phases.sleep()
-    sizes = _init_models(config, groups, inputs.schedule, phases)
-    print_banner(banner_sections(config, inputs.schedule, cluster, sizes, len(inputs.prompts)))
-    samplers = list(engines) or [
-        BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
-    ]
-    rollouts = _rollouts(config, inputs, groups, cluster.counts, samplers, phases)
+    sizes = _init_models(config, groups, inputs.updates, phases)
+    print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
+    rollouts = _rollouts(config, inputs, cluster, phases)
     checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
@@ -151,7 +147,7 @@ def worker_classes(config: PPOConfig) -> dict[str, type]:
 
 
 def _init_models(
-    config: PPOConfig, groups: Groups, schedule: Schedule, phases: DevicePhases
+    config: PPOConfig, groups: Groups, updates: Sequence[int], phases: DevicePhases
 ) -> dict[str, int]:
     """Load all models and return their parameter counts by role.
 
@@ -159,8 +155,8 @@ def _init_models(
     """
     classes = worker_classes(config)
     args: dict[str, tuple[object, ...]] = {
-        "actor": (schedule.num_actor_updates,),
-        "critic": (schedule.num_critic_updates,),
+        "actor": (max(sum(updates[max(config.critic.freezing_steps, 0) :]), 1),),
+        "critic": (sum(updates),),
         **{role: (path,) for role, path in reward_roles(config).items()},
     }
     pools: dict[str, list[str]] = {}
@@ -182,22 +178,21 @@ def _init_models(
 
 
 def _rollouts(
-    config: PPOConfig,
-    inputs: RunInputs,
-    groups: Groups,
-    counts: RoleCounts,
-    samplers: Sequence[Sampler],
-    phases: DevicePhases,
+    config: PPOConfig, inputs: RunInputs, cluster: Cluster, phases: DevicePhases
 ) -> Rollouts:
     """Return what makes scored samples: engines and rewards, or agents that act through engines."""
+    groups = cluster.groups
+    samplers: Sequence[Sampler] = list(cluster.engines) or [
+        BatchSampler(partial(groups["actor"].divide, PolicyModelActor.generate))
+    ]
     if config.train.agent_func_path:
         setup = agent_setup(config, inputs.tokenizer, vocab_size=inputs.vocab_size)
         return agent_rollouts(setup, samplers, FailurePolicy.of(config))
     if inputs.reward_source is not None:
-        batch_size, num_steps = config.rollout.micro_batch_size, inputs.schedule.num_steps
+        batch_size, num_steps = config.rollout.micro_batch_size, len(inputs.updates)
         scorer: Scorer = SourceScorer(inputs.reward_source, batch_size, max_steps=num_steps)
     else:
-        has_own_devices = counts.cluster is not None and not config.train.colocate_all
+        has_own_devices = cluster.counts.cluster is not None and not config.train.colocate_all
         # Where engines do not pause, models that share their devices cannot wait for a pause.
         never_pauses = config.train.async_enable or config.algo.dynamic_filtering_enable
         names = model_names(config.reward.model_paths)
@@ -217,7 +212,7 @@ def _rollouts(
 
 def banner_sections(
     config: PPOConfig,
-    schedule: Schedule,
+    updates: Sequence[int],
     cluster: Cluster,
     sizes: Mapping[str, int],
     num_prompts: int,
@@ -225,44 +220,32 @@ def banner_sections(
     """Return the lines a run opens with; `sizes` are parameter counts by role, `num_prompts` of one
     episode.
     """
-    view, train, rollout = cluster.counts.cluster, config.train, config.rollout
-    devices = "this process"
-    if view is not None:
-        on_cpu = f"CPU ranks on {view.num_cpus} core(s)"
-        devices = f"{view.num_gpus} GPU(s)" if view.has_gpus else on_cpu
-    num_drawn = min(rollout.batch_size, num_prompts)
-    num_samples = num_drawn * rollout.n_samples_per_prompt
-    agent_path, reward = config.train.agent_func_path, config.reward
-    run = {
-        "estimator": config.algo.advantage.estimator,
-        "reward": agent_path or reward.remote_url or ", ".join(reward.model_paths),
-        "devices": devices,
-        "dtype": next((n for n, kind in DTYPES.items() if kind == cluster.policy_dtype), "auto"),
-        "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
-        f"{num_samples}; {schedule.updates_per_rollout} update(s) of "
-        f"{min(train.batch_size, num_samples)} samples a step",
-        "steps": f"{schedule.num_steps} ({num_prompts} prompts x {train.num_episodes} episode(s))",
-        "folder": os.fspath(Path(config.ckpt.output_dir)),
-    }
-    return {"models": _model_lines(config, cluster.counts, sizes), "run": run}
-
-
-def _model_lines(
-    config: PPOConfig, counts: RoleCounts, sizes: Mapping[str, int]
-) -> dict[str, object]:
-    """Return one line a role: its model, size, ranks and place; then what generates."""
-    # Roles of one pool share devices; without Ray there are none.
+    counts, train, rollout, reward = cluster.counts, config.train, config.rollout, config.reward
+    # Roles of one pool share devices; without Ray there are no pools.
     places = {demand.role: f", devices: {demand.pool}" for demand in counts.demands}
-    policy = config.policy_path
-    paths = {"actor": policy, "ref": policy, "critic": config.critic_source, **reward_roles(config)}
-    entries: dict[str, object] = {
-        role: f"{paths[role]}: {format_count(size)} parameters, {counts.ranks[role]} rank(s)"
-        f"{places.get(role, '')}"
+    paths = {"critic": config.critic_source, **reward_roles(config)}
+    models = {
+        role: f"{paths.get(role, config.policy_path)}: {format_count(size)} parameters, "
+        f"{counts.ranks[role]} rank(s){places.get(role, '')}"
         for role, size in sizes.items()
     }
-    entries["generation"] = "the actor itself"
+    models["generation"] = "the actor itself"
     if counts.num_engines:
         width = config.vllm.tensor_parallel_size
-        each = f" of {width} devices each" if width > 1 else ""
-        entries["generation"] = f"{counts.num_engines} x vLLM{each}{places.get('vllm', '')}"
-    return entries
+        engines = f"{counts.num_engines} x vLLM of {width} device(s) each"
+        models["generation"] = engines + places.get("vllm", "")
+    view = counts.cluster
+    num_drawn = min(rollout.batch_size, num_prompts)
+    num_samples = num_drawn * rollout.n_samples_per_prompt
+    run = {
+        "estimator": config.algo.advantage.estimator,
+        "reward": train.agent_func_path or reward.remote_url or ", ".join(reward.model_paths),
+        "devices": f"{view.num_gpus} GPU(s), {view.num_cpus} core(s)" if view else "this process",
+        "dtype": str(cluster.policy_dtype).removeprefix("torch."),
+        "batch": f"{num_drawn} prompts x {rollout.n_samples_per_prompt} samples = "
+        f"{num_samples}; {max(updates)} update(s) of "
+        f"{min(train.batch_size, num_samples)} samples a step",
+        "steps": f"{len(updates)} ({num_prompts} prompts x {train.num_episodes} episode(s))",
+        "folder": config.ckpt.output_dir,
+    }
+    return {"models": models, "run": run}

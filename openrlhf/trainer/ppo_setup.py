@@ -42,16 +42,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Batch arithmetic of a run."""
-
-    num_steps: int  # rollout batches
-    num_actor_updates: int  # optimizer steps of the policy
-    num_critic_updates: int
-    updates_per_rollout: int  # of a full rollout batch
-
-
-@dataclass(frozen=True)
 class RunInputs:
     """Checked inputs of a run."""
 
@@ -63,17 +53,9 @@ class RunInputs:
     reward_source: RewardSource | None  # a function file or servers; None: local models
     sampling: SamplingSettings
     eval_sampling: SamplingSettings
-    schedule: Schedule
+    updates: list[int]  # optimizer steps of every rollout batch
     best_metric: str | None  # by which the best model is kept; None: it is not
     vocab_size: int
-
-    def __enter__(self) -> RunInputs:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the processes or connections of the reward source."""
-        if self.reward_source is not None:
-            self.reward_source.close()
 
 
 def prepare_inputs(
@@ -97,7 +79,9 @@ def prepare_inputs(
     prompts, eval_prompts, texts = _data(config, tokenizer, gathered)
     metric = gathered.attempt(lambda: best_metric(config, eval_prompts))
     if gathered.problems and config.reward.is_function_file:
-        gathered.attempt(lambda: _function_pool(config, log_dir=None).close())
+        source = gathered.attempt(lambda: _reward_source(config, log_dir=None))
+        if source is not None:
+            source.close()
     gathered.raise_if_any()
     assert vocab_size and tokenizer and prompts, "or else problems were raised"
     say_notices([*(notices or ()), *prompts.notices])
@@ -122,35 +106,28 @@ def prepare_inputs(
         prompts=prompts,
         eval_prompts=eval_prompts,
         texts=texts,
-        reward_source=_reward_source(config, run_dir),
+        reward_source=_reward_source(config, log_dir=run_dir / "logs"),
         sampling=sampling,
         eval_sampling=replace(sampling, num_samples=num_samples, temperature=temperature),
-        schedule=make_schedule(config, len(prompts)),
+        updates=planned_updates(config, len(prompts)),
         best_metric=metric,
         vocab_size=vocab_size,
     )
 
 
-def make_schedule(config: PPOConfig, num_prompts: int) -> Schedule:
-    """Return the exact numbers of steps and updates for `num_prompts` prompts an episode: a step
-    has fewer at the end of an episode, or only at the very end where generation runs ahead.
+def planned_updates(config: PPOConfig, num_prompts: int) -> list[int]:
+    """Return the number of updates of every step, for `num_prompts` prompts an episode: a step has
+    fewer at the end of an episode, or only at the very end where generation runs ahead.
     """
     size, num_episodes = config.rollout.batch_size, config.train.num_episodes
     if config.train.async_enable:
         num_prompts, num_episodes = num_prompts * num_episodes, 1
     sizes = [min(size, num_prompts - start) for start in range(0, num_prompts, size)]
     samples, train = config.rollout.n_samples_per_prompt, config.train
-    updates = [
+    return [
         num_updates_per_rollout(n * samples, train.batch_size, train.max_epochs)
         for n in sizes * num_episodes
     ]
-    frozen = max(config.critic.freezing_steps, 0)
-    return Schedule(
-        num_steps=len(updates),
-        num_actor_updates=max(sum(updates[frozen:]), 1),
-        num_critic_updates=sum(updates),
-        updates_per_rollout=max(updates),
-    )
 
 
 def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
@@ -160,14 +137,15 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
             f"train_ppo was started as {num_ranks} processes, and trains in one. Use train_ppo_ray "
             f"--actor_num_gpus_per_node {num_ranks} for several ranks."
         )
-    if config.train.async_enable:
+    needs = {
+        "--async_train": config.train.async_enable,
+        "--ring_attn_size": config.ds.ring_attn_size > 1,
+        "--ds_tensor_parallel_size": config.ds.tensor_parallel_size > 1,
+    }
+    for flag in (flag for flag, is_used in needs.items() if is_used):
         raise ConfigError(
-            "--async_train needs processes of their own for engines and trainer. Use "
-            "train_ppo_ray, or leave --async_train out."
+            f"{flag} needs processes of their own. Use train_ppo_ray, or leave {flag} out."
         )
-    if config.ds.ranks_per_share > 1:
-        flag = "ring_attn_size" if config.ds.ring_attn_size > 1 else "ds_tensor_parallel_size"
-        raise ConfigError(f"--{flag} without Ray: use train_ppo_ray, or leave it out.")
 
 
 def best_metric(config: PPOConfig, eval_prompts: PromptDataset | None) -> str | None:
@@ -214,7 +192,7 @@ def _check_texts(config: PPOConfig, texts: SFTDataset) -> None:
     texts.check_fits(path, num_embeddings=num_embeddings, num_positions=positions)
 
 
-def _reward_source(config: PPOConfig, run_dir: Path) -> RewardSource | None:
+def _reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource | None:
     reward, batch_size = config.reward, config.rollout.micro_batch_size
     if not reward.remote_url:
         return None
@@ -225,12 +203,6 @@ def _reward_source(config: PPOConfig, run_dir: Path) -> RewardSource | None:
             timeout_s=reward.timeout_s,
             try_timeout_s=reward.try_timeout_s,
         )
-    return _function_pool(config, log_dir=run_dir / "logs")
-
-
-def _function_pool(config: PPOConfig, *, log_dir: Path | None) -> FunctionPool:
-    reward = config.reward
-    assert reward.remote_url is not None, "is_function_file"
     return FunctionPool(
         reward.remote_url,
         batch_size=config.rollout.micro_batch_size,

@@ -25,7 +25,7 @@ from openrlhf.rollout.rollout_queue import RolloutQueue
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import NO_SIGNAL, GroupFilter, StepSampler
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
-from openrlhf.trainer.ppo_setup import RunInputs, Schedule
+from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_utils.evaluation import (
     Evaluation,
     evaluation_metrics,
@@ -37,6 +37,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import TextMixer, plan_updates
 from openrlhf.trainer.ppo_utils.worker_group import Forward, WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 from openrlhf.trainer.ray.ppo_critic import CriticModelActor
@@ -79,9 +80,8 @@ class PPOTrainer:
         self.config, self.inputs, self.rollouts = config, inputs, rollouts
         self.groups, self.engines = cluster.groups, cluster.engines
         self.phases, self.checkpoints, self.tracker = phases, checkpoints, tracker
-        schedule = inputs.schedule
-        self.num_steps = schedule.num_steps  # at most
-        forwards = forwards_of(config, self.groups, schedule)
+        self.num_steps = len(inputs.updates)  # at most
+        forwards = forwards_of(config, self.groups, max(inputs.updates))
         self.experience_maker = RemoteExperienceMaker(config, forwards)
         self.rollout_writer = RolloutWriter(inputs.run_dir, num_kept=config.rollout.num_kept_files)
         # Half precision rounds.
@@ -259,15 +259,12 @@ class PPOTrainer:
                 train_batch_size=train.batch_size,
                 max_epochs=train.max_epochs,
                 seed=train.seed + global_step,
+                kl_coef=self.state.kl_coef,
             )
+            if role == "actor" and texts is not None:
+                shares = texts.mix(shares)
             with self.phases.update(group):
-                if role == "critic":
-                    wait = group.start(CriticModelActor.fit, [(share,) for share in shares])
-                else:
-                    shares = shares if texts is None else texts.mix(shares)
-                    work = [(share, self.state.kl_coef) for share in shares]
-                    wait = group.start(PolicyModelActor.fit, work)
-                for part in wait():
+                for part in group.start(TrainedWorker.fit, [(share,) for share in shares])():
                     metrics.merge(part)
         self.state.weight_version += self.trains_actor(global_step)
         return metrics
@@ -380,7 +377,7 @@ class PPOTrainer:
 
 
 def forwards_of(
-    config: PPOConfig, groups: Mapping[str, WorkerGroup], schedule: Schedule
+    config: PPOConfig, groups: Mapping[str, WorkerGroup], updates_per_rollout: int
 ) -> dict[str, Forward]:
     """Return the forwards that a run needs, by the column that each gives.
 
@@ -388,7 +385,7 @@ def forwards_of(
     """
     methods: dict[str, tuple[str, Callable[..., Tensor]]] = {}
     has_reward_kl = config.has_reference and not config.algo.kl.use_loss
-    if schedule.updates_per_rollout > 1 or has_reward_kl:
+    if updates_per_rollout > 1 or has_reward_kl:
         methods["old_logprobs"] = ("actor", PolicyModelActor.compute_logprobs)
     if "critic" in groups:
         methods["values"] = ("critic", CriticModelActor.compute_values)

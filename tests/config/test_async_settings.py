@@ -8,7 +8,7 @@ from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ConfigError
 from openrlhf.trainer.ppo_run import run_ppo_local
-from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import async_limits
 from openrlhf.trainer.ray.placement import ClusterView, role_counts
 
@@ -80,10 +80,9 @@ def test_reward_models_on_devices_of_what_is_trained_take_turns_with_it(line, ta
 def test_steps_run_over_the_ends_of_episodes():
     line = "--rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2 --num_episodes 3"
     config = parse(f"{line} --micro_rollout_batch_size 2 --async_train").config
-    schedule = make_schedule(config, num_prompts=6)
-    assert (schedule.num_steps, schedule.num_actor_updates) == (5, 5)  # 4 + 4 + 4 + 4 + 2 prompts
+    assert planned_updates(config, num_prompts=6) == [1] * 5  # 4 + 4 + 4 + 4 + 2 prompts
     synchronous = parse(f"{line} --micro_rollout_batch_size 2").config
-    assert make_schedule(synchronous, num_prompts=6).num_steps == 6
+    assert len(planned_updates(synchronous, num_prompts=6)) == 6
 
 
 def test_one_process_cannot_do_both():

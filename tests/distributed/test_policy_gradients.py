@@ -199,7 +199,12 @@ def changed(config: PPOConfig, variant: str, cut: str) -> PPOConfig:
 def own_steps(worker: ModelWorker, count: int) -> list[UpdateStep]:
     topology = worker.strategy.topology
     plan = plan_updates(
-        ragged_set(count), topology.dp_size, train_batch_size=64, max_epochs=1, seed=0
+        ragged_set(count),
+        topology.dp_size,
+        train_batch_size=64,
+        max_epochs=1,
+        seed=0,
+        kl_coef=KL_COEF,
     )
     # As the first of two updates: the old log-probs count, and clipping with them.
     return [replace(step, num_steps=2) for step in plan[topology.dp_rank]]
@@ -232,9 +237,8 @@ def run_stage(folder: Path, zero_stage: int, world_size: int) -> dict[tuple, Ten
         for variant in variants:
             for cut in cuts_of(zero_stage, variant):
                 worker.config = changed(config, variant, cut)
-                extra = () if variant == "critic" else (KL_COEF,)
                 steps = own_steps(worker, CUTS[cut][0])
-                gradient = captured(worker, lambda w=worker, a=(steps, *extra): w.fit(*a))
+                gradient = captured(worker, lambda w=worker, s=steps: w.fit(s))
                 gradients[zero_stage, variant, cut] = gradient
     return gradients
 

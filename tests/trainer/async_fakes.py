@@ -17,14 +17,14 @@ from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import RewardError
 from openrlhf.rollout.rollout import RolloutRequest, Rollouts, SampleBatch
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer
-from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.experience_maker import (
     RemoteExperienceMaker,
 )
+from openrlhf.trainer.ray.model_actor import TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-from openrlhf.trainer.ray.ppo_critic import CriticModelActor
 from openrlhf.utils.metrics import Metrics
 from tests.trainer.test_experience import rollout
 
@@ -114,7 +114,7 @@ class FakeActor:
     num_shares: int = 1
 
     def start(self, method, shares):
-        assert method is PolicyModelActor.fit
+        assert method is TrainedWorker.fit
         time.sleep(self.world.train_s)
         while not self.world.may_train():
             time.sleep(0.001)
@@ -134,7 +134,7 @@ class FakeCritic:
     num_shares = 1
 
     def start(self, method, shares):
-        assert method is CriticModelActor.fit
+        assert method is TrainedWorker.fit
         return lambda: [Metrics() for _ in shares]
 
 
@@ -159,15 +159,10 @@ class Records:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.step_numbers: list[int] = []
-        self.evaluations: list[dict[str, float]] = []
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if "reward" in values:
             self.steps.append(dict(values))
-            self.step_numbers.append(step)
-        else:
-            self.evaluations.append(dict(values))
 
     def close(self) -> None: ...
 
@@ -180,7 +175,6 @@ def make_trainer(
     queue_size: int = 1,
     num_at_once: int | None = None,
     with_filter: bool = False,
-    max_empty: int = 3,
     wait_s: float = 10.0,
     num_warm_up: int = 0,
     max_dropped: float | None = None,
@@ -214,7 +208,7 @@ def make_trainer(
             "reward": {"remote_url": "http://r", **drops},
             "algo": {
                 "dynamic_filtering_enable": with_filter,
-                "dynamic_filtering_max_empty": max_empty,
+                "dynamic_filtering_max_empty": 3,
             },
         }
     )
@@ -234,7 +228,7 @@ def make_trainer(
             texts=None,
             sampling=sampling,
             eval_sampling=sampling,
-            schedule=make_schedule(config, num_prompts),
+            updates=planned_updates(config, num_prompts),
             best_metric=None,
         ),
         SimpleNamespace(  # type: ignore[arg-type]

@@ -84,8 +84,8 @@ def gradients(actor: PolicyModelActor, experience: Experience, micro_batch: int)
     actor.engine.step = capture  # type: ignore[method-assign]
     train = actor.config.train.model_copy(update={"micro_batch_size": micro_batch})
     actor.config = actor.config.model_copy(update={"train": train})
-    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
-    actor.fit(steps, 0.1)
+    [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0, kl_coef=0.1)
+    actor.fit(steps)
     return held[0]
 
 
@@ -239,7 +239,7 @@ def test_importance_ratios_are_told_apart_by_staleness(
     off[:first] -= math.log(4)  # the trainer finds them four times as likely
     experience = replace(experience, rollout_logprobs=off, weight_versions=versions)
     [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
-    metrics = actor.fit(steps, 0.0).values()
+    metrics = actor.fit(steps).values()
     assert metrics["is_ratio/stale_2"] == pytest.approx(4, rel=1e-3)
     assert metrics["is_ratio/stale_0"] == pytest.approx(1, rel=1e-3)
     assert (metrics["is_cut_ratio/stale_2"], metrics["is_cut_ratio/stale_0"]) == (1, 0)
@@ -270,7 +270,7 @@ def test_the_average_of_the_weights_is_exported(
         experience = replace(ragged_experience(16), old_logprobs=None)
         [steps] = plan_updates(experience, 1, train_batch_size=8, max_epochs=1, seed=0)
         for step in steps:
-            actor.fit([step], 0.0)
+            actor.fit([step])
             expected = 0.75 * expected + 0.25 * weight()
     actor.export(str(tmp_path / "export"))
     file = "adapter_model.safetensors" if lora_rank else "model.safetensors"
@@ -298,7 +298,7 @@ def test_forwards_and_updates_count_their_micro_batches(
     actor.compute_logprobs(experience)
     assert actor.health().done_of == (8, 8)
     [steps] = plan_updates(experience, 1, train_batch_size=4, max_epochs=1, seed=0)
-    actor.fit(steps, 0.0)
+    actor.fit(steps)
     assert actor.health().done_of == (8, 8)  # 4 of each of two optimizer steps
     for text in ("log-probs of the policy", "updating the policy", "8/8"):
         assert text in terminal.getvalue()
@@ -322,7 +322,7 @@ def test_the_ratio_is_exactly_one_on_policy(tiny_model_dir: Path, tmp_path: Path
     actor = make_actor(tiny_model_dir, tmp_path)
     experience = replace(ragged_experience(), old_logprobs=None)
     [steps] = plan_updates(experience, 1, train_batch_size=64, max_epochs=1, seed=0)
-    metrics = actor.fit(steps, 0.0).values()
+    metrics = actor.fit(steps).values()
     assert metrics["ratio_max"] == 1.0
     assert metrics["ppo_kl"] == 0.0
     assert metrics["ppo_clip_ratio"] == 0.0

@@ -10,7 +10,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_run import banner_sections
-from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ray.placement import ClusterView, role_counts
 
 LAPTOP = ClusterView(num_gpus=0, num_cpus=2, max_gpus_per_node=0)
@@ -27,8 +27,8 @@ def banner(
     counts = role_counts(config, cluster)
     placed: Any = SimpleNamespace(counts=counts, policy_dtype=torch.float32)
     sizes = {role: SIZES[role] for role in counts.ranks}
-    schedule = make_schedule(config, num_prompts)
-    sections = banner_sections(config, schedule, placed, sizes, num_prompts)
+    updates = planned_updates(config, num_prompts)
+    sections = banner_sections(config, updates, placed, sizes, num_prompts)
     return dict(sections["models"]), dict(sections["run"])
 
 
@@ -45,10 +45,10 @@ def test_every_model_is_named_with_its_size_its_ranks_and_its_place() -> None:
         "reward1": "/m/a: 950 parameters, 1 rank(s), devices: reward1",
         "reward2": "/m/b: 950 parameters, 1 rank(s), devices: reward2",
         "critic": "/m/a: 7.2M parameters, 1 rank(s), devices: critic",
-        "generation": "1 x vLLM of 2 devices each, devices: vllm",
+        "generation": "1 x vLLM of 2 device(s) each, devices: vllm",
     }
     assert run["reward"] == "/m/a, /m/b"
-    assert run["devices"] == "8 GPU(s)"
+    assert run["devices"] == "8 GPU(s), 64 core(s)"
 
 
 def test_a_set_smaller_than_the_batch_is_what_a_step_takes() -> None:

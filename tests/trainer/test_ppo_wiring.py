@@ -14,7 +14,7 @@ import torch
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.trainer.ppo_run import worker_classes
-from openrlhf.trainer.ppo_setup import make_schedule
+from openrlhf.trainer.ppo_setup import planned_updates
 from openrlhf.trainer.ppo_trainer import forwards_of
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -50,7 +50,9 @@ class FakeGroup:
 
 
 def maker_of(config: PPOConfig, groups: dict[str, Any]) -> RemoteExperienceMaker:
-    return RemoteExperienceMaker(config, forwards_of(config, groups, make_schedule(config, 4)))
+    return RemoteExperienceMaker(
+        config, forwards_of(config, groups, max(planned_updates(config, 4)))
+    )
 
 
 def experience_of(flags: str, rollouts: Sequence[Rollout], **groups: FakeGroup) -> Experience:

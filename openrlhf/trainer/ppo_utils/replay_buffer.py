@@ -35,6 +35,7 @@ class UpdateStep:
     num_tokens: int  # sampled tokens of the whole optimizer step, all ranks
     num_samples: int  # samples of the whole optimizer step, all ranks
     num_steps: int = 1  # optimizer steps of this rollout batch
+    kl_coef: float = 0.0  # of the KL in the policy's loss
     texts: tuple[Tensor, ...] = ()  # (T_i,) int64 each: pre-training text beside the samples
     num_text_tokens: int = 0  # targets of the text of the whole optimizer step, all ranks
 
@@ -46,6 +47,7 @@ def plan_updates(
     train_batch_size: int,
     max_epochs: int,
     seed: int,
+    kl_coef: float = 0.0,
 ) -> list[list[UpdateStep]]:
     """Optimizer steps of every rank: [rank][step].
 
@@ -65,7 +67,7 @@ def plan_updates(
             num_tokens = int(experience.num_actions[members].sum())
             for rank, share in enumerate(shares):
                 own = experience.select([members[i] for i in share])
-                steps[rank].append(UpdateStep(own, num_tokens, len(members), num_steps))
+                steps[rank].append(UpdateStep(own, num_tokens, len(members), num_steps, kl_coef))
     return steps
 
 

@@ -83,10 +83,9 @@ class PolicyModelActor(TrainedWorker):
             experience, lambda batch: self._stats(batch).logprobs, what="log-probs of the policy"
         )
 
-    def fit(self, steps: Sequence[UpdateStep], kl_coef: float = 0.0) -> Metrics:
-        self.kl_coef = kl_coef
+    def fit(self, steps: Sequence[UpdateStep]) -> Metrics:
         actor = self.config.actor
-        has_kl_loss = self.config.algo.kl.use_loss and kl_coef > 0
+        has_kl_loss = self.config.algo.kl.use_loss and any(step.kl_coef > 0 for step in steps)
         # With the coefficient 0 the entropy is a metric, and one of all samples.
         if not (has_kl_loss or actor.entropy_coef is not None or actor.aux_loss_coef > 0):
             steps = [without_idle_samples(step) for step in steps]
@@ -185,7 +184,7 @@ class PolicyModelActor(TrainedWorker):
             if kl.unbiased_gradient:
                 kl_N = with_reverse_kl_gradient(kl_N, stats.logprobs, old_N, ref_N)
             metrics.add("kl", kl_N.mean().item(), weight=len(kl_N))
-            yield self.kl_coef * self._aggregate(kl_N, experience, step)
+            yield step.kl_coef * self._aggregate(kl_N, experience, step)
         coef = self.config.actor.entropy_coef
         if coef is not None and stats.entropy is not None:
             metrics.add("entropy", stats.entropy.mean().item(), weight=len(stats.entropy))
