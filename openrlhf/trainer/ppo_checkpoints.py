@@ -16,7 +16,7 @@ from typing import Any
 
 from openrlhf.algorithms.kl import adaptive_kl_coef
 from openrlhf.config.ppo import KLConfig, PPOConfig
-from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, Saved, open_checkpoints
+from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_checkpoints
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
@@ -111,21 +111,6 @@ def is_at_end(opened: RunCheckpoints, config: PPOConfig) -> bool:
     return is_drawn and not sampler["ledger"]["pending"]
 
 
-def check_is_shared(
-    config: PPOConfig, opened: RunCheckpoints, groups: Mapping[str, WorkerGroup]
-) -> None:
-    """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
-    if not config.ckpt.uses_root:
-        return
-    root = opened.store.root
-    try:
-        for role in TRAINED_ROLES:
-            if role in groups:
-                groups[role].call(TrainedWorker.check_sees, str(root / HOLDER))
-    except CheckpointError as error:
-        raise ConfigError(str(error).replace(str(root / HOLDER), f"--ckpt_path {root}")) from error
-
-
 class PPOCheckpoints:
     """Saves a run when it is due, and puts it back where a checkpoint stands."""
 
@@ -143,30 +128,38 @@ class PPOCheckpoints:
         self.kept: dict[str, Any] | None = None  # what was last saved or loaded
         self.best_metric = best_metric  # None: the best model is not kept
 
+    def check_is_shared(self) -> None:
+        """Raise ConfigError if a rank that has to write checkpoints does not see their folder."""
+        root = self.opened.store.root
+        try:
+            for group in self.groups.values() if self.opened.config.uses_root else ():
+                group.call(TrainedWorker.check_sees, str(root / HOLDER))
+        except CheckpointError as error:
+            text = str(error).replace(str(root / HOLDER), f"--ckpt_path {root}")
+            raise ConfigError(text) from error
+
     def resume(self, state: RunState) -> None:
         """Put models, optimizers, random numbers and the controller where they were; move the best
         model of another run, or by another metric, aside.
         """
-        if self.opened.saved is not None:
-            self._load(self.opened.saved, state)
+        saved = self.opened.saved
+        if saved is not None:
+            has_same_ranks: list[bool] = []
+            with progress("loading the checkpoint"):
+                for group in self.groups.values():
+                    with self.phases.update(group):
+                        has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
+            state.load_state_dict(saved.state[RUN])
+            if isinstance(state.sampler, RolloutQueue):
+                state.sampler.load_groups(saved.path)
+            self.kept = state.state_dict()
+            if not all(has_same_ranks):
+                warn("another number of ranks goes on: the same prompts, other random numbers.")
         is_known = [found.name for found in state.evaluations[:1]] == [self.best_metric]
         if self.best_metric is not None and not is_known:
             aside = together(self.opened.store.set_best_aside)
             if aside is not None:
                 warn(f"the best model of another run, or by another metric, was moved to {aside}.")
-
-    def _load(self, saved: Saved, state: RunState) -> None:
-        has_same_ranks: list[bool] = []
-        with progress("loading the checkpoint"):
-            for group in self.groups.values():
-                with self.phases.update(group):
-                    has_same_ranks += group.call(TrainedWorker.load_states, str(saved.path))
-        state.load_state_dict(saved.state[RUN])
-        if isinstance(state.sampler, RolloutQueue):
-            state.sampler.load_groups(saved.path)
-        self.kept = state.state_dict()
-        if not all(has_same_ranks):
-            warn("another number of ranks goes on: the same prompts, other random numbers.")
 
     def is_due(self, state: RunState, *, is_last: bool = False) -> bool:
         """Return True if it is time to save: every `--save_steps` steps, and at the end what was

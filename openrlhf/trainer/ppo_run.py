@@ -25,7 +25,7 @@ from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
 from openrlhf.rollout.single_turn import SingleTurn
-from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, check_is_shared, is_at_end, open_run
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
     check_runs_without_ray,
@@ -96,7 +96,6 @@ def _prepare_and_run(
 
 def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunCheckpoints) -> None:
     groups, engines = cluster.groups, cluster.engines
-    check_is_shared(config, opened, groups)
     phases = DevicePhases(
         engines,
         engines_sleep=config.vllm.enable_sleep and config.engines_share_devices,
@@ -104,11 +103,12 @@ def _run(config: PPOConfig, inputs: RunInputs, cluster: Cluster, opened: RunChec
         # One at a time where reward models and what is trained share devices and run side by side.
         turn=threading.Lock() if config.rewards_take_turns else nullcontext(),
     )
+    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
+    checkpoints.check_is_shared()
     phases.sleep()
     sizes = _init_models(config, groups, inputs.updates, phases)
     print_banner(banner_sections(config, inputs.updates, cluster, sizes, len(inputs.prompts)))
     rollouts = _rollouts(config, inputs, cluster, phases)
-    checkpoints = PPOCheckpoints(opened, groups, phases, best_metric=inputs.best_metric)
     opened.clear_folder(inputs.run_dir, config)
     settings, resume_step = config.model_dump(mode="json"), opened.resume_step
     trainer = (PPOTrainerAsync if config.train.async_enable else PPOTrainer)(

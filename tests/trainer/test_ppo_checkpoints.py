@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,11 @@ from openrlhf.distributed.folders import holding
 from openrlhf.errors import ConfigError
 from openrlhf.rollout.scoring import FailurePolicy
 from openrlhf.rollout.step_sampler import StepSampler
-from openrlhf.trainer.ppo_checkpoints import RunState, check_is_shared
+from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, RunState
 from openrlhf.trainer.ppo_setup import best_metric
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation
 from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.ray.phases import DevicePhases
 
 
 def config(**ckpt: object) -> PPOConfig:
@@ -69,10 +71,14 @@ class Ranks:
         ]
 
 
-def opened(root: Path, **saved: object) -> RunCheckpoints:
-    found = SimpleNamespace(**saved) if saved else None
-    ckpt = CheckpointConfig(path=str(root))
-    return RunCheckpoints(ckpt, DataFacts("x", 1), found)  # type: ignore[arg-type]
+def opened(root: Path, **ckpt: Any) -> RunCheckpoints:
+    return RunCheckpoints(CheckpointConfig(path=str(root), **ckpt), DataFacts("x", 1))
+
+
+def checkpoints(blind: set[int], root: Path, **ckpt: int) -> PPOCheckpoints:
+    groups: Any = {"critic": Ranks(blind)}
+    phases = DevicePhases([], engines_sleep=False, training_sleeps=False)
+    return PPOCheckpoints(opened(root, **ckpt), groups, phases, best_metric=None)
 
 
 def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
@@ -81,9 +87,9 @@ def test_ranks_that_do_not_see_the_folder_are_named_before_anything_is_loaded(
     root = tmp_path / "ckpt"
     with holding(root, "--ckpt_path"):
         with pytest.raises(ConfigError, match=r"not seen by critic rank 1 on node .* nodes share"):
-            check_is_shared(config(save_steps=5), opened(root), {"critic": Ranks({1})})
-        check_is_shared(config(save_steps=5), opened(root), {"critic": Ranks(set())})
-    check_is_shared(config(), opened(tmp_path / "none"), {"critic": Ranks({0, 1, 2})})
+            checkpoints({1}, root, save_steps=5).check_is_shared()
+        checkpoints(set(), root, save_steps=5).check_is_shared()
+    checkpoints({0, 1, 2}, tmp_path / "none").check_is_shared()
     assert not (tmp_path / "none").exists()
 
 
