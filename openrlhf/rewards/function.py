@@ -110,8 +110,15 @@ class UserFunction:
 def _functions(module: ModuleType, path: str | Path) -> list[RewardFunction]:
     """Return `reward_func`, else the list `reward_funcs`, else the only public function."""
     name = FUNCTION_NAME if hasattr(module, FUNCTION_NAME) else LIST_NAME
-    given = getattr(module, name, None) or _only_function(module, path)
+    public = public_names(module)
+    own = [f for f in map(module.__dict__.get, public) if inspect.isfunction(f)]
+    given = getattr(module, name, None) or own
     functions = list(given) if isinstance(given, (list, tuple)) else [given]
+    if given is own and len(own) != 1:
+        raise ConfigError(
+            f"{path} has no {FUNCTION_NAME}; found: {', '.join(public) or 'nothing public'}. "
+            f"Define {FUNCTION_NAME}(queries, prompts, labels) in it, or {LIST_NAME} = [f, g]."
+        )
     for function in functions:
         if not callable(function):
             raise ConfigError(f"{path}: {name} is a {type(function).__name__}, not a function.")
@@ -173,16 +180,3 @@ def _takes_queries(function: RewardFunction) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _only_function(module: ModuleType, path: str | Path) -> RewardFunction:
-    names = public_names(module)
-    functions = [name for name in names if inspect.isfunction(getattr(module, name))]
-    if len(functions) != 1:
-        found = ", ".join(names) or "nothing public"
-        raise ConfigError(
-            f"{path} has no {FUNCTION_NAME}; found: {found}. "
-            f"Define {FUNCTION_NAME}(queries, prompts, labels) in it, or {LIST_NAME} = [f, g]."
-        )
-    function: RewardFunction = getattr(module, functions[0])
-    return function

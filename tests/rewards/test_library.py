@@ -218,13 +218,6 @@ CHEATS = {
             __sub__ = __abs__ = lambda self, *other: self
         def double(x): return Any()
     """,
-    "change Python": """
-        import builtins, os, sys, unittest
-        builtins.AssertionError = type("Silent", (BaseException,), {})
-        builtins.compile = builtins.exec = lambda *a, **k: None
-        sys.settrace(lambda *a: os._exit(0)); sys.excepthook = lambda *a: os._exit(0)
-        def double(x): return 0
-    """,
     "scribble on every descriptor": """
         import os
         for number in range(64):
@@ -384,7 +377,7 @@ open("mine", "w").write("x"); open("/dev/null", "w").write("x"); print(open("min
         ("while True: pass", None),
         ("import time; time.sleep(1000)", None),
         ("x = bytearray(10**10)", "MemoryError"),
-        ("print('x' * 10**8)", "File too large"),
+        ("print('x' * 3 * 10**7)", "File too large"),
         ("1/0", "ZeroDivisionError"),
         ("print('\ud800')", ""),
     ],

@@ -17,7 +17,15 @@ from openrlhf.rewards import remote
 from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rewards.remote import RemoteReward, body_of
 from openrlhf.serving.reward_server import read_request
-from tests.rewards.servers import Answer, RewardServer, free_url, lengths, rewards, started
+from tests.rewards.servers import (
+    Answer,
+    Behaviour,
+    RewardServer,
+    free_url,
+    lengths,
+    rewards,
+    started,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -154,11 +162,14 @@ def slow(server: RewardServer, body: dict[str, object]) -> Answer:
     return lengths(server, body)
 
 
-def test_a_slow_server_ends_at_the_limit_of_all_tries() -> None:
-    start = time.monotonic()
-    with RewardServer(slow) as server, pytest.raises(RewardError) as caught:
+def dripping(server: RewardServer, body: dict[str, object]) -> Answer:
+    return 200, iter(lambda: time.sleep(0.05) or b" ", None)  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("behaviour", [slow, dripping])
+def test_a_slow_answer_ends_at_the_limit_of_all_tries(behaviour: Behaviour) -> None:
+    with RewardServer(behaviour) as server, pytest.raises(RewardError) as caught:
         score(server.url, timeout_s=0.7, try_timeout_s=0.3)
-    assert time.monotonic() - start < 2
     assert "no answer in 0." in str(caught.value) and "--reward_timeout_s 0.7" in str(caught.value)
 
 
@@ -167,12 +178,6 @@ def echoing(change: Callable[[list[str]], object]) -> RewardServer:
     return RewardServer(
         lambda server, body: rewards([1.0] * len(body["query"]), ids=change(body["ids"]))
     )
-
-
-def test_ids_that_come_back_as_they_were_or_not_at_all_are_fine() -> None:
-    for change in (lambda ids: ids, lambda ids: None):
-        with echoing(change) as server:
-            assert score(server.url, 2, batch_size=2).rewards == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[::-1], lambda ids: ids[:1], "".join])
@@ -206,24 +211,6 @@ def test_another_model_in_the_place_of_the_first_is_an_error_until_the_first_is_
     assert "before it was {'judge': 'aa'}. Serve that one again" in str(caught.value)
 
 
-def test_samples_without_ids_are_sent_without() -> None:
-    with echoing(lambda ids: ids) as server, closing(RemoteReward(server.url)) as source:
-        server.behaviour = lambda server, body: rewards([2.0], ids=["its own"])
-        assert source.submit(RewardBatch(["q"], ["p"], ["r"], [None])).result().rewards == [2.0]
-    assert "ids" not in server.requests[0]
-
-
-def test_an_answer_that_drips_ends_at_the_limit_and_frees_its_connection() -> None:
-    def drip(server: RewardServer, body: dict[str, object]) -> Answer:
-        return 200, iter(lambda: time.sleep(0.05) or b" ", None)  # type: ignore[func-returns-value]
-
-    start = time.monotonic()
-    with RewardServer(drip) as server, pytest.raises(RewardError, match=r"no answer in 0\."):
-        score(server.url, timeout_s=0.7, try_timeout_s=0.3)
-    assert time.monotonic() - start < 2
-    assert 2 <= len(server.requests) <= 3
-
-
 def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
     def together(server: RewardServer, body: dict[str, object]) -> Answer:
         deadline = time.monotonic() + 3
@@ -239,20 +226,15 @@ def test_sixty_four_requests_are_in_flight_and_no_more() -> None:
     assert result.rewards == [float(i + 1) for i in range(200)]
 
 
-def test_a_proxy_does_not_come_between_this_machine_and_itself(
+def test_a_token_is_sent_and_no_proxy_comes_between_this_machine_and_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "secret")
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     with RewardServer() as server:
         assert score(server.url).rewards == [1.0]
         assert score(server.url.replace("127.0.0.1", "localhost")).rewards == [1.0]
-
-
-def test_a_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENRLHF_REWARD_TOKEN", "secret")
-    with RewardServer() as server:
-        score(server.url)
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 

@@ -70,10 +70,11 @@ def test_message_lists_that_say_the_same_are_one_prompt():
 
 
 def test_the_reward_is_written_behind_the_prompt_with_two_decimals():
-    found = rewards_in_prompts([row("2+2=", "4", 1.234), row("1+1=", "3", -0.5)])
+    braces = "print {reward} {input} {x}"
+    found = rewards_in_prompts([row("2+2=", "4", 1.234), row(braces, "3", -0.5)])
     assert [item["input"] for item in found] == [
         "2+2= <rm_score>: 1.23 ",
-        "1+1= <rm_score>: -0.50 ",
+        f"{braces} <rm_score>: -0.50 ",
     ]
     assert [item["output"] for item in found] == ["4", "3"]
 
@@ -82,6 +83,7 @@ def test_z_scores_are_written_where_they_are_wanted():
     rows = [row("a", "x", 1.0), row("b", "y", 3.0)]  # mean 2, standard deviation 1
     found = rewards_in_prompts(rows, "[{reward}] {input}", normalize=True)
     assert [item["input"] for item in found] == ["[-1.00] a", "[1.00] b"]
+    assert z_scores([2.0, 2.0, 2.0]) == [0.0, 0.0, 0.0]
 
 
 def test_a_wish_stands_where_the_reward_was_written():
@@ -90,15 +92,6 @@ def test_a_wish_stands_where_the_reward_was_written():
     template = "[{reward}] {input}"
     [row] = rewards_in_prompts([{"input": "2+2=", "output": "4", "reward": 5.0}], template)
     assert wrap_input("2+2=", wish_template("[5.00] {input}")) == row["input"] == "[5.00] 2+2="
-
-
-def test_z_scores_of_equal_values_are_zero():
-    assert z_scores([2.0, 2.0, 2.0]) == [0.0, 0.0, 0.0]
-
-
-def test_braces_in_data_are_left_alone():
-    [found] = rewards_in_prompts([row("print {reward} {input} {x}", "4", 1.0)])
-    assert found["input"] == "print {reward} {input} {x} <rm_score>: 1.00 "
 
 
 def test_in_a_dialogue_the_last_user_message_is_wrapped():
