@@ -56,7 +56,7 @@ HOMES = {
     "openrlhf.serving": {"torch", "transformers"},
     "openrlhf.serving.reward_server": {"torch", "fastapi", "pydantic", "starlette", "uvicorn"},
     "openrlhf.trainer.ppo_utils": {"torch"},
-    "openrlhf.rollout.kept_groups": {"safetensors"},
+    "openrlhf.rollout.rollout_queue": {"safetensors"},
     "openrlhf.trainer.ppo_trainer": {"torch", "ray"},
     "openrlhf.trainer.ray": {"torch", "ray", "psutil"},
     "openrlhf.cli": set(),

@@ -20,7 +20,7 @@ WALKS = {
         [
             "rollout/rollout.py:submit",
             "rollout/rollout.py:rollout",
-            "rollout/single_turn.py:act",
+            "rollout/engine_pool.py:act",
             "rollout/engine_pool.py:generate",
             "trainer/ray/vllm_engine.py:sample",
             "engines/vllm_engine.py:sample",

@@ -1,18 +1,25 @@
-"""Engines as one awaitable: every request goes to the engine with the least to do."""
+"""Engines as one awaitable: every request goes to the engine with the least to do, and what it
+returns is checked and decoded.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from openrlhf.engines.base import Completion, GenerationRequest
 from openrlhf.errors import EngineError
+from openrlhf.rollout.rollout import RolloutRequest
+from openrlhf.utils.rollout import Rollout, check_completion, sequence_tensors
 from openrlhf.utils.threads import LoopThread
+from openrlhf.utils.tokenizer import Tokenizer
 
 WAIT_S = 4 * 3600.0  # for one request, with those before it
-MAX_DESCRIBED = 4  # engines that are told of by name
 GATHER_S = 0.005  # requests that come within this time are sampled together
 
 Answer = list[Completion]
@@ -29,12 +36,60 @@ class Sampler(Protocol):
 
 
 class EnginePool:
-    """Engines behind one call; used on one event loop."""
+    """Makes the samples of prompts, one turn each; used on one event loop."""
 
-    def __init__(self, samplers: Sequence[Sampler]) -> None:
+    def __init__(
+        self, samplers: Sequence[Sampler], tokenizer: Tokenizer, *, vocab_size: int
+    ) -> None:
         self.samplers = list(samplers)
+        self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not shared between threads
+        self.vocab_size = vocab_size
+        # Requests are sampled in batches: those that come together end together.
+        self.in_rounds = any(isinstance(sampler, BatchSampler) for sampler in samplers)
         self._loads = [0] * len(self.samplers)  # samples that each engine works on
         self._heard_at = [time.monotonic()] * len(self.samplers)  # a result, or nothing to do
+
+    async def act(self, request: RolloutRequest) -> list[Rollout]:
+        """Return the samples of a prompt, with their texts; raises EngineError."""
+        prompt = request.prompt
+        asked = GenerationRequest(request.name, prompt.prompt_token_ids, request.sampling)
+        completions = await self.generate(asked)
+        if len(completions) != asked.sampling.num_samples:
+            raise EngineError(
+                f"request {asked.request_id}: {len(completions)} completions, "
+                f"asked for {asked.sampling.num_samples}"
+            )
+        ids = [list(completion.token_ids) for completion in completions]
+        names = [f"{asked.request_id}/{k}" for k in range(len(ids))]
+        for name, completion in zip(names, completions, strict=True):
+            check_completion(
+                name, completion.token_ids, completion.logprobs, vocab_size=self.vocab_size
+            )
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=False)
+        plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        request.metrics.add("num_generated_tokens", sum(map(len, ids)), reduction="sum")
+        group = []
+        for k, completion in enumerate(completions):
+            token_ids, action_mask = sequence_tensors(prompt.prompt_token_ids, ids[k])
+            rollout = Rollout(
+                sample_id=names[k],
+                group_id=request.group_id,
+                row_id=prompt.row_id,
+                token_ids=token_ids,
+                action_mask=action_mask,
+                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+                weight_versions=torch.tensor(completion.token_versions, dtype=torch.int32),
+                finish_reason=completion.finish_reason,
+                prompt_text=prompt.prompt_text,
+                response_text=texts[k],
+                plain_response=plain[k],
+                label=prompt.label,
+                datasource=prompt.datasource,
+                columns=prompt.columns,
+                source_prompt=prompt.source,
+            )
+            group.append(rollout)
+        return group
 
     async def generate(self, request: GenerationRequest) -> Answer:
         """Return the completions of a request; raises EngineError."""
@@ -55,22 +110,17 @@ class EnginePool:
             self._loads[k] -= request.sampling.num_samples
             self._heard_at[k] = time.monotonic()
 
-    @property
-    def in_rounds(self) -> bool:
-        """True where requests are sampled in batches: those that come together end together."""
-        return any(isinstance(sampler, BatchSampler) for sampler in self.samplers)
-
     def describe(self) -> str:
-        """Return which engines work, the most silent first."""
+        """Return how many engines work, and which is the most silent."""
         now = time.monotonic()
         busy = [(now - self._heard_at[k], k, load) for k, load in enumerate(self._loads) if load]
-        words = [
-            f"engine {k} has {load} samples, none finished for {silence_s:.0f} s"
-            for silence_s, k, load in sorted(busy, reverse=True)[:MAX_DESCRIBED]
-        ]
-        if len(busy) > len(words):
-            words.append(f"{len(busy) - len(words)} more engines work")
-        return "; ".join(words)
+        if not busy:
+            return ""
+        silence_s, k, load = max(busy)
+        return (
+            f"{len(busy)} engine(s) work; engine {k} has {load} samples, "
+            f"none finished for {silence_s:.0f} s"
+        )
 
 
 class BatchSampler:

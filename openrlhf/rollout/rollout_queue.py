@@ -8,21 +8,21 @@ what is waited for when nothing comes.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+from safetensors import SafetensorError
+
+from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.engines.base import SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.rollout.async_controller import AsyncController, AsyncLimits, Key
-from openrlhf.rollout.kept_groups import (
-    KeptGroup,
-    KeptGroups,
-    read_groups,
-)
 from openrlhf.rollout.rollout import GroupStream, Rollouts
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.utils.metrics import Metrics, timed
@@ -31,6 +31,31 @@ from openrlhf.utils.threads import on_loop
 
 STALL_S = 20.0  # without a finished group until somebody who waits says so; then twice as long, ...
 CLOSE_S = 40.0  # until what runs must have ended
+
+NOTES = "finished_groups.json"
+TENSORS = "finished_groups.safetensors"
+TENSOR_FIELDS = ("token_ids", "action_mask", "logprobs", "weight_versions")
+JSON_FIELDS = (
+    "sample_id",
+    "finish_reason",
+    "prompt_text",
+    "response_text",
+    "reward",
+    "score",
+    "extra_logs",
+    "episode_id",
+    "reward_parts",
+    "extra_columns",
+)
+
+
+@dataclass(frozen=True)
+class KeptGroup:
+    """The scored samples of a prompt that wait for their step."""
+
+    key: Key
+    age: int  # steps that ended since it was started
+    rollouts: list[Rollout]
 
 
 class RolloutQueue:
@@ -96,7 +121,7 @@ class RolloutQueue:
     @property
     def is_over(self) -> bool:
         """Return True once every prompt has its outcome."""
-        return self._is_over()
+        return self._core.is_over
 
     @on_loop
     async def next_step(self) -> list[Rollout]:
@@ -144,15 +169,14 @@ class RolloutQueue:
         self.sampler.load_state_dict(state)
 
     @on_loop
-    async def finished_groups(self) -> KeptGroups:
+    async def finished_groups(self) -> list[KeptGroup]:
         """Return the samples that wait for their step; between two steps."""
         core = self._core
-        groups = [KeptGroup(key, core.age(key), self._groups[key]) for key in core.ready]
-        return KeptGroups(self.origin, groups)
+        return [KeptGroup(key, core.age(key), self._groups[key]) for key in core.ready]
 
     def load_groups(self, folder: Path) -> None:
         """Take up what `finished_groups` gave and a folder keeps, after `load_state_dict`."""
-        self._kept = read_groups(folder, self.sampler.prompts, self.origin).groups
+        self._kept = read_groups(folder, self.sampler.prompts, self.origin)
 
     @on_loop
     async def take_metrics(self) -> Metrics:
@@ -165,10 +189,6 @@ class RolloutQueue:
         """Return why prompts failed since the last call, by row."""
         failed, self._failed = self._failed, {}
         return failed
-
-    @on_loop
-    async def _is_over(self) -> bool:
-        return self._core.is_over
 
     @on_loop
     async def _begin_sync(self) -> None:
@@ -260,3 +280,75 @@ class RolloutQueue:
         rows = cursor.draw(1)
         self._core.is_exhausted = cursor.is_exhausted
         return (episode, rows[0]) if rows else None
+
+
+def sample_origin(sampling: SamplingSettings, reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how samples are made and rewarded, as JSON; those of another origin are not taken up.
+
+    `reward` is what decides the reward of a sample.
+    """
+    origin: dict[str, Any] = json.loads(
+        json.dumps({"sampling": asdict(sampling), "reward": dict(reward)})
+    )
+    return origin
+
+
+def write_groups(folder: Path, groups: Sequence[KeptGroup], origin: Mapping[str, Any]) -> None:
+    """Write finished samples into a folder, token-exact; no file where there are none.
+
+    Tensors are in one file, the rest is JSON beside it. What the data set says of a prompt is not
+    kept: it is read there again. Raises OSError.
+    """
+    if not groups:
+        return
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tensors = {
+        f"{rollout.sample_id}.{name}": getattr(rollout, name).clone()  # of its own memory
+        for rollout in rollouts
+        for name in TENSOR_FIELDS
+    }
+    try:
+        safetensors.torch.save_file(tensors, folder / TENSORS)
+    except SafetensorError as error:  # e.g. a full disk
+        raise OSError(str(error)) from error
+    kept = [
+        {
+            "key": group.key,
+            "age": group.age,
+            "rollouts": [
+                {name: getattr(rollout, name) for name in JSON_FIELDS} for rollout in group.rollouts
+            ],
+        }
+        for group in groups
+    ]
+    notes = {"origin": origin, "groups": kept}
+    (folder / NOTES).write_text(json.dumps(notes))
+
+
+def read_groups(folder: Path, prompts: PromptDataset, origin: Mapping[str, Any]) -> list[KeptGroup]:
+    """Return what `write_groups` wrote; nothing where samples are made or rewarded in
+    another way now.
+    """
+    path = folder / NOTES
+    notes = json.loads(path.read_text()) if path.exists() else None
+    if notes is None or notes.get("origin") != origin:
+        return []
+    tensors = safetensors.torch.load_file(folder / TENSORS)
+    groups = []
+    for group in notes["groups"]:
+        episode, row = group["key"]
+        prompt = prompts[row]
+        rollouts = [
+            Rollout(
+                group_id=0,  # a step gives it one
+                row_id=prompt.row_id,
+                label=prompt.label,
+                datasource=prompt.datasource,
+                columns=prompt.columns,
+                **{name: tensors[f"{fact['sample_id']}.{name}"] for name in TENSOR_FIELDS},
+                **fact,
+            )
+            for fact in group["rollouts"]
+        ]
+        groups.append(KeptGroup((episode, row), group["age"], rollouts))
+    return groups

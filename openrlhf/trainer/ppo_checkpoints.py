@@ -20,7 +20,7 @@ from openrlhf.distributed.checkpoints import DataFacts, RunCheckpoints, open_che
 from openrlhf.distributed.collectives import together
 from openrlhf.distributed.folders import HOLDER
 from openrlhf.errors import CheckpointError, ConfigError
-from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.rollout.rollout_queue import RolloutQueue, write_groups
 from openrlhf.rollout.step_sampler import StepSampler
 from openrlhf.trainer.ppo_setup import RunInputs
 from openrlhf.trainer.ppo_utils.evaluation import Evaluation
@@ -189,15 +189,15 @@ class PPOCheckpoints:
         # Finished samples that wait for later steps. What is finished while the state is taken is
         # pending in it, and generated again.
         queue = state.sampler if isinstance(state.sampler, RolloutQueue) else None
-        groups = None if queue is None else queue.finished_groups()
+        groups = [] if queue is None else queue.finished_groups()
         content = state.state_dict()
 
         def write(folder: Path) -> None:
             for group in self.groups.values():
                 with self.phases.update(group):  # states that were moved away come back
                     group.call(TrainedWorker.save_states, str(folder))
-            if groups is not None:
-                groups.write(folder)
+            if queue is not None:
+                write_groups(folder, groups, queue.origin)
 
         is_saved = self.opened.save(
             state.global_step,

@@ -24,7 +24,6 @@ from openrlhf.rollout.agents.episodes import agent_rollouts, agent_setup
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
-from openrlhf.rollout.single_turn import SingleTurn
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints, is_at_end, open_run
 from openrlhf.trainer.ppo_setup import (
     RunInputs,
@@ -206,7 +205,7 @@ def _rollouts(
             is_streaming=has_own_devices or never_pauses,
             turn=phases.turn,
         )
-    turns = SingleTurn(EnginePool(samplers), inputs.tokenizer, vocab_size=inputs.vocab_size)
+    turns = EnginePool(samplers, inputs.tokenizer, vocab_size=inputs.vocab_size)
     return Rollouts(turns, GroupScorer(scorer, FailurePolicy.of(config)))
 
 

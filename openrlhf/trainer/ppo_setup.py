@@ -28,7 +28,7 @@ from openrlhf.models.value_head import reward_scale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
-from openrlhf.rollout.agents.agent_file import AgentFile
+from openrlhf.rollout.agents.agent_file import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout
@@ -72,7 +72,7 @@ def prepare_inputs(
         instead = "--vllm_num_engines 0: then the policy generates itself"
         gathered.attempt(lambda: check_vllm_is_installed(instead=instead))
     if agent_path := config.train.agent_func_path:
-        gathered.attempt(lambda: AgentFile(agent_path))
+        gathered.attempt(lambda: load_agent(agent_path))
     vocab_size = gathered.attempt(lambda: check_models(config, has_engines=has_engines))
     tokenizer = gathered.attempt(lambda: load_policy_tokenizer(config))
     notices = tokenizer and gathered.attempt(lambda: check_tokens(config, tokenizer))

@@ -8,8 +8,7 @@ from typing import Any
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.rollout.async_controller import AsyncLimits
-from openrlhf.rollout.kept_groups import sample_origin
-from openrlhf.rollout.rollout_queue import RolloutQueue
+from openrlhf.rollout.rollout_queue import RolloutQueue, sample_origin
 from openrlhf.trainer.ppo_trainer import PPOTrainer
 from openrlhf.utils.logging import notice
 from openrlhf.utils.metrics import Metrics

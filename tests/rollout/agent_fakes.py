@@ -6,8 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -67,10 +67,11 @@ class StreamingEngine(FakeEngine):
         return stopped()
 
     def _answer(self, future: Future[list[Completion]], request: GenerationRequest) -> None:
-        try:
-            future.set_result([self.complete(request)])
-        except EngineError as error:
-            future.set_exception(error)
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            try:
+                future.set_result([self.complete(request)])
+            except EngineError as error:
+                future.set_exception(error)
 
 
 class GrowingEngine(FakeEngine):
@@ -149,6 +150,7 @@ def agents_over(
         yield agents
     finally:
         agents.loop.run(agents.actor.close())
+        agents.loop.close()
 
 
 def settings(tokenizer, **changes) -> SamplingSettings:
@@ -188,6 +190,7 @@ class EpisodeRunner:
 
     def close(self) -> None:
         self.agents.loop.run(self.agents.actor.close())
+        self.agents.loop.close()
 
     def act(self, requests: Sequence[EpisodeRequest]) -> dict[str, EpisodeResult | AgentError]:
         (worker,) = self.agents.actor.workers

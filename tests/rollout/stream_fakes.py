@@ -18,7 +18,6 @@ from openrlhf.rewards.base import RewardBatch, RewardResult
 from openrlhf.rollout.engine_pool import BatchSampler, EnginePool, Sampler
 from openrlhf.rollout.rollout import FinishedGroup, Rollouts
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, Scorer, SourceScorer
-from openrlhf.rollout.single_turn import SingleTurn
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.threads import on_loop, telling
 
@@ -119,14 +118,17 @@ def rollouts_of(
     samplers: Sequence[Any], scorer: GroupScorer, tokenizer: Any, vocab_size: int = 1000
 ) -> Rollouts:
     """Single turns on these engines."""
-    return Rollouts(SingleTurn(EnginePool(samplers), tokenizer, vocab_size=vocab_size), scorer)
+    return Rollouts(EnginePool(samplers, tokenizer, vocab_size=vocab_size), scorer)
 
 
 class DrivenStream:
     """A stream that a test drives from its own thread."""
 
-    def __init__(self, rollouts: Rollouts, sampling: SamplingSettings) -> None:
+    def __init__(
+        self, rollouts: Rollouts, sampling: SamplingSettings, *, ends_loop: bool = False
+    ) -> None:
         self.loop = rollouts.loop
+        self.ends_loop = ends_loop
         self.describe = rollouts.describe
         self._stream = rollouts.open_stream(sampling)
 
@@ -155,9 +157,11 @@ class DrivenStream:
     async def take_metrics(self) -> Metrics:
         return self._stream.take_metrics()
 
-    @on_loop
-    async def close(self) -> None:
-        await self._stream.__aexit__()
+    def close(self) -> None:
+        if self.loop.is_running:
+            self.loop.run(self._stream.__aexit__())
+        if self.ends_loop:
+            self.loop.close()
 
 
 def open_stream(
@@ -176,7 +180,7 @@ def open_stream(
         GroupScorer(scorer, policy or FailurePolicy(4)),
         PromptTokenizer(),
     )
-    return DrivenStream(rollouts, SamplingSettings(num_samples=num_samples))
+    return DrivenStream(rollouts, SamplingSettings(num_samples=num_samples), ends_loop=True)
 
 
 def submit(stream: DrivenStream, rows: Iterable[int]) -> None:

@@ -18,10 +18,9 @@ from openrlhf.rollout.agents.engine import (
 from openrlhf.rollout.agents.episode import (
     AgentSetup,
     Episode,
-    EpisodeOverError,
     EpisodeRequest,
 )
-from openrlhf.utils.agent import BadAnswerError
+from openrlhf.utils.agent import AgentError, BadAnswerError
 from openrlhf.utils.tokenizer import TextEncoder
 
 
@@ -110,9 +109,9 @@ def test_nothing_is_sampled_or_recorded_after_the_end(tiny_tokenizer):
     episode, asked = make_episode(), []
     take(episode, [7], tiny_tokenizer, asked=asked)
     episode.close()
-    with pytest.raises(EpisodeOverError, match="episode e has ended"):
+    with pytest.raises(AgentError, match="episode e has ended"):
         episode.record([7], completion([1]))
-    with pytest.raises(EpisodeOverError):
+    with pytest.raises(AgentError):
         take(episode, [7], tiny_tokenizer, asked=asked)
     assert [r.request_id for r in asked] == ["e/t1"]
 

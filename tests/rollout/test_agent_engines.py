@@ -64,6 +64,7 @@ def generate(folder, samplers, tokenizer, *, texts=("one", "two", "three"), **sa
         ).rollouts
     finally:
         agents.loop.run(agents.actor.close())
+        agents.loop.close()
 
 
 def largest_gap(model_dir, rollouts, temperature) -> float:

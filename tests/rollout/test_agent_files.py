@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.rollout.agents.agent_file import AgentFile
+from openrlhf.rollout.agents.agent_file import load_agent
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,
@@ -266,4 +266,4 @@ def test_the_agent_file_that_users_start_from_runs_as_it_is(source, tmp_path, ti
 def test_a_file_that_cannot_act_is_refused_in_words(code, message, tmp_path):
     (tmp_path / "agent.py").write_text(code)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        AgentFile(tmp_path / "agent.py")
+        load_agent(tmp_path / "agent.py")

@@ -178,7 +178,7 @@ for case in cases:
         refused[next(iter(case)) + str(len(refused))] = error.body["message"]
 assert "the run samples with 1.0" in refused["temperature0"]
 assert "unknown role 'king'" in refused["messages6"]
-assert refused["extra_body9"].startswith("guided_json is not supported")
+assert "guided_json is {" in refused["extra_body9"]
 await chat.create(model=session.model, messages=talk)
 return {"reward": 1.0, "extra_logs": {key: 1 for key in refused}}
 """
@@ -291,7 +291,6 @@ async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as web:
     statuses = [
         (await web.post("/chat/completions", content=b"{")).status_code,
         (await web.post("/chat/completions", json=[1])).status_code,
-        (await web.post("/chat/completions", content=b" " * (33 * 2**20))).status_code,
         (await web.post("/chat/completions", content=b"[" * 99_999)).status_code,
         (await web.post("/chat/completions", content=DEEP)).status_code,
         (await web.post("/chat/completions", content=HALF)).status_code,
@@ -317,7 +316,7 @@ return {"reward": 1.0, "extra_logs": {str(k): s for k, s in enumerate(statuses)}
 """
     result, _ = run_agent(body, tmp_path, tiny_tokenizer, extra=extra)
     statuses = list(result.extra_logs.values())
-    assert statuses == [400, 400, 413, *[400] * 6, 400, 404, 200, 401]
+    assert statuses == [*[400] * 9, 404, 200, 401]
 
 
 def test_a_client_that_leaves_is_not_sampled_for(tmp_path, tiny_tokenizer):

@@ -140,11 +140,8 @@ def test_a_stream_says_who_works_and_for_how_long():
     stream = open_stream(engines, source)
     assert stream.describe() == ""
     submit(stream, range(7))
-    *named, rest = stream.describe().split("; ")
-    assert rest == "2 more engines work" and len(named) == 4
-    assert all(
-        re.fullmatch(r"engine \d has [24] samples, none finished for \d s", n) for n in named
-    )
+    said = r"6 engine\(s\) work; engine \d has [24] samples, none finished for \d s"
+    assert re.fullmatch(said, stream.describe())
     for engine in engines:
         for name in list(engine.asked):
             engine.answer(name)
@@ -348,7 +345,10 @@ def samples_of(*completions: Completion) -> list[Rollout]:
         VOCAB_SIZE,
     )
     sampling = SamplingSettings(num_samples=2)
-    return rollouts.generate_samples([prompt(0)], sampling, tag="t").rollouts
+    try:
+        return rollouts.generate_samples([prompt(0)], sampling, tag="t").rollouts
+    finally:
+        rollouts.loop.close()
 
 
 def test_tokens_and_log_probs_are_kept() -> None:

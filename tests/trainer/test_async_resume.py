@@ -13,12 +13,8 @@ from pathlib import Path
 from openrlhf.config.cli import parse_config
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.checkpoints import CheckpointStore, DataFacts, RunCheckpoints
-from openrlhf.rollout.kept_groups import (
-    KeptGroups,
-    read_groups,
-    sample_origin,
-)
 from openrlhf.rollout.rollout import FinishedGroup
+from openrlhf.rollout.rollout_queue import KeptGroup, read_groups, sample_origin, write_groups
 from openrlhf.trainer.ppo_checkpoints import PPOCheckpoints
 from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync, reward_origin
 from openrlhf.trainer.ray.phases import DevicePhases
@@ -43,7 +39,7 @@ def run_until(trainer: PPOTrainerAsync, step: int, folder: Path) -> dict:
             groups = trainer.queue.finished_groups()
             time.sleep(0.001)  # the engines go on meanwhile
             saved.update(json.loads(json.dumps(trainer.state.state_dict())))
-            groups.write(folder)
+            write_groups(folder, groups, trainer.queue.origin)
 
     trainer.queue.settle = settle_and_save  # type: ignore[method-assign]
     with suppress(TrainerBroke):
@@ -57,7 +53,7 @@ def go_on(trainer: PPOTrainerAsync, saved: dict, folder: Path) -> None:
     trainer.fit()
 
 
-def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> KeptGroups:
+def kept_of(trainer: PPOTrainerAsync, folder: Path, **sampling: object) -> list[KeptGroup]:
     changed = replace(trainer.inputs.sampling, **sampling)  # type: ignore[arg-type]
     origin = sample_origin(changed, trainer.queue.origin["reward"])
     return read_groups(folder, trainer.inputs.prompts, origin)
@@ -76,7 +72,7 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
     trainer.sampler.outcome_of = noted  # type: ignore[method-assign]
     saved = run_until(trainer, 3, tmp_path)
     made = {group.key: group.rollouts for group in taken}
-    kept = kept_of(trainer, tmp_path).groups
+    kept = kept_of(trainer, tmp_path)
     assert len(kept) >= 8 and {group.age for group in kept} >= {1, 2}
     pending = {tuple(key) for key in saved["sampler"]["ledger"]["pending"]}
     assert {group.key for group in kept} <= pending
@@ -95,10 +91,10 @@ def test_finished_samples_are_kept_to_the_token(tmp_path: Path) -> None:
 def test_samples_that_would_be_made_in_another_way_now_are_not_taken_up(tmp_path: Path) -> None:
     trainer = make_trainer(World(train_error_at=1, train_s=0.02), num_prompts=24)
     run_until(trainer, 1, tmp_path)
-    assert kept_of(trainer, tmp_path).groups
-    assert not kept_of(trainer, tmp_path, temperature=0.5).groups
+    assert kept_of(trainer, tmp_path)
+    assert not kept_of(trainer, tmp_path, temperature=0.5)
     trainer.queue.origin["reward"]["remote_url"] = "other.py"
-    assert not kept_of(trainer, tmp_path).groups
+    assert not kept_of(trainer, tmp_path)
 
 
 def test_samples_that_edited_code_would_reward_otherwise_are_made_again(tmp_path: Path) -> None:
@@ -131,7 +127,7 @@ def test_a_checkpoint_holds_what_was_made_ahead_and_damage_to_it_is_seen(tmp_pat
     world = World(policy_version=2)
     again = make_trainer(world, num_prompts=24)
     checkpoints().resume(again.state)
-    kept = kept_of(trainer, tmp_path / "global_step2").groups
+    kept = kept_of(trainer, tmp_path / "global_step2")
     assert kept and [group.key for group in again.queue._kept] == [group.key for group in kept]
     again.fit()
     assert again.sampler.ledger.outcomes == {"trained": 24}

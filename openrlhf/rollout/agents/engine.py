@@ -28,14 +28,20 @@ from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
 
 _PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
 FIXED = ("temperature", "top_p", "repetition_penalty")  # those of the run
-# Settings that engines of a run do without. They are refused unless they ask for nothing: they are
-# unset, zero, empty or as below.
+# What a run does without, of sampling and of the OpenAI API: refused unless it asks for nothing, so
+# is unset, zero, empty or as below.
 UNSUPPORTED = (
     *("n", "best_of", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "allowed_token_ids", "ignore_eos"),
-    *("structured_outputs", "guided_decoding"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "use_beam_search"),
+    *("structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "response_format", "functions", "function_call", "modalities", "documents"),
+    *("chat_template", "chat_template_kwargs", "echo", "continue_final_message", "top_logprobs"),
+    *("truncate_prompt_tokens", "prompt_logprobs"),
 )
-NEUTRAL: dict[str, object] = {"n": 1, "best_of": 1, "top_k": -1}
+NEUTRAL: dict[str, object] = {
+    **{"n": 1, "best_of": 1, "top_k": -1},
+    **{"response_format": {"type": "text"}, "modalities": ["text"]},
+}
 
 CURRENT: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("episode")
 

@@ -19,10 +19,6 @@ from openrlhf.utils.rollout import check_completion
 from openrlhf.utils.tokenizer import Tokenizer
 
 
-class EpisodeOverError(AgentError):
-    """A turn was asked for after the episode had ended."""
-
-
 @dataclass(frozen=True)
 class AgentSetup:
     """What a worker is told before its first episode; every wait has its deadline here."""
@@ -116,7 +112,7 @@ class Episode:
         *,
         fills_context: bool = True,
     ) -> None:
-        """Note a turn; EngineError for an impossible one, EpisodeOverError after the end.
+        """Note a turn; EngineError for an impossible one, AgentError after the end.
 
         `fills_context`: the turn had all the room there was, so that cutting it cut the episode.
         """
@@ -134,9 +130,9 @@ class Episode:
             segment.is_truncated |= fills_context and completion.finish_reason == "length"
 
     def check_open(self) -> None:
-        """Raise EpisodeOverError when the episode has ended."""
+        """Raise AgentError when the episode has ended."""
         if self.is_closed:
-            raise EpisodeOverError(f"episode {self.request.sample_id} has ended")
+            raise AgentError(f"episode {self.request.sample_id} has ended", "episode_over")
 
     def close(self) -> None:
         """End the episode: refuse later turns."""

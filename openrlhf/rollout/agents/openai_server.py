@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,35 +26,24 @@ from openrlhf.engines.base import Completion
 from openrlhf.errors import EngineError
 from openrlhf.rollout.agents.chat import Dialogue
 from openrlhf.rollout.agents.engine import FIXED, TextCodec, sample_turn
-from openrlhf.rollout.agents.episode import Episode, EpisodeOverError
-from openrlhf.utils.agent import AgentError, ContextFullError, OpenAISession
+from openrlhf.rollout.agents.episode import Episode
+from openrlhf.utils.agent import AgentError, OpenAISession
 
 MODEL_NAME = "policy"
-MAX_BODY_BYTES = 32 * 2**20
-# Fields that would change the prompt or the text. They are refused unless they are unset, zero,
-# empty or as below. Sampling is checked with the turn.
-UNSUPPORTED = (
-    *("response_format", "functions", "function_call", "chat_template", "chat_template_kwargs"),
-    *("echo", "continue_final_message", "documents", "truncate_prompt_tokens", "modalities"),
-    *("top_logprobs", "prompt_logprobs", "use_beam_search"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-NEUTRAL: dict[str, object] = {"response_format": {"type": "text"}, "modalities": ["text"]}
+# Codes of the OpenAI API for failures of an episode.
+CODES = {"context_full": "context_length_exceeded", "episode_over": "episode_over"}
 Result = TypeVar("Result")
 
 
-class RefusedError(Exception):
-    """A request that is answered with an error, as the OpenAI API writes it."""
-
-    def __init__(self, status: int, message: str, **details: str) -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": None, **details}
-        self.response = JSONResponse({"error": error}, status)
+def refusal(status: int, message: str, **details: str | None) -> HTTPException:
+    """Return the response to a request that is refused, as the OpenAI API writes it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": None, **details}
+    return HTTPException(status, error)
 
 
 class ChatRequest(BaseModel):
-    """The body of /v1/chat/completions; sampling settings are among the extra fields."""
+    """The body of a request; sampling settings are among the extra fields."""
 
     model_config = ConfigDict(extra="allow")
     messages: list[Any] = Field(default_factory=list)
@@ -63,6 +52,7 @@ class ChatRequest(BaseModel):
     tool_choice: Literal["auto", "none"] | None = "auto"
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
+    prompt: str | None = None  # of /v1/tokenize, instead of messages
     logprobs: bool | None = False
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
@@ -71,14 +61,6 @@ class ChatRequest(BaseModel):
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the policy may call; None without any."""
         return None if self.tool_choice == "none" else self.tools or None
-
-
-class TokenizeRequest(BaseModel):
-    """The body of /v1/tokenize."""
-
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
-    prompt: str | None = None
 
 
 class ChatSession:
@@ -92,16 +74,12 @@ class ChatSession:
         self.dialogue = Dialogue(codec)
 
     async def chat(self, body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
-        """Sample the next turn and return its response; raises RefusedError and AgentError."""
-        request = parsed(ChatRequest, body)
+        """Sample the next turn and return its response; raises HTTPException and AgentError."""
+        request = parsed(body)
         extra = request.model_extra or {}
-        for name in UNSUPPORTED:
-            if extra.get(name) and extra[name] != NEUTRAL.get(name):
-                message = f"{name} is not supported: {extra[name]!r}. Leave it out."
-                raise RefusedError(400, message, param=name)
         if request.model != MODEL_NAME:
             message = f"model is {request.model!r}. Use {MODEL_NAME!r}, as session.model says."
-            raise RefusedError(400, message, param="model", code="model_not_found")
+            raise refusal(400, message, param="model", code="model_not_found")
         sampling = {name: value for name, value in extra.items() if value is not None}
         if self.ignores_client_sampling:
             sampling = {k: v for k, v in sampling.items() if k not in FIXED}
@@ -143,31 +121,26 @@ class ChatSession:
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
         """Return the ids of a text ("prompt") or of messages, as the policy would read them."""
-        request = parsed(TokenizeRequest, body)
-        if request.messages is not None:
-            ids = self.dialogue.prepare(request.messages, request.tools).token_ids
-        elif request.prompt is not None:
-            ids = self.codec.encode_prompt(request.prompt, self.episode)
+        request = parsed(body)
+        if request.prompt is None:
+            ids = self.dialogue.prepare(request.messages, request.shown_tools).token_ids
         else:
-            raise RefusedError(400, "give messages, or prompt as a string", param="prompt")
+            ids = self.codec.encode_prompt(request.prompt, self.episode)
         max_length = self.episode.setup.max_length
         return {"count": len(ids), "max_model_len": max_length, "tokens": ids}
 
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parsed(kind: type[Body], body: bytes) -> Body:
-    """Return a request; RefusedError 400 for bad JSON (deep nesting, lone surrogates) and fields.
+def parsed(body: bytes) -> ChatRequest:
+    """Return a request; refuse bad JSON (deep nesting, lone surrogates) and fields.
 
     Chat messages may be of any form here: the dialogue checks them.
     """
     try:
-        return kind.model_validate_json(body)
+        return ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(map(str, first["loc"]))
-        raise RefusedError(400, f"{name}: {first['msg']}".lstrip(": "), param=name) from error
+        raise refusal(400, f"{name}: {first['msg']}".lstrip(": "), param=name) from error
 
 
 def events_of(request: ChatRequest, response: dict[str, Any]) -> str:
@@ -227,19 +200,19 @@ class OpenAIServer:
 
         @router.post("/tokenize")
         async def tokenize(request: Request) -> dict[str, Any]:
-            return self._session_of(request).tokenize(await body_of(request))
+            return self._session_of(request).tokenize(await request.body())
 
         @router.post("/chat/completions")
         async def chat(request: Request) -> Response:
             session = self._session_of(request)
-            turn = session.chat(await body_of(request))
+            turn = session.chat(await request.body())
             asked, response = await while_connected(request, turn)
             if asked.stream:
                 return Response(events_of(asked, response), media_type="text/event-stream")
             return JSONResponse(response)
 
         app.include_router(router)
-        for kind in (RefusedError, AgentError, EngineError):
+        for kind in (HTTPException, AgentError, EngineError):
             app.add_exception_handler(kind, error_response)
         return app
 
@@ -248,31 +221,18 @@ class OpenAIServer:
         session = self._sessions.get(key)
         if session is None:
             message = "the API key belongs to no running episode"
-            raise RefusedError(401, message, code="invalid_api_key")
+            raise refusal(401, message, code="invalid_api_key")
         return session
 
 
 async def error_response(request: Request, error: Exception) -> JSONResponse:
     """Return an error as the OpenAI API writes it."""
-    if isinstance(error, RefusedError):
-        return error.response
-    message = str(error)
-    if isinstance(error, EpisodeOverError):
-        return RefusedError(409, message, code="episode_over").response
-    if isinstance(error, ContextFullError):
-        code = "context_length_exceeded"
-        return RefusedError(400, message, param="messages", code=code).response
-    return RefusedError(400 if isinstance(error, AgentError) else 500, message).response
-
-
-async def body_of(request: Request) -> bytes:
-    """Return the body of a request; RefusedError 413 when it is too large."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(413, f"the body is over {MAX_BODY_BYTES} bytes")
-    return body
+    if isinstance(error, AgentError):
+        status = 409 if error.kind == "episode_over" else 400
+        error = refusal(status, str(error), code=CODES.get(error.kind))
+    elif not isinstance(error, HTTPException):
+        error = refusal(500, str(error))
+    return JSONResponse({"error": error.detail}, error.status_code)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -282,7 +242,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise EpisodeOverError("the client has left")
+            raise AgentError("the client has left", "episode_over")
         return working.result()
     finally:
         leaving.cancel()

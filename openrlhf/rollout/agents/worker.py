@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from openrlhf.engines.base import Completion, GenerationRequest
-from openrlhf.rollout.agents.agent_file import EXECUTE_NAMES, AgentFile
+from openrlhf.rollout.agents.agent_file import EXECUTE_NAMES, make_executor
 from openrlhf.rollout.agents.channel import Channel
 from openrlhf.rollout.agents.engine import (
     CURRENT,
@@ -105,8 +105,8 @@ class Worker:
             "hf_tokenizer": self.setup.tokenizer,
             "result_queue": ResultQueue(),
         }
-        file = AgentFile(self.setup.path)
-        self._executor = file.make_executor(context, step_timeout_s=self.setup.step_timeout_s)
+        path, step_timeout_s = self.setup.path, self.setup.step_timeout_s
+        self._executor = make_executor(path, context, step_timeout_s=step_timeout_s)
         asked = {name: context.get(name) for name in EXECUTE_NAMES}
         self._extras = accepted(self._executor.execute, asked)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
