@@ -7,17 +7,12 @@ this module in every worker, for `WORKER_EXTENSION`, and finds the backend regis
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
@@ -28,9 +23,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from openrlhf.engines import vllm_cpu
-from openrlhf.engines.base import WeightBucket
 from openrlhf.engines.vllm_logprobs import report_full_logprobs
-from openrlhf.engines.weight_transfer import BroadcastGroup, BucketReader
+from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts, synchronize
 from openrlhf.errors import WeightSyncError
 from openrlhf.utils.tensors import bit_sum, checksum
 
@@ -38,63 +32,47 @@ BACKEND = "openrlhf"
 WORKER_EXTENSION = "openrlhf.engines.weight_receiver.ReceiptExtension"
 
 
-@dataclass
-class GroupInfo(WeightTransferInitInfo):
-    """How to join the trainer's broadcasts."""
-
-    device_type: str
-    host: str
-    port: int
-    rank_offset: int  # of the engine's first worker
-    world_size: int
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """What vLLM hands to every worker."""
-
-    bucket: WeightBucket
-
-
-class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
+class WeightReceiver(WeightTransferEngine[Any, Any]):
     """Receives buckets and loads them into the model of this worker."""
 
-    init_info_cls = GroupInfo
-    update_info_cls = BucketInfo
+    init_info_cls = dict
+    update_info_cls = dict
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reader = BucketReader(self.device)
+        self.expected: list[str] = []  # parameters that an update has to fill
+        self.loaded: set[str] = set()  # those that it has
         self.fingerprints: dict[str, int] = {}
         self.received: dict[str, tuple[torch.dtype, int]] = {}  # dtype and bit sum
         self.num_compared = 0  # parameters, after the last update
-        self.known_names: frozenset[str] = frozenset()  # of a whole update, once there was one
 
-    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's group."""
-        device = self.device if init_info.device_type == "cuda" else torch.device("cpu")
-        rank = init_info.rank_offset + self.parallel_config.rank
-        group = BroadcastGroup(
-            device, init_info.host, init_info.port, rank=rank, world_size=init_info.world_size
-        )
-        self.reader.join(group)
+        device = self.device if init_info["device_type"] == "cuda" else torch.device("cpu")
+        own_rank = init_info["rank_offset"] + self.parallel_config.rank
+        host, port, world_size = (init_info[name] for name in ("host", "port", "world_size"))
+        group = join_broadcasts(device, host, port, rank=own_rank, world_size=world_size)
+        self.reader.join(group, device)
 
     def start_weight_update(self) -> None:
         """Begin an update."""
-        self.fingerprints, self.received = {}, {}
+        self.fingerprints, self.received, self.loaded = {}, {}, set()
         initialize_layerwise_reload(self.model)
         vllm_cpu.before_reload(self.model)
+        self.expected = [name for name, _ in self.model.named_parameters()]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket and wait until it has been read."""
-        self.receive_weights(self.parse_update_info(update_info))
-        self.reader.synchronize()
+        self.receive_weights(update_info)
+        synchronize(self.device)
 
     @torch.no_grad()
-    def receive_weights(self, update_info: BucketInfo) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Load the tensors of one bucket and note what came."""
         try:
-            self.model.load_weights(self._noted(self.reader.read(update_info.bucket)))
+            tensors = self._noted(self.reader.read(update_info["bucket"]))
+            self.loaded.update(self.model.load_weights(tensors))
         except (ValueError, KeyError, AttributeError, AssertionError) as error:
             name = next(reversed(self.fingerprints), "the first tensor")
             raise WeightSyncError(f"the engine cannot load {name}: {error}") from error
@@ -104,14 +82,11 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
     def finish_weight_update(self) -> None:
         """Make the weights live; raise WeightSyncError when some are missing."""
         self.reader.close()
-        known = self.known_names
-        absent = sorted(known - self.fingerprints.keys()) if known else self._unfilled()
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_cpu.after_reload(self.model)
-        if absent:
+        if absent := self._absent():
             raise WeightSyncError(f"incomplete update: {len(absent)} missing, e.g. {absent[0]}")
         self.num_compared = self._check_held()
-        self.known_names = frozenset(self.fingerprints)
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory."""
@@ -154,17 +129,21 @@ class WeightReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
             self.received[name] = (tensor.dtype, sums.bit_sum)
             yield name, tensor
 
-    def _unfilled(self) -> list[str]:
-        """Return the layers that did not get all their values; vLLM itself only warns of them."""
+    def _absent(self) -> list[str]:
+        """Return what did not come: parameters that nothing was loaded into, and tensors of a
+        parameter that others came for.
+        """
         is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        return [
-            name
-            for name, layer in self.model.named_modules()
-            if layer._parameters  # those with buffers only are made, not loaded
-            and (info := get_layerwise_info(layer)).can_load()
-            and (info.load_numel == 0 < (info.load_numel_total or 0) or _is_half_full(layer, info))
-            and not (is_tied and name.endswith(("lm_head", "embed_out")))
-        ]
+        absent = []
+        for name in self.expected:
+            sources = self._sources(name)
+            came = self.fingerprints.keys() & sources
+            is_tied_head = is_tied and name.rpartition(".")[0].endswith(("lm_head", "embed_out"))
+            if came:
+                absent += [source for source in sources if source not in came]
+            elif name not in self.loaded and not is_tied_head:
+                absent.append(name)
+        return absent
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, __name__, WeightReceiver.__name__)
@@ -191,19 +170,6 @@ def _own_pending(layer: nn.Module) -> None:
         for key, value in bound.arguments.items():
             if isinstance(value, Tensor) and key != "param" and not value.is_meta:
                 bound.arguments[key] = value.clone()
-
-
-def _is_half_full(layer: nn.Module, info: Any) -> bool:
-    """Return True if some values of a plain layer are missing; vLLM pads vocabularies itself."""
-    if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
-        return False
-    num_padded = 0
-    if isinstance(layer, VocabParallelEmbedding):
-        num_rows = layer.weight.shape[0]
-        num_extra = max(num_rows - layer.shard_indices.num_org_elements, 0)
-        held = [param for param in layer._parameters.values() if param is not None]
-        num_padded = sum(param.numel() // num_rows * num_extra for param in held)
-    return bool(info.load_numel + num_padded < info.load_numel_total)
 
 
 def _keeps_bits(layer: nn.Module, param: Any) -> bool:

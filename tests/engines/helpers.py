@@ -18,7 +18,7 @@ from openrlhf.engines.base import (
     WeightBucket,
 )
 from openrlhf.engines.vllm_engine import VLLMEngine, VLLMEngineConfig
-from openrlhf.engines.weight_transfer import WeightTransport
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 
 PROMPT = tuple(range(20, 60))
 
@@ -82,7 +82,7 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
 
 def buckets(tensors: Sequence[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """The tensors in shared memory."""
-    transport = WeightTransport(torch.device("cpu"))
+    transport = WeightTransport("handles", torch.device("cpu"), [None])  # no engine is called
     transport.bucket_bytes = bucket_bytes
     for bucket, _ in transport.buckets(tensors):
         yield bucket

@@ -8,11 +8,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from openrlhf.engines.weight_transfer import (
-    BroadcastGroup,
-    BucketReader,
-    WeightTransport,
-)
+from openrlhf.engines.weight_transfer import BucketReader, join_broadcasts
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 
@@ -25,7 +22,7 @@ WEIGHTS = [
 
 
 def writer(bucket_bytes: int = 1024) -> WeightTransport:
-    transport = WeightTransport(CPU)
+    transport = WeightTransport("handles", CPU, [None])
     transport.bucket_bytes = bucket_bytes
     return transport
 
@@ -34,7 +31,7 @@ def read_all(connection: Connection, port: int | None) -> None:
     """In a process of its own: answer the fingerprints of every bucket."""
     reader = BucketReader(CPU)
     if port is not None:
-        reader.join(BroadcastGroup(CPU, "127.0.0.1", port, rank=1, world_size=2))
+        reader.join(join_broadcasts(CPU, "127.0.0.1", port, rank=1, world_size=2), CPU)
     while (bucket := connection.recv()) is not None:
         connection.send({name: fingerprint(tensor) for name, tensor in reader.read(bucket)})
 
@@ -49,14 +46,14 @@ def test_another_process_reads_what_was_written(way):
     process.start()
     group = None
     if way == "broadcast":
-        group = BroadcastGroup(CPU, host, port, rank=0, world_size=2)
+        group = join_broadcasts(CPU, host, port, rank=0, world_size=2)
     transport = writer()
     for version in range(3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
         for bucket, data in transport.buckets(tensors):
             ours.send(bucket)
             if group:
-                group.broadcast(data)
+                group.broadcast(data, 0).wait()
             assert ours.recv() == {name: fingerprint(tensor) for name, tensor in tensors}
         transport.finish()
     ours.send(None)

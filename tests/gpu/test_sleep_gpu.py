@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
-from openrlhf.engines.weight_transfer import WeightTransport
 from openrlhf.trainer.ray.phases import DevicePhases
-from openrlhf.trainer.ray.weight_sync import make_transport, send_weights
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import DEVICES, RemoteEngine, endpoint
 from tests.tiny import make_model
@@ -33,9 +32,7 @@ def sleeping_engine(path: Path, device: str) -> Iterator[tuple[RemoteEngine, Wei
         enable_sleep=True,
     )
     engine = RemoteEngine(config, "0" if device == "cuda" else "")
-    transport = make_transport(
-        "handles", torch.device(device), [engine], workers_per_engine=1, endpoint=endpoint
-    )
+    transport = WeightTransport("handles", torch.device(device), [engine], endpoint=endpoint)
     try:
         yield engine, transport
     finally:
@@ -58,7 +55,7 @@ def test_weights_that_came_between_two_sleeps_are_what_is_sampled_with(tmp_path,
                     model.bfloat16()
             sent = [(name, tensor.to(device)) for name, tensor in weights(model)]
             with phases.sync():
-                send_weights(sent, [engine], version, transport=transport)
+                transport.send(sent, version)
             with phases.rollout():
                 [[answer]] = engine.generate([request(max_new_tokens=16)])
             model.float()
@@ -78,7 +75,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_takes_it_again(tmp_path):
         engine.wake_up(("weights",))
         only_weights, _ = torch.cuda.mem_get_info()
         assert only_weights - awake > 0.8 * SHARE * total  # the cache is still away
-        send_weights(sent, [engine], 1, transport=transport)
+        transport.send(sent, 1)
         engine.wake_up(("kv_cache",))
         again, _ = torch.cuda.mem_get_info()
         assert again == pytest.approx(awake, abs=0.02 * total)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openrlhf.engines.vllm_engine import VLLMEngineConfig
-from openrlhf.trainer.ray.weight_sync import make_transport, send_weights
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import PROMPT, largest_gap, load, request, shake, weights
 from tests.gpu.engines import RemoteEngine, endpoint
 from tests.tiny import make_model
@@ -34,16 +34,14 @@ def test_three_updates_arrive(tmp_path, way, memory, device, gpu):
         enforce_eager=True,
     )
     engine = RemoteEngine(config, gpu)
-    transport = make_transport(
-        way, torch.device(memory), [engine], workers_per_engine=1, endpoint=endpoint
-    )
+    transport = WeightTransport(way, torch.device(memory), [engine], endpoint=endpoint)
     transport.bucket_bytes = 50_000  # several buckets, and tensors larger than one
     model = load(path)
     try:
         for version in (1, 2, 3):
             shake(model, version)
             sent = [(name, tensor.to(device, dtype)) for name, tensor in weights(model)]
-            fingerprints = send_weights(sent, [engine], version, transport=transport)
+            fingerprints = transport.send(sent, version)
             assert fingerprints.keys() == dict(weights(model)).keys()
             [[answer]] = engine.generate([request(max_new_tokens=16)])
             assert answer.weight_version == version

@@ -12,7 +12,7 @@ from openrlhf.rollout.rollout import FinishedGroup
 from openrlhf.rollout.scoring import FailurePolicy, GroupScorer, SourceScorer
 from openrlhf.trainer.ray.placement import RoleDemand, place, view_cluster
 from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-from openrlhf.trainer.ray.weight_sync import HandleTransport, send_weights
+from openrlhf.trainer.ray.weight_sync import WeightTransport
 from tests.engines.helpers import load, shake, weights
 from tests.rollout.agent_fakes import prompts
 from tests.rollout.stream_fakes import DrivenStream, HeldSource, fetch, rollouts_of, until
@@ -61,8 +61,8 @@ def test_engines_of_other_processes_stream_and_take_weights_under_way(
     stream.submit([((0, 4), records[4])], tag="t")
     trained = load(tiny_model_dir)
     shake(trained, 1)
-    transport = HandleTransport(torch.device("cpu"), num_readers=2)
-    send_weights(weights(trained), engines, 1, transport=transport, keep_running=True)
+    transport = WeightTransport("handles", torch.device("cpu"), engines)
+    transport.send(weights(trained), 1, keep_running=True)
     stream.submit([((0, 5), records[5])], tag="t")
     until(lambda: come() == 6)
     samples = {group.key[1]: group.rollouts for group in groups}

@@ -12,22 +12,11 @@ import ray
 import torch
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.engines import weight_transfer
 from openrlhf.engines.base import NamedTensors, WeightBucket
-from openrlhf.engines.weight_transfer import (
-    BroadcastGroup,
-    BucketReader,
-    HostMemory,
-    WeightTransport,
-)
+from openrlhf.engines.weight_transfer import BucketReader, HostMemory, join_broadcasts
 from openrlhf.errors import WeightSyncError
 from openrlhf.trainer.ray import weight_sync
-from openrlhf.trainer.ray.weight_sync import (
-    HandleTransport,
-    make_transport,
-    send_weights,
-    weight_route,
-)
+from openrlhf.trainer.ray.weight_sync import WeightTransport, weight_route
 from openrlhf.utils.tensors import fingerprint
 from tests.gpu.engines import endpoint
 
@@ -85,8 +74,8 @@ class FakeEngine:
     def init_weight_transfer(self, info: dict) -> None:
         self.info = info
         rank, size = info["rank_offset"], info["world_size"]
-        group = BroadcastGroup(CPU, info["host"], info["port"], rank=rank, world_size=size)
-        self.reader.join(group)
+        group = join_broadcasts(CPU, info["host"], info["port"], rank=rank, world_size=size)
+        self.reader.join(group, CPU)
 
     def begin_weight_update(self, keep_running: bool) -> None:
         self.keeps_running = keep_running
@@ -108,7 +97,7 @@ class FakeEngine:
 
 
 def connected(engines: list[FakeEngine], way: str = "handles") -> WeightTransport:
-    transport = make_transport(way, CPU, engines, workers_per_engine=1, endpoint=endpoint)
+    transport = WeightTransport(way, CPU, engines, endpoint=endpoint)
     transport.bucket_bytes = 128
     return transport
 
@@ -121,7 +110,7 @@ def test_every_bucket_arrives_as_it_was_sent_update_after_update(way, request):
     transport = connected(engines, way)
     for version in (1, 2, 3):
         tensors = [(name, tensor + version) for name, tensor in WEIGHTS]
-        send_weights(tensors, engines, version, transport=transport)
+        transport.send(tensors, version)
         for engine in engines:
             assert all(torch.equal(engine.held[name], tensor) for name, tensor in tensors)
     assert engines[0].buckets == BUCKETS * 3
@@ -141,7 +130,7 @@ def test_an_engine_without_proof_is_refused_by_name(way, fault, message):
     engine.who = "vllm-1 on node n"
     engines = [FakeEngine(), engine]
     with pytest.raises(WeightSyncError, match=message):
-        send_weights(WEIGHTS, engines, 3, transport=connected(engines, way))
+        connected(engines, way).send(WEIGHTS, 3)
 
 
 class Place(HostMemory):
@@ -189,14 +178,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     three = Ranks(3)
     for name in ("rank", "barrier", "all_gather_object"):
         monkeypatch.setattr(weight_sync, name, getattr(three, name))
-    monkeypatch.setattr(weight_transfer, "memory_of", three.memory_of)
+    monkeypatch.setattr(weight_sync, "memory_of", three.memory_of)
     yield three
 
 
 def engine_at(place: str) -> FakeEngine:
     engine = FakeEngine()
     engine.who = f"the engine on {place}"
-    engine.reader.memories = {"cpu": Place(place)}
+    engine.reader.memories = [Place(place)]
     return engine
 
 
@@ -207,11 +196,11 @@ def sync_from(ranks: Ranks, engines: list[FakeEngine], places: list[str], of_ran
 
     def run(rank: int) -> bool:
         ranks.local.rank = rank
-        transport = HandleTransport(CPU, num_readers=len(engines))
+        transport = WeightTransport("handles", CPU, engines)
         transport.bucket_bytes = 128
         tensors = of_rank.get(rank, WEIGHTS)
         for version in (1, 2):
-            send_weights(tensors, engines, version, transport=transport)
+            transport.send(tensors, version)
         return transport.is_used
 
     with ThreadPoolExecutor(3) as pool:
@@ -247,7 +236,7 @@ def test_a_rank_whose_copy_differs_is_found(ranks, monkeypatch):
 def test_an_engine_without_a_rank_beside_it_says_what_to_type():
     engine = engine_at("another node")
     with pytest.raises(WeightSyncError, match="type --vllm_sync_with_ray"):
-        send_weights(WEIGHTS, [engine], 1, transport=connected([engine]))
+        connected([engine]).send(WEIGHTS, 1)
 
 
 def test_a_failed_engine_is_named_while_its_peers_still_wait():
@@ -260,7 +249,7 @@ def test_a_failed_engine_is_named_while_its_peers_still_wait():
     engines = [Stuck(), FakeEngine(fault="broken")]
     try:
         with pytest.raises(WeightSyncError, match="no room"):
-            send_weights(WEIGHTS, engines, 1, transport=connected(engines))
+            connected(engines).send(WEIGHTS, 1)
         assert not never.is_set()
     finally:
         never.set()

@@ -23,7 +23,6 @@ from openrlhf.distributed.export import NamedTensors, check_room
 from openrlhf.distributed.weights import WeightAverage, stored_parameters
 from openrlhf.engines.base import Completion, GenerationRequest, RolloutEngine
 from openrlhf.engines.own_generate import OwnGenerate
-from openrlhf.engines.weight_transfer import WeightTransport
 from openrlhf.models.actor import Actor, TokenStats
 from openrlhf.models.adapters import add_lora
 from openrlhf.models.loading import disable_dropout, load_causal_lm
@@ -31,7 +30,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.own_loss import find_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import UpdateStep, without_idle_samples
 from openrlhf.trainer.ray.model_actor import TrainedWorker
-from openrlhf.trainer.ray.weight_sync import make_transport, send_weights, weight_route
+from openrlhf.trainer.ray.weight_sync import Way, WeightTransport, weight_route
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.packing import PackedBatch
 
@@ -208,22 +207,17 @@ class PolicyModelActor(TrainedWorker):
         """
         start = time.monotonic()
         if self.transport is None:
-            self.transport = make_transport(
+            self.transport = WeightTransport(
                 *self._weight_route(len(engines)),
                 engines,
                 workers_per_engine=self.config.vllm.tensor_parallel_size,
                 endpoint=self.master_endpoint,
             )
-        send_weights(
-            stored_parameters(self.engine.module),
-            engines,
-            self.weight_version,
-            transport=self.transport,
-            keep_running=keep_running,
-        )
+        tensors = stored_parameters(self.engine.module)
+        self.transport.send(tensors, self.weight_version, keep_running=keep_running)
         return time.monotonic() - start
 
-    def _weight_route(self, num_engines: int) -> tuple[str, torch.device]:
+    def _weight_route(self, num_engines: int) -> tuple[Way, torch.device]:
         if not self.is_actor:  # the engine is in this process too
             return "handles", torch.device("cpu")
         return weight_route(

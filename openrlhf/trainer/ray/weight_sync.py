@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 import torch
@@ -20,88 +20,19 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.distributed.collectives import all_gather_object, barrier, rank
 from openrlhf.engines.base import NamedTensors, RolloutEngine, WeightBucket
 from openrlhf.engines.vllm_engine import VLLMEngine
-from openrlhf.engines.weight_transfer import BroadcastGroup, WeightTransport
+from openrlhf.engines.weight_transfer import Handle, join_broadcasts, memory_of, synchronize
 from openrlhf.errors import WeightSyncError
-from openrlhf.utils.tensors import fingerprint
+from openrlhf.utils.tensors import align, as_bytes, dtype_name, fingerprint
 
 Result = TypeVar("Result")
+Way = Literal["handles", "broadcast", "objects"]
 
-
-class HandleTransport(WeightTransport):
-    """Engine workers open the buffer of the trainer rank on their own GPU or node.
-
-    All ranks pack the same buckets at the same time; rank 0 tells the engines of them.
-    """
-
-    def __init__(self, device: torch.device, *, num_readers: int) -> None:
-        """`num_readers`: engine workers, which share devices with the first ranks."""
-        super().__init__(device)
-        place = self.memory.place
-        is_first_here = all_gather_object(place).index(place) == rank()
-        self.is_used = is_first_here and rank() < num_readers
-
-    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
-        for bucket, data in super().buckets(tensors):
-            yield bucket, data
-            barrier()  # rank 0 is here once engines have read the bucket before this one
-
-    def address(self, data: Tensor) -> dict[str, Any]:
-        """Return {place: handle} of all ranks; none returns before all have filled their buffer."""
-        return dict(ChainMap(*all_gather_object(super().address(data))))
-
-    def finish(self) -> None:
-        barrier()  # rank 0 is here once engines have let go of the last bucket
-        super().finish()
-
-
-class BroadcastTransport(WeightTransport):
-    """Rank 0 broadcasts each bucket to the workers of all engines."""
-
-    def connect(
-        self, engines: Sequence[RolloutEngine], *, host: str, port: int, workers_per_engine: int
-    ) -> None:
-        """Meet all engines as rank 0 of one group."""
-        world_size = 1 + len(engines) * workers_per_engine
-        device = self.memory.device
-
-        def join() -> None:
-            self.group = BroadcastGroup(device, host, port, rank=0, world_size=world_size)
-
-        pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
-        try:
-            calls = [pool.submit(join)]
-            for index, engine in enumerate(engines):
-                info: dict[str, object] = {
-                    "device_type": device.type,
-                    "host": host,
-                    "port": port,
-                    "rank_offset": 1 + index * workers_per_engine,
-                    "world_size": world_size,
-                }
-                calls.append(pool.submit(engine.call, VLLMEngine.init_weight_transfer, info))
-            all_results(calls)
-        finally:
-            pool.shutdown(wait=False)
-
-    def address(self, data: Tensor) -> dict[str, Any]:
-        """Engines need no address: they wait for the broadcast."""
-        return {}
-
-    def push(self, data: Tensor) -> None:
-        self.group.broadcast(data)
-
-
-class ObjectTransport(WeightTransport):
-    """Each bucket is an object of Ray's store, for nodes between which no group can form."""
-
-    def address(self, data: Tensor) -> dict[str, Any]:
-        """Put a copy into the store; Ray takes it once to every other node with an engine."""
-        return {"object": ray.put(data.numpy())} if self.is_used else {}
+NUM_BUFFERS = 2  # one is filled while the other one is read
 
 
 def weight_route(
     config: PPOConfig, device: torch.device, *, num_engines: int, num_ranks: int
-) -> tuple[str, torch.device]:
+) -> tuple[Way, torch.device]:
     """Return how weights travel to engines in other processes, and where buckets lie: the fastest
     way that works.
 
@@ -118,71 +49,147 @@ def weight_route(
     return "broadcast", cpu if is_colocated else fastest
 
 
-def make_transport(
-    way: str,
-    device: torch.device,
-    engines: Sequence[RolloutEngine],
-    *,
-    workers_per_engine: int,
-    endpoint: Callable[[], tuple[str, int]],
-) -> WeightTransport:
-    """Return the transport of this way, with buckets on the device; every rank calls."""
-    if way == "objects":
-        return ObjectTransport(device, is_used=rank() == 0)
-    if way == "handles":
-        return HandleTransport(device, num_readers=len(engines) * workers_per_engine)
-    transport = BroadcastTransport(device, is_used=rank() == 0)
-    if rank() == 0:
-        host, port = endpoint()
-        transport.connect(engines, host=host, port=port, workers_per_engine=workers_per_engine)
-    return transport
+class WeightTransport:
+    """The trainer's side: two buffers that tensors are packed into in turn.
 
-
-def send_weights(
-    tensors: NamedTensors,
-    engines: Sequence[RolloutEngine],
-    weight_version: int,
-    *,
-    transport: WeightTransport,
-    keep_running: bool = False,
-) -> dict[str, int]:
-    """Send full named tensors to all engines and compare the fingerprints of what each received;
-    every rank calls. Return the fingerprint of each tensor on rank 0.
-
-    Raise WeightSyncError naming the first difference, and when requests run, unless `keep_running`:
-    then they go on under the new weights.
+    "handles": engine workers open the buffer of the trainer rank on their own GPU or node; all
+    ranks pack the same buckets at the same time. "broadcast": rank 0 sends each bucket to the
+    workers of all engines. "objects": each bucket is an object of Ray's store, for nodes between
+    which no group can form. A rank that nobody reads from packs nothing, but walks through the same
+    buckets. Rank 0 tells the engines.
     """
-    sent: dict[str, int] = {}
-    if rank() > 0:
-        for _ in transport.buckets(tensors):
-            pass
-        transport.finish()
-        return sent
-    pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
-    try:
-        all_results(
-            [pool.submit(e.call, VLLMEngine.begin_weight_update, keep_running) for e in engines]
-        )
-        pending: list[Future[None]] = []
-        for bucket, data in transport.buckets(_noted(tensors, sent)):
+
+    def __init__(
+        self,
+        way: Way,
+        device: torch.device,
+        engines: Sequence[RolloutEngine],
+        *,
+        workers_per_engine: int = 1,
+        endpoint: Callable[[], tuple[str, int]] | None = None,
+    ) -> None:
+        """Connect to the engines; every rank calls. `endpoint` gives the address at which a
+        broadcast's group meets.
+        """
+        self.way, self.engines = way, engines
+        self.memory = memory_of(device)
+        self.bucket_bytes = self.memory.bucket_bytes
+        self._buffers: list[tuple[Tensor, Handle]] = []  # the one that is filled comes last
+        self._pool = ThreadPoolExecutor(max_workers=len(engines) + 1)
+        self.is_used = rank() == 0
+        if way == "handles":  # the first rank of each place, where engine workers are
+            is_first_here = all_gather_object(self.memory.place).index(self.memory.place) == rank()
+            self.is_used = is_first_here and rank() < len(engines) * workers_per_engine
+        if way == "broadcast" and rank() == 0:
+            assert endpoint is not None
+            self._connect(*endpoint(), workers_per_engine)
+
+    def _connect(self, host: str, port: int, workers_per_engine: int) -> None:
+        """Meet all engines as rank 0 of one group."""
+        device, world_size = self.memory.device, 1 + len(self.engines) * workers_per_engine
+        info: dict[str, object] = {"device_type": device.type, "host": host, "port": port}
+        info["world_size"] = world_size
+        submit, join = self._pool.submit, VLLMEngine.init_weight_transfer
+        joining = submit(join_broadcasts, device, host, port, rank=0, world_size=world_size)
+        calls: list[Future[Any]] = [joining]
+        for index, engine in enumerate(self.engines):
+            offset = {"rank_offset": 1 + index * workers_per_engine}
+            calls.append(submit(engine.call, join, info | offset))
+        all_results(calls)
+        self._group = joining.result()
+
+    def buckets(self, tensors: NamedTensors) -> Iterator[tuple[WeightBucket, Tensor]]:
+        """Yield buckets of about `bucket_bytes` and their bytes; these are overwritten when the
+        next but one is asked for. A tensor that is larger travels alone.
+        """
+        entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        num_bytes = 0
+        for name, tensor in tensors:
+            begin = align(num_bytes)
+            if entries and begin + tensor.nbytes > self.bucket_bytes:
+                yield self._finished(entries, num_bytes)
+                barrier()  # rank 0 is here once engines have read the bucket before this one
+                entries, begin = [], 0
+            if self.is_used and not entries:
+                self._turn(tensor.nbytes)
+            num_bytes = begin + tensor.nbytes
+            if self.is_used:
+                self._buffers[-1][0][begin:num_bytes].copy_(as_bytes(tensor))
+            entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), begin))
+        if entries:
+            yield self._finished(entries, num_bytes)
+
+    def finish(self) -> None:
+        """Give device memory back until the next update."""
+        barrier()  # rank 0 is here once engines have let go of the last bucket
+        if not self.memory.is_kept:
+            self._buffers = []
+            torch.cuda.ipc_collect()
+
+    def _finished(
+        self, entries: list[tuple[str, str, tuple[int, ...], int]], num_bytes: int
+    ) -> tuple[WeightBucket, Tensor]:
+        names, dtypes, shapes, offsets = zip(*entries, strict=True)
+        data, own = torch.empty(0, dtype=torch.uint8), {}
+        if self.is_used:
+            synchronize(self.memory.device)
+            buffer, handle = self._buffers[-1]
+            data, own = buffer[:num_bytes], {self.memory.place: handle}
+        address: dict[str, Any] = {}  # a broadcast needs none
+        if self.way == "handles":  # none goes on before all have filled their buffer
+            address = dict(ChainMap(*all_gather_object(own)))
+        elif self.way == "objects" and self.is_used:  # Ray takes it once to every other node
+            address = {"object": ray.put(data.numpy())}
+        return WeightBucket(names, dtypes, shapes, offsets, num_bytes, address), data
+
+    def _turn(self, num_bytes: int) -> None:
+        """Take the other buffer, or a new one where there is none or it is too small."""
+        if len(self._buffers) == NUM_BUFFERS:
+            oldest = self._buffers.pop(0)
+            if len(oldest[0]) >= num_bytes:
+                self._buffers.append(oldest)
+                return
+        self._buffers.append(self.memory.allocate(max(num_bytes, self.bucket_bytes)))
+
+    def send(
+        self, tensors: NamedTensors, weight_version: int, *, keep_running: bool = False
+    ) -> dict[str, int]:
+        """Send full named tensors to all engines and compare the fingerprints of what each
+        received; every rank calls. Return the fingerprint of each tensor on rank 0.
+
+        Raise WeightSyncError naming the first difference, and when requests run, unless
+        `keep_running`: then they go on under the new weights.
+        """
+        sent: dict[str, int] = {}
+        if rank() > 0:
+            for _ in self.buckets(tensors):
+                pass
+            self.finish()
+            return sent
+        all_results(self._on_all(VLLMEngine.begin_weight_update, keep_running))
+        pending: list[Future[Any]] = []
+        for bucket, data in self.buckets(_noted(tensors, sent)):
             all_results(pending)
-            pending = [pool.submit(e.call, VLLMEngine.receive_bucket, bucket) for e in engines]
-            pending.append(pool.submit(transport.push, data))
+            pending = self._on_all(VLLMEngine.receive_bucket, bucket)
+            if self.way == "broadcast":
+                pending.append(self._pool.submit(self._broadcast, data))
         all_results(pending)
-        receipts = all_results(
-            [pool.submit(e.call, VLLMEngine.finish_weight_update, weight_version) for e in engines]
-        )
-        transport.finish()
-    finally:
-        pool.shutdown(wait=False)
-    for engine, received in zip(engines, receipts, strict=True):
-        wrong = [name for name, value in sent.items() if received.get(name) != value]
-        if wrong:
-            raise WeightSyncError(
-                f"{engine.who}: {len(wrong)} tensors differ from the trainer's or did not come, "
-                f"e.g. {wrong[0]}"
-            )
-    return sent
+        receipts = all_results(self._on_all(VLLMEngine.finish_weight_update, weight_version))
+        self.finish()
+        for engine, received in zip(self.engines, receipts, strict=True):
+            wrong = [name for name, value in sent.items() if received.get(name) != value]
+            if wrong:
+                raise WeightSyncError(
+                    f"{engine.who}: {len(wrong)} tensors differ from the trainer's or did not "
+                    f"come, e.g. {wrong[0]}"
+                )
+        return sent
+
+    def _on_all(self, method: Callable[..., Any], *args: object) -> list[Future[Any]]:
+        return [self._pool.submit(engine.call, method, *args) for engine in self.engines]
+
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
 
 
 def all_results(calls: Sequence[Future[Result]]) -> list[Result]:
