@@ -36,7 +36,7 @@ from openrlhf.trainer.ppo_trainer_async import PPOTrainerAsync
 from openrlhf.trainer.ppo_utils.model_scorer import ModelScorer, model_names
 from openrlhf.trainer.ppo_utils.worker_group import WorkerGroup, start_forward
 from openrlhf.trainer.ray.cluster import Cluster, local_cluster, ray_cluster
-from openrlhf.trainer.ray.model_actor import TrainedWorker
+from openrlhf.trainer.ray.model_actor import ModelWorker, TrainedWorker
 from openrlhf.trainer.ray.phases import DevicePhases
 from openrlhf.trainer.ray.placement import TRAINED_ROLES, pools_of, reward_roles
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
@@ -152,7 +152,6 @@ def _init_models(
 
     Roles that share devices load one after another, the others at the same time.
     """
-    classes = worker_classes(config)
     args: dict[str, tuple[object, ...]] = {
         "actor": (max(sum(updates[max(config.critic.freezing_steps, 0) :]), 1),),
         "critic": (sum(updates),),
@@ -167,7 +166,7 @@ def _init_models(
             pending = {}
             for role in filter(None, wave):
                 shares = [args.get(role, ())] * groups[role].num_shares
-                pending[role] = groups[role].start(classes[role].init_model, shares)  # type: ignore[attr-defined]
+                pending[role] = groups[role].start(ModelWorker.init_model, shares)
             for role, wait in pending.items():
                 sizes[role] = wait()[0]
                 if role in TRAINED_ROLES:

@@ -142,9 +142,9 @@ def check_runs_without_ray(config: PPOConfig, num_ranks: int) -> None:
         "--ring_attn_size": config.ds.ring_attn_size > 1,
         "--ds_tensor_parallel_size": config.ds.tensor_parallel_size > 1,
     }
-    for flag in (flag for flag, is_used in needs.items() if is_used):
+    if used := ", ".join(flag for flag, is_used in needs.items() if is_used):
         raise ConfigError(
-            f"{flag} needs processes of their own. Use train_ppo_ray, or leave {flag} out."
+            f"{used} needs processes of their own. Use train_ppo_ray, or leave {used} out."
         )
 
 
@@ -205,7 +205,7 @@ def _reward_source(config: PPOConfig, *, log_dir: Path | None) -> RewardSource |
         )
     return FunctionPool(
         reward.remote_url,
-        batch_size=config.rollout.micro_batch_size,
+        batch_size=batch_size,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         memory_gib=reward.memory_gib,
@@ -218,8 +218,6 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
     path = config.policy_path
     gathered = Gathered()
     load = partial(load_config, trust_remote_code=config.trust_remote_code)
-    critic = (config.critic_source or path,) if config.has_critic else ()
-    readers = (path, *config.reward.model_paths, *critic)
     found = {name: gathered.attempt(partial(load, name)) for name in named_models(config)}
     for name, facts in found.items():
         if facts is None:
@@ -231,8 +229,7 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
         gathered.attempt(partial(refuse_unsupported, facts, name, config.ds, **needs))
         if name in config.reward.model_paths:
             gathered.attempt(partial(_check_head, config, name, facts))
-        if name in readers:
-            gathered.attempt(partial(_check_positions, config, name, facts))
+        gathered.attempt(partial(_check_positions, config, name, facts))
     policy = found[path]
     if policy is not None and has_engines:
         gathered.attempt(partial(refuse_adapter, path, "--pretrain"))
@@ -242,12 +239,9 @@ def check_models(config: PPOConfig, *, has_engines: bool) -> int:
 
 
 def named_models(config: PPOConfig) -> list[str]:
-    """Paths of policy, critic and reward models, each once."""
-    paths = (
-        config.actor.model_name_or_path,
-        config.critic.model_name_or_path,
-        *config.reward.model_paths,
-    )
+    """Return the paths of policy, critic and reward models, each once."""
+    critic = config.critic_source if config.has_critic else None
+    paths = (config.policy_path, critic, *config.reward.model_paths)
     return list(dict.fromkeys(filter(None, paths)))
 
 

@@ -103,6 +103,10 @@ class ModelWorker:
         self.strategy.setup()
         check_here(self.config.ds, is_cuda=self.strategy.device.type == "cuda")
 
+    def init_model(self, *args: Any) -> int:
+        """Load the model of the role; return its parameter count."""
+        raise NotImplementedError
+
     def health(self) -> Health:
         """Return how far this rank is; may be called while it works."""
         return Health(self.work, self.num_micro_batches, os.getpid(), self.done_of)
