@@ -182,15 +182,6 @@ class DataFacts:
     fingerprint: str
     num_samples: int
 
-    def check(self, found: dict[str, Any], path: Path) -> None:
-        """Raise if a checkpoint was written over other samples."""
-        if found != asdict(self):
-            raise DataError(
-                f"The data changed since {path} was written: {found['num_samples']} samples then, "
-                f"{self.num_samples} now, and not the same tokens or labels. Bring the old "
-                "data (and template) back, or leave --load_checkpoint out."
-            )
-
 
 class RunCheckpoints:
     """The checkpoints of this run, and the one it goes on from, if any; all ranks call alike."""
@@ -371,7 +362,12 @@ def open_checkpoints(
         if checkpoints.saved is None and is_main():
             notice(f"no checkpoint in {config.path}: starting new")
     if (saved := checkpoints.saved) is not None:
-        data.check(saved.state["data"], saved.path)
+        if (found := saved.state["data"]) != asdict(data):
+            raise DataError(
+                f"The data changed since {saved.path} was written: {found['num_samples']} samples "
+                f"then, {data.num_samples} now, and not the same tokens or labels. Bring the old "
+                "data (and template) back, or leave --load_checkpoint out."
+            )
         if is_main():
             notice(f"resuming from {saved.path}: {saved.state.get('place', f'step {saved.step}')}")
         if command is not None:

@@ -11,6 +11,7 @@ schedule's value at k; after the last update the rate stands at the schedule's e
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -22,13 +23,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.common import OptimizerConfig
-from openrlhf.distributed.weights import LAYER, ids_of_matrices
+from openrlhf.distributed.weights import LAYER
 
 logger = logging.getLogger(__name__)
 
 Group = dict[str, object]
 # Counts from 1, so its last value is that of the last update, not the one behind it.
 EARLY_SCHEDULERS = frozenset({"cosine_warmup_with_min_lr"})
+# Norms, biases, and what Mamba layers have instead: experts and heads stack them to any shape.
+VECTORS = re.compile(r"norm\.|bias$|\.A_log$|\.D$")
 WSD_DECAY_RATIO = 0.2  # part of the run that warmup_stable_decay spends in its decay
 
 
@@ -37,14 +40,17 @@ def parameter_groups(model: nn.Module, optim: OptimizerConfig) -> list[Group]:
     the weights of norms, which do not decay, last. With Muon, mark its parameters.
     """
     adam, is_muon = optim.adam, optim.optim == "muon"
-    matrices = ids_of_matrices(model)
-    in_layers = {id(p) for name, p in model.named_parameters() if LAYER.match(name)}
-    hidden = matrices & in_layers if is_muon else set()
+    matrices = {
+        name: id(parameter)
+        for name, parameter in model.named_parameters()
+        if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and not VECTORS.search(name)
+    }
+    hidden = {id_ for name, id_ in matrices.items() if is_muon and LAYER.match(name)}
     parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.use_muon = id(parameter) in hidden
         # Without decay one flat buffer under ZeRO: a split would cost for nothing.
-        has_decay = adam.weight_decay == 0.0 or id(parameter) in matrices
+        has_decay = adam.weight_decay == 0.0 or id(parameter) in matrices.values()
         parts.setdefault((not parameter.use_muon, not has_decay), []).append(parameter)
     groups = []
     for (is_adams, has_none), params in sorted(parts.items(), key=itemgetter(0)):

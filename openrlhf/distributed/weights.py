@@ -20,8 +20,6 @@ from openrlhf.distributed.collectives import import_deepspeed
 from openrlhf.distributed.tensor_parallel import whole_layers
 from openrlhf.utils.packable import base_model_of
 
-# Biases, and what Mamba layers have instead: experts and heads may stack them to any shape.
-VECTOR_SUFFIXES = ("bias", ".A_log", ".D")
 LAYER = re.compile(r"^.*?\.\d+\.")  # "model.layers.3."
 
 
@@ -33,19 +31,6 @@ def hf_model_of(module: nn.Module) -> nn.Module:
         if hasattr(candidate, "save_pretrained"):
             return candidate
     return module
-
-
-def ids_of_matrices(module: nn.Module) -> set[int]:
-    """Return the `id` of parameters of two or more dimensions, but no stacks of biases or norms."""
-    found = set()
-    for name, owner in module.named_modules():
-        if type(owner).__name__.endswith("Norm"):  # of each head in some families
-            continue
-        for leaf, parameter in owner.named_parameters(recurse=False):
-            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
-            if num_dims >= 2 and not f"{name}.{leaf}".endswith(VECTOR_SUFFIXES):
-                found.add(id(parameter))
-    return found
 
 
 @contextmanager

@@ -4,7 +4,6 @@ change nothing.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from openrlhf.distributed.train_engine import TrainEngine
 from openrlhf.distributed.weights import stored_parameters
 from openrlhf.errors import CheckpointError, ConfigError, NumericsError
 from tests.distributed.spawn import run_ranks
+from tests.tiny import Payload
 
 CASES = {
     "zero0": {"zero_stage": 0},
@@ -265,24 +265,14 @@ def test_what_one_stage_writes_another_goes_on_from(
     )
 
 
-class Evil:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple:
-        return os.system, ("touch owned",)
-
-
-def test_a_checkpoint_that_would_run_code_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
     engine = make_engine(0, frozen=0, seed=1)
     engine.save_states(tmp_path / "model")
     [path] = (tmp_path / "model").glob("*.pt")
-    torch.save({"1.weight": Evil()}, path)
+    torch.save({"1.weight": Payload(tmp_path / "owned")}, path)
     with pytest.raises(CheckpointError, match="is no file of tensors"):
         engine.load_states(tmp_path / "model")
-    assert not Path("owned").exists()
+    assert not (tmp_path / "owned").exists()
 
 
 def test_a_checkpoint_of_other_trained_weights_is_refused(tmp_path: Path) -> None:
