@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, field_validator
@@ -526,17 +527,12 @@ class PPOConfig(RunConfig):
         """Models that share GPUs have the shape that somebody gave one of them; a saved config
         gives "unset" too.
         """
-        for group in self.colocated_groups():
-            for name in ("num_nodes", "num_gpus_per_node"):
-                shapes = {role: getattr(getattr(self, role), name) for role in group}
-                typed = [
-                    role
-                    for role, shape in shapes.items()
-                    if is_given(self, f"{role}.{name}") and shape is not None
-                ]
-                for role in group if typed else ():
-                    if role not in typed:
-                        yield f"{role}.{name}", shapes[typed[0]]
+        for group, name in product(self.colocated_groups(), ("num_nodes", "num_gpus_per_node")):
+            shapes = {role: getattr(getattr(self, role), name) for role in group}
+            typed = [role for role in group if is_given(self, f"{role}.{name}") and shapes[role]]
+            for role in group if typed else ():
+                if role not in typed:
+                    yield f"{role}.{name}", shapes[typed[0]]
 
     def _shares_of_total_length(self, total: int) -> Iterator[tuple[str, object]]:
         has_prompt = is_given(self, "data.prompt_max_len")
@@ -663,15 +659,14 @@ class PPOConfig(RunConfig):
             )
 
     def _shape_problems(self) -> Iterator[str]:
-        pairs = ((group[0], role) for group in self.colocated_groups() for role in group[1:])
-        for first, second in pairs:
-            for name in ("num_nodes", "num_gpus_per_node"):
-                mine, theirs = (getattr(getattr(self, role), name) for role in (first, second))
-                if None not in (mine, theirs) and mine != theirs:
-                    yield (
-                        f"--{second}_{name} {theirs} differs from --{first}_{name} {mine}, and the "
-                        f"two models share their GPUs. Type --{second}_{name} {mine}."
-                    )
+        pairs = [(group[0], role) for group in self.colocated_groups() for role in group[1:]]
+        for (first, second), name in product(pairs, ("num_nodes", "num_gpus_per_node")):
+            mine, theirs = (getattr(getattr(self, role), name) for role in (first, second))
+            if None not in (mine, theirs) and mine != theirs:
+                yield (
+                    f"--{second}_{name} {theirs} differs from --{first}_{name} {mine}, and the "
+                    f"two models share their GPUs. Type --{second}_{name} {mine}."
+                )
 
     def _async_problems(self) -> Iterator[str]:
         train, size = self.train, self.rollout.vllm_generate_batch_size

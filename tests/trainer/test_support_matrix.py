@@ -63,7 +63,7 @@ REFUSED = {
     ("Ulysses", "DeepCompile"): "--deepcompile with --ring_attn_size 2: ",
     ("tensor parallel", "DeepCompile"): "--ds_tensor_parallel_size 2 with --deepcompile: ",
 }
-NEEDS_GPU = "--deepcompile: DeepSpeed compiles for CUDA GPUs only"
+NEEDS_GPU = "--deepcompile: torch sees no CUDA device"
 PAIRS = [
     pair
     for pair in [*((name, name) for name in FEATURES), *combinations(FEATURES, 2)]
