@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openrlhf.errors import RewardError
-from openrlhf.utils.numbers import as_float32
 from openrlhf.utils.threads import LoopThread
+from openrlhf.utils.user_code import as_float32
 
 MAX_NAMES_SHOWN = 3
 PER_SAMPLE = (

@@ -62,9 +62,7 @@ def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        settings = json.loads(file.read_text())
+        settings: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}. Save the adapter again.") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} holds no settings. Save the adapter again.")
     return settings

@@ -20,20 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.errors import RewardError
-from openrlhf.utils.numbers import as_float32
-
-__all__ = [
-    "AgentError",
-    "AgentExecutorBase",
-    "AgentInstanceBase",
-    "BadAnswerError",
-    "ContextFullError",
-    "MultiTurnAgentExecutor",
-    "OpenAIAgentExecutor",
-    "OpenAISession",
-    "SamplingParams",
-    "StepTimeoutError",
-]
+from openrlhf.utils.user_code import as_float32
 
 MAX_STEPS = 10_000  # of an episode; the context ends most of them earlier
 
@@ -46,12 +33,6 @@ class AgentError(RewardError):
     def __init__(self, message: str = "", kind: str | None = None) -> None:
         super().__init__(message)
         self.kind = kind or self.kind
-
-
-class StepTimeoutError(AgentError):
-    """User code did not return in time."""
-
-    kind = "step_timeout"
 
 
 class BadAnswerError(AgentError):
@@ -277,7 +258,7 @@ async def make_instance(instance_cls: Any, *args: Any, **kwargs: Any) -> Any:
 async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
     """Return what user code returns; plain functions run in a thread.
 
-    Raises StepTimeoutError after `timeout_s` seconds; code that cannot be stopped is left behind.
+    Raises AgentError after `timeout_s` seconds; code that cannot be stopped is left behind.
     """
     is_async = inspect.iscoroutinefunction(function)
     call = asyncio.ensure_future(
@@ -290,7 +271,7 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
             call.cancel()
     if not done:
         name = getattr(function, "__qualname__", repr(function))
-        raise StepTimeoutError(f"{name} did not return in {timeout_s:g} s")
+        raise AgentError(f"{name} did not return in {timeout_s:g} s", "step_timeout")
     return call.result()
 
 
@@ -339,8 +320,7 @@ def as_number(value: Any, name: str) -> float:
         raise BadAnswerError(f"{name} is {value!r}, not a number. Return one finite number.")
     number = as_float32(value)
     if not math.isfinite(number):
-        shown = str(value) if isinstance(value, float) else "too large"
-        raise BadAnswerError(f"{name} is {shown}. Return one finite float32.")
+        raise BadAnswerError(f"{name} is {number}. Return one finite float32.")
     return number
 
 

@@ -7,33 +7,18 @@ ranks is exact.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Reduction = Literal["mean", "sum", "max", "min"]
-
-
-@dataclass
-class _Cell:
-    total: float
-    weight: float
-    reduction: Reduction
-
-    def absorb(self, other: _Cell) -> None:
-        assert self.reduction == other.reduction, "one metric, two reductions"
-        if self.reduction in ("mean", "sum"):
-            self.total += other.total
-            self.weight += other.weight
-        else:
-            self.total = (max if self.reduction == "max" else min)(self.total, other.total)
-
-    @property
-    def value(self) -> float:
-        if self.reduction == "mean":
-            return self.total / self.weight if self.weight else 0.0
-        return self.total
+COMBINE: dict[Reduction, Callable[[list[float]], float]] = {
+    "mean": sum,
+    "sum": sum,
+    "max": max,
+    "min": min,
+}
 
 
 @dataclass
@@ -42,14 +27,15 @@ class Metrics:
     controller.
     """
 
-    cells: dict[str, _Cell] = field(default_factory=dict)
+    # name -> total, weight, reduction
+    cells: dict[str, tuple[float, float, Reduction]] = field(default_factory=dict)
 
     def add(
         self, name: str, value: float, *, weight: float = 1.0, reduction: Reduction = "mean"
     ) -> None:
         """Note one value; `weight` counts only for means (say, the tokens it is a mean of)."""
         total = value * weight if reduction == "mean" else value
-        self._absorb(name, _Cell(float(total), float(weight), reduction))
+        self._absorb(name, float(total), float(weight), reduction)
 
     def update(self, values: Mapping[str, float]) -> None:
         """Note several values as plain means of weight 1."""
@@ -59,33 +45,38 @@ class Metrics:
     def merge(self, other: Metrics) -> Metrics:
         """Fold another set in; return self."""
         for name, cell in other.cells.items():
-            self._absorb(name, _Cell(cell.total, cell.weight, cell.reduction))
+            self._absorb(name, *cell)
         return self
 
     def values(self) -> dict[str, float]:
         """Return the reduced number of every metric."""
-        return {name: cell.value for name, cell in self.cells.items()}
+        return {name: self[name] for name in self.cells}
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return everything as plain lists, for JSON."""
-        return {n: [c.total, c.weight, c.reduction] for n, c in self.cells.items()}
+        return {name: list(cell) for name, cell in self.cells.items()}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, list[Any]]) -> Metrics:
+    def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> Metrics:
         """Return the metrics of a `state_dict`."""
-        return cls({name: _Cell(*values) for name, values in state.items()})
+        return cls({name: (cell[0], cell[1], cell[2]) for name, cell in state.items()})
 
     def __getitem__(self, name: str) -> float:
-        return self.cells[name].value
+        total, weight, reduction = self.cells[name]
+        if reduction == "mean":
+            return total / weight if weight else 0.0
+        return total
 
     def __contains__(self, name: str) -> bool:
         return name in self.cells
 
-    def _absorb(self, name: str, cell: _Cell) -> None:
+    def _absorb(self, name: str, total: float, weight: float, reduction: Reduction) -> None:
         if name in self.cells:
-            self.cells[name].absorb(cell)
-        else:
-            self.cells[name] = cell
+            before, weight_before, reduction_before = self.cells[name]
+            assert reduction == reduction_before, "one metric, two reductions"
+            weight += weight_before
+            total = COMBINE[reduction]([before, total])
+        self.cells[name] = (total, weight, reduction)
 
 
 @contextmanager

@@ -73,19 +73,17 @@ def check_completion(
     """Raise EngineError for no token, ids outside the vocabulary, missing or impossible
     log-probs.
     """
-    if not token_ids:
-        raise EngineError(f"sample {sample_id}: the engine answered no token")
-    if len(token_ids) != len(logprobs):
+    if not token_ids or len(token_ids) != len(logprobs):
         raise EngineError(
-            f"sample {sample_id}: {len(token_ids)} tokens but {len(logprobs)} log-probs"
+            f"sample {sample_id}: {len(token_ids)} tokens and {len(logprobs)} log-probs"
         )
     for position, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        if not 0 <= token < vocab_size:
+        is_possible = logprob is not None and math.isfinite(logprob) and logprob <= 1e-3
+        if not is_possible or not 0 <= token < vocab_size:
             raise EngineError(
-                f"sample {sample_id}: token {token} at {position} is outside 0..{vocab_size - 1}"
+                f"sample {sample_id}: token {token} with log-prob {logprob} at {position}; ids are "
+                f"0..{vocab_size - 1}"
             )
-        if logprob is None or not math.isfinite(logprob) or logprob > 1e-3:
-            raise EngineError(f"sample {sample_id}: log-prob {logprob} at {position}")
 
 
 def sequence_tensors(

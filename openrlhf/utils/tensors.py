@@ -6,14 +6,16 @@ where a buffer lives or who reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK = 512  # words that become one; their multipliers stay in the first-level cache
+BLOCK = 512  # words that become one
+# Odd constants of splitmix64, as signed words.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX = 0xBF58476D1CE4E5B9 - 2**64
 ALIGNMENT = 64  # bytes between the beginnings of tensors in a buffer
 
 
@@ -27,13 +29,16 @@ class Checksum(NamedTuple):
 def checksum(tensor: Tensor) -> Checksum:
     """Return both sums after one pass over the tensor; about as fast as a copy.
 
-    The fingerprint is the sum of b_i * m_i over blocks: b_i is the sum of a block's words (one word
-    in a tensor of at most BLOCK words), m_i an odd multiplier of its own. A single changed word
-    always changes it, and so do blocks that change places.
+    The fingerprint is the sum of b_i * m_i: b_i is the sum of a block of BLOCK words, or a single
+    word among the last ones, m_i an odd multiplier of its own. A single changed word always changes
+    it, and so do blocks that change places.
     """
-    blocks = _blocks(_words(tensor), lambda words: words.sum(-1))
-    total = _fold(blocks, 0) + tensor.nbytes * 0x9E3779B97F4A7C15
-    return Checksum(total % 2**64, int(blocks.sum()) % 2**64)
+    words = _words(tensor)
+    num_blocks = max(len(words) - BLOCK, 0) // BLOCK
+    blocks, rest = words[: num_blocks * BLOCK].view(-1, BLOCK), words[num_blocks * BLOCK :]
+    sums = torch.cat([blocks.sum(-1), rest])
+    total = int((sums * _multipliers(len(sums), words.device)).sum())
+    return Checksum((total + tensor.nbytes * GOLDEN) % 2**64, int(sums.sum()) % 2**64)
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -84,36 +89,8 @@ def _words(tensor: Tensor) -> Tensor:
     return padded.view(torch.int64)
 
 
-def _blocks(words: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return (W,) words as they are, or reduced in blocks of BLOCK; the last one may be shorter."""
-    if len(words) <= BLOCK:
-        return words
-    num_whole = len(words) // BLOCK * BLOCK
-    blocks, rest = reduce(words[:num_whole].view(-1, BLOCK)), words[num_whole:]
-    return torch.cat([blocks, reduce(rest).view(1)]) if len(rest) else blocks
-
-
-def _fold(words: Tensor, level: int) -> int:
-    """Return the weighted sum of (W,) words: BLOCK of them become one word of the next level."""
-    multipliers = _multipliers(level, words.device)
-    if len(words) <= BLOCK:
-        return int(_weighted(words, multipliers))
-    return _fold(_blocks(words, lambda part: _weighted(part, multipliers)), level + 1)
-
-
-def _weighted(words: Tensor, multipliers: Tensor) -> Tensor:
-    """Return weighted sums over the last dimension of (W,) or (R, W)."""
-    multipliers = multipliers[: words.shape[-1]]
-    # Integer products of vectors exist on the CPU only; there they are the fastest way.
-    if words.device.type == "cpu":
-        return torch.matmul(words, multipliers)
-    return (words * multipliers).sum(-1)
-
-
-@lru_cache(maxsize=64)
-def _multipliers(level: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers, (BLOCK,) int64, another set for every level."""
-    generator = torch.Generator().manual_seed(0x5EED + level)
-    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    numbers = torch.randint(low, high, (BLOCK,), generator=generator, dtype=torch.int64) | 1
-    return numbers.to(device)
+def _multipliers(count: int, device: torch.device) -> Tensor:
+    """Return odd pseudo-random numbers, (count,) int64: the mixing of splitmix64."""
+    numbers = torch.arange(1, count + 1, device=device) * GOLDEN
+    numbers = (numbers ^ (numbers >> 30)) * MIX
+    return (numbers ^ (numbers >> 27)) | 1

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from openrlhf.config.common import LoggerConfig, WandbConfig
 from openrlhf.errors import first_line
-from openrlhf.utils.logging import warn
+from openrlhf.utils.logging import warn, warn_once
 from openrlhf.utils.threads import start_thread
 
 Record: TypeAlias = tuple[int, dict[str, float]]  # step, metrics
@@ -66,7 +66,6 @@ class Tracker:
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.sinks = sinks
-        self.num_lost = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self.path.exists():
             kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step]
@@ -85,9 +84,7 @@ class Tracker:
             with self.path.open("a") as file:
                 file.write(line + "\n")
         except OSError as error:
-            self.num_lost += 1
-            if self.num_lost == 1:
-                warn(f"metrics cannot be written to {self.path} ({error}); training goes on.")
+            warn_once(f"metrics cannot be written to {self.path} ({error}); training goes on.")
 
     def close(self) -> None:
         """Let the sinks write out what is pending; no further call follows."""
@@ -200,7 +197,6 @@ class RolloutWriter:
     def __init__(self, run_dir: Path | str, *, num_kept: int) -> None:
         self.folder = Path(run_dir) / "rollouts"
         self.num_kept = num_kept
-        self.num_lost = 0
 
     def write(self, step: int, rows: Sequence[Mapping[str, object]]) -> Path | None:
         """Write one step's samples over an earlier attempt's; return the file, or None if lost."""
@@ -214,9 +210,7 @@ class RolloutWriter:
             unfinished.replace(path)
             self._path(step - self.num_kept).unlink(missing_ok=True)
         except OSError as error:
-            self.num_lost += 1
-            if self.num_lost == 1:
-                warn(f"rollouts cannot be written to {self.folder} ({error}); training goes on.")
+            warn_once(f"rollouts cannot be written to {self.folder} ({error}); training goes on.")
             return None
         return path
 

@@ -1,4 +1,6 @@
-"""Loading a user's Python file (reward function, agent) as a module of its own."""
+"""A user's Python file (reward function, agent): loaded as a module of its own, its numbers as
+training can hold them, its exceptions in one line.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +18,8 @@ from types import ModuleType
 
 from openrlhf.errors import ConfigError, OpenRLHFError
 
+FLOAT32_MAX = 3.4028234663852886e38
 MAX_MESSAGE = 500  # characters of what an exception says
-_files: dict[str, str] = {}  # paths as they were given -> where they led when they were loaded
 
 
 @contextmanager
@@ -37,7 +40,6 @@ def load_module(path: str | Path) -> ModuleType:
     run.
     """
     file = Path(path).expanduser().resolve()
-    _files[str(path)] = str(file)
     if file.suffix != ".py" or not file.is_file():
         raise ConfigError(f"{path} is not a Python file that exists. Give the path of a .py file.")
     name = f"openrlhf_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -96,8 +98,8 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def file_of(path: str | Path) -> str:
-    """Return where a path led when it was loaded: user code may have changed the folder."""
-    return _files.get(str(path)) or str(Path(path).expanduser().resolve())
+    """Return the file of a path as tracebacks name it."""
+    return str(Path(path).expanduser().resolve())
 
 
 def in_words(error: BaseException) -> str:
@@ -117,3 +119,12 @@ def user_line(path: str | Path, error: BaseException) -> str | None:
     frames = walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     return f"{path}:{lines[-1]}" if lines else None
+
+
+def as_float32(value: float) -> float:
+    """Return a number as a float; infinite if float32 cannot hold it, as torch does."""
+    if value != value:
+        return math.nan
+    if abs(value) <= FLOAT32_MAX:
+        return float(value)
+    return math.inf if value > 0 else -math.inf

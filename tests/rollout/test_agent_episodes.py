@@ -217,7 +217,7 @@ class AgentExecutor(AgentExecutorBase):
         ("None", "bad_answer", "execute answered a NoneType"),
         ("{'scores': 1.0}", "bad_answer", "reward is None"),
         ("{'reward': 1.0, 'rewards': 2.0}", "bad_answer", "has both reward and rewards"),
-        ("{'reward': 10**400}", "bad_answer", "reward is too large"),
+        ("{'reward': 10**400}", "bad_answer", "reward is inf"),
         ("{'reward': 1e39}", "bad_answer", "reward is 1e+39. Return one finite float32"),
         ("{'reward': 1, 'extra_logs': torch.ones(2)}", "bad_answer", "extra_logs is a Tensor"),
         ("{'reward': 1, 'truncated': torch.ones(2)}", "bad_answer", "truncated is tensor"),

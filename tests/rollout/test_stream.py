@@ -362,14 +362,14 @@ def test_tokens_and_log_probs_are_kept() -> None:
 
 
 IMPOSSIBLE = [
-    ((3, 4), (-0.5, None), "log-prob None at 1"),
-    ((3, 4), (math.nan, -0.5), "log-prob nan at 0"),
-    ((3, 4), (-0.5, -math.inf), "log-prob -inf at 1"),
-    ((3, 4), (-0.5, 0.5), "log-prob 0.5 at 1"),
-    ((3, 4), (-0.5,), "2 tokens but 1 log-probs"),
-    ((3, 10), (-0.5, -0.5), "token 10 at 1 is outside 0..9"),
-    ((-1, 4), (-0.5, -0.5), "token -1 at 0 is outside 0..9"),
-    ((), (), "the engine answered no token"),
+    ((3, 4), (-0.5, None), "token 4 with log-prob None at 1; ids are 0..9"),
+    ((3, 4), (math.nan, -0.5), "token 3 with log-prob nan at 0; ids are 0..9"),
+    ((3, 4), (-0.5, -math.inf), "token 4 with log-prob -inf at 1; ids are 0..9"),
+    ((3, 4), (-0.5, 0.5), "token 4 with log-prob 0.5 at 1; ids are 0..9"),
+    ((3, 4), (-0.5,), "2 tokens and 1 log-probs"),
+    ((3, 10), (-0.5, -0.5), "token 10 with log-prob -0.5 at 1; ids are 0..9"),
+    ((-1, 4), (-0.5, -0.5), "token -1 with log-prob -0.5 at 0; ids are 0..9"),
+    ((), (), "0 tokens and 0 log-probs"),
 ]
 
 

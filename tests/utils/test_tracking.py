@@ -46,7 +46,6 @@ def test_files_that_cannot_be_written_warn_once(tmp_path, capsys):
     for step in (1, 2):
         tracker.log(step, {"reward": 1.0})
         assert writer.write(step, [{"reward": 1.0}]) is None
-    assert (tracker.num_lost, writer.num_lost) == (2, 2)
     assert capsys.readouterr().err.count("warning:") == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.utils.user_code import blaming, import_function, in_words, load_module
+from openrlhf.utils.user_code import import_function, in_words, load_module
 
 
 def test_two_files_of_the_same_name_do_not_collide(tmp_path):
@@ -43,19 +43,6 @@ def test_a_missing_attribute_lists_what_was_found(tmp_path):
     file.write_text("import os\ndef one(): ...\nclass Two: ...\n_hidden = 1\n")
     with pytest.raises(ConfigError, match=r"has no loss; found: one, Two. Define"):
         import_function(f"{file}:loss")
-
-
-def test_a_place_in_a_file_is_known_after_its_code_changed_the_folder(tmp_path, monkeypatch):
-    (tmp_path / "agent.py").write_text(
-        "import os\ndef go():\n    os.chdir('/')\n    raise ValueError\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    module = load_module("agent.py")
-    with (
-        pytest.raises(ConfigError, match=r"^agent.py:4: ValueError$"),
-        blaming("agent.py", ConfigError),
-    ):
-        module.go()
 
 
 def test_an_exception_is_one_line_that_is_not_too_long():
