@@ -320,7 +320,7 @@ def as_number(value: Any, name: str) -> float:
         raise BadAnswerError(f"{name} is {value!r}, not a number. Return one finite number.")
     number = as_float32(value)
     if not math.isfinite(number):
-        raise BadAnswerError(f"{name} is {number}. Return one finite float32.")
+        raise BadAnswerError(f"{name} is {number} in float32. Return one finite number.")
     return number
 
 
