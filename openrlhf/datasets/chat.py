@@ -119,6 +119,15 @@ def wrap_input(value: Any, template: str) -> Any:
     return messages
 
 
+def wish_template(csft_prompt: str) -> str:
+    """Return the template of a prompt with a wished reward: behind it, as the default writes it.
+
+    A wish with `{input}` in it says itself where, as a model learnt it by another template.
+    Example: "<rm_score>: 5.00" gives "{input} <rm_score>: 5.00 ".
+    """
+    return csft_prompt if "{input}" in csft_prompt else f"{{input}} {csft_prompt.strip()} "
+
+
 def without_answer(messages: Sequence[Message]) -> list[Message]:
     """Return the messages before the assistant's turns at the end."""
     end = len(messages)

@@ -13,7 +13,6 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -150,15 +149,9 @@ def _host_of(url: str) -> str:
 
 def body_of(batch: RewardBatch) -> bytes:
     """Return the body of a request; labels that JSON cannot hold, such as dates, become text."""
-    fields: dict[str, Sequence[object]] = {
-        "query": batch.queries,
-        "prompts": batch.prompts,
-        "labels": batch.labels,
-    }
-    if batch.sample_ids:
-        fields["ids"] = batch.sample_ids
-    if TRUNCATED_COLUMN in batch.columns:
-        fields[TRUNCATED_COLUMN] = batch.columns[TRUNCATED_COLUMN]
+    parts = {"query": batch.queries, "prompts": batch.prompts, "labels": batch.labels}
+    optional = {"ids": batch.sample_ids, TRUNCATED_COLUMN: batch.columns.get(TRUNCATED_COLUMN)}
+    fields = parts | {name: values for name, values in optional.items() if values}
     lists = {name: list(values) for name, values in fields.items()}
     return json.dumps(lists, default=str).encode()
 

@@ -61,9 +61,10 @@ class FunctionPool(RewardSource):
         """
         super().__init__(str(path), batch_size)
         count = num_workers or min(max(os.cpu_count() or 1, MIN_WORKERS), MAX_WORKERS)
-        limits = (timeout_s, int(memory_gib * GIB))
+        self.timeout_s = timeout_s
+        self.memory_bytes = int(memory_gib * GIB)
         logs = [log_dir and log_dir / f"reward-{index}.log" for index in range(count)]
-        self.workers = [Worker(self.name, *limits, log) for log in logs]
+        self.workers = [Worker(self, log) for log in logs]
         self._idle: asyncio.Queue[Worker] = asyncio.LifoQueue()
         for worker in reversed(self.workers):
             self._idle.put_nowait(worker)
@@ -92,12 +93,8 @@ class FunctionPool(RewardSource):
 class Worker:
     """One worker of a pool: its process, started when there is none, and its limits."""
 
-    def __init__(
-        self, path: str, timeout_s: float, memory_bytes: int, log_path: Path | None
-    ) -> None:
-        self.path = path
-        self.timeout_s = timeout_s
-        self.memory_bytes = memory_bytes
+    def __init__(self, pool: FunctionPool, log_path: Path | None) -> None:
+        self.pool, self.path = pool, pool.name
         self.log_path = log_path or Path(os.devnull)
         self._log_hint = f" See {log_path}." if log_path else ""
         self.process: asyncio.subprocess.Process | None = None
@@ -112,7 +109,7 @@ class Worker:
             return RewardResult([])
         _rotate(self.log_path)
         try:
-            reply = await self._ask(batch, self.timeout_s, " (--reward_timeout_s)")
+            reply = await self._ask(batch, self.pool.timeout_s, " (--reward_timeout_s)")
         except (EOFError, TimeoutError) as error:
             raise RewardError(
                 f"{self.path}: the reward function {error} while it scored {batch.names()}. "
@@ -139,7 +136,7 @@ class Worker:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as output:
-            words = map(str, (theirs.fileno(), self.path, self.memory_bytes, os.getpid()))
+            words = map(str, (theirs.fileno(), self.path, self.pool.memory_bytes, os.getpid()))
             self._reader, self._writer = await asyncio.open_unix_connection(
                 sock=ours, limit=MAX_REPLY_BYTES
             )

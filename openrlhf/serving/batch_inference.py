@@ -30,7 +30,7 @@ from openrlhf.config.serving import (
     InferenceRewardConfig,
     SamplingConfig,
 )
-from openrlhf.datasets.chat import RENDERED, to_messages
+from openrlhf.datasets.chat import RENDERED, to_messages, wish_template, wrap_input
 from openrlhf.datasets.command_data import inference_data
 from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.prompts_dataset import PromptDataset
@@ -50,12 +50,6 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.support import check_here, num_positions
 from openrlhf.models.value_head import RewardModel
-from openrlhf.serving.post_processors import (
-    best_answers,
-    preference_pairs,
-    rewards_in_prompts,
-    wish_template,
-)
 from openrlhf.utils.adapter_folder import refuse_adapter
 from openrlhf.utils.gpus import check_gpus
 from openrlhf.utils.logging import notice, redirect_framework_logs, say_notices
@@ -69,6 +63,8 @@ FREE_SETTINGS = {"output_path", "local_rank", "micro_batch_size", "vllm", "rewar
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BATCHES_IN_CHUNK = 4  # forward batches between two writes
 SEED_BITS = 63
+OF_ONE_ANSWER = ("input", "output", "reward", "finish_reason")  # columns that a pair has twice
+REWARD_TEMPLATE = "{input} <rm_score>: {reward} "
 
 
 def run_batch_inference(config: BatchInferenceConfig) -> None:
@@ -352,7 +348,7 @@ def write_output(task: BatchTask, parts: Path, output: Path) -> None:
     shutil.rmtree(parts.parent)
 
 
-def post_process(rows: Sequence[Row], reward: InferenceRewardConfig) -> Sequence[Any]:
+def post_process(rows: Sequence[Row], reward: InferenceRewardConfig) -> Sequence[Row]:
     """Return the rows to write."""
     if reward.post_processor == "rs":
         return best_answers(rows)
@@ -366,6 +362,72 @@ def post_process(rows: Sequence[Row], reward: InferenceRewardConfig) -> Sequence
     if reward.post_processor == "csft":
         return rewards_in_prompts(rows, reward.template, normalize=reward.normalize_enable)
     return rows
+
+
+def best_answers(rows: Sequence[Row]) -> list[Row]:
+    """Return the answer with the highest reward of each prompt, the first of equals.
+
+    Example: rewards 1, 3, 3 of one prompt leave the second row.
+    """
+    return [max(group, key=_reward) for group in by_input(rows)]
+
+
+def preference_pairs(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Return the best and worst answer of each prompt, and how many prompts had equal rewards.
+
+    Rows {prompt, chosen, chosen_reward, rejected, rejected_reward} and the other columns of the
+    best; a side that met its limit of tokens has its finish reason beside it.
+    """
+    pairs: list[Row] = []
+    num_equal = 0
+    for group in by_input(rows):
+        best, worst = max(group, key=_reward), min(group, key=_reward)
+        if _reward(best) == _reward(worst):
+            num_equal += 1
+            continue
+        pair = {name: value for name, value in best.items() if name not in OF_ONE_ANSWER} | {
+            "prompt": best["input"],
+            "chosen": best["output"],
+            "chosen_reward": _reward(best),
+            "rejected": worst["output"],
+            "rejected_reward": _reward(worst),
+        }
+        for side, row in (("chosen", best), ("rejected", worst)):
+            if row.get("finish_reason") == "length":
+                pair[f"{side}_finish_reason"] = "length"
+        pairs.append(pair)
+    return pairs, num_equal
+
+
+def rewards_in_prompts(
+    rows: Sequence[Row], template: str | None = None, *, normalize: bool = False
+) -> list[Row]:
+    """Write each reward, or its z-score, into the prompt with two decimals (conditional SFT).
+
+    Example: input "2+2=" with reward 1 becomes "2+2= <rm_score>: 1.00 ".
+    """
+    rewards = [_reward(row) for row in rows]
+    if normalize:
+        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+        rewards = [(reward - mean) / (spread or 1.0) for reward in rewards]
+    form = template or REWARD_TEMPLATE
+    return [
+        {**row, "input": wrap_input(row["input"], form.replace("{reward}", f"{value:.2f}"))}
+        for row, value in zip(rows, rewards, strict=True)
+    ]
+
+
+def by_input(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each prompt, text or messages, in the order of their first rows."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        asked = [row["input"], row.get("tools")]
+        groups.setdefault(json.dumps(asked, sort_keys=True), []).append(row)
+    return list(groups.values())
+
+
+def _reward(row: Row) -> float:
+    return float(row["reward"])
 
 
 def asked_columns(asked: Any) -> Row:

@@ -16,11 +16,17 @@ import torch
 from transformers import TextStreamer
 
 from openrlhf.config.serving import ChatConfig
-from openrlhf.datasets.chat import RowError, fill_template, has_placeholder, render, wrap_input
+from openrlhf.datasets.chat import (
+    RowError,
+    fill_template,
+    has_placeholder,
+    render,
+    wish_template,
+    wrap_input,
+)
 from openrlhf.errors import ConfigError
 from openrlhf.models.loading import default_device_type, load_causal_lm, load_config
 from openrlhf.models.support import check_here, num_positions
-from openrlhf.serving.post_processors import wish_template
 from openrlhf.utils.tokenizer import TextEncoder, chat_template_of, eos_token_ids, load_tokenizer
 
 HELP = "Type /reset to start anew, exit to leave; Ctrl-C stops an answer, then the chat.\n"
@@ -51,9 +57,7 @@ class Chat:
         self.config = config
         self.max_len = min(data.max_len, limit or data.max_len)
         self.tokenizer = load_tokenizer(
-            path,
-            chat_template=data.tokenizer_chat_template,
-            trust_remote_code=trust,
+            path, chat_template=data.tokenizer_chat_template, trust_remote_code=trust
         )
         if data.apply_chat_template:
             chat_template_of(self.tokenizer)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from openrlhf.datasets.chat import wrap_input
-from openrlhf.serving.post_processors import (
-    best_answers,
-    preference_pairs,
-    rewards_in_prompts,
-    wish_template,
-    z_scores,
-)
+from openrlhf.datasets.chat import wish_template, wrap_input
+from openrlhf.serving.batch_inference import best_answers, preference_pairs, rewards_in_prompts
 
 
 def row(prompt: object, output: str, reward: float) -> dict:
@@ -83,7 +77,8 @@ def test_z_scores_are_written_where_they_are_wanted():
     rows = [row("a", "x", 1.0), row("b", "y", 3.0)]  # mean 2, standard deviation 1
     found = rewards_in_prompts(rows, "[{reward}] {input}", normalize=True)
     assert [item["input"] for item in found] == ["[-1.00] a", "[1.00] b"]
-    assert z_scores([2.0, 2.0, 2.0]) == [0.0, 0.0, 0.0]
+    [equal, _] = rewards_in_prompts([rows[0], rows[0]], "[{reward}] {input}", normalize=True)
+    assert equal["input"] == "[0.00] a"
 
 
 def test_a_wish_stands_where_the_reward_was_written():
