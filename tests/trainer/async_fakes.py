@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -128,16 +129,6 @@ class FakeActor:
         self.world.receive_weights()
 
 
-class FakeCritic:
-    """Trains in no time; has one rank."""
-
-    num_shares = 1
-
-    def start(self, method, shares):
-        assert method is TrainedWorker.fit
-        return lambda: [Metrics() for _ in shares]
-
-
 class FakeRollouts(Rollouts):
     """Evaluation takes a moment and shares the engines."""
 
@@ -217,8 +208,9 @@ def make_trainer(
         for row in range(num_prompts)
     ]
     sampling = SamplingSettings(num_samples=2)
-    critic = {"critic": FakeCritic()} if num_warm_up else {}
-    groups = {"actor": FakeActor(world), **critic}
+    groups: dict[str, Any] = {"actor": FakeActor(world)}
+    if num_warm_up:
+        groups["critic"] = SimpleNamespace(num_shares=1, start=lambda *_: lambda: [Metrics()])
     trainer = PPOTrainerAsync(
         config,
         SimpleNamespace(  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class ModelScorer:
         self.weights = list(weights or [1.0] * len(models))
         self.in_turn = in_turn
         self.is_streaming = is_streaming
-        self.turn = nullcontext() if turn is None else turn
+        self.turn = turn or nullcontext()
         self._thread = LoopThread("reward-models")
 
     async def score(self, groups: Sequence[Group]) -> list[Outcome]:
