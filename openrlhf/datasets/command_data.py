@@ -7,7 +7,7 @@ is said together with what is wrong elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,14 @@ from openrlhf.datasets.problems import Gathered
 from openrlhf.datasets.process_reward_dataset import ProcessRewardDataset
 from openrlhf.datasets.prompts_dataset import PromptDataset
 from openrlhf.datasets.reward_dataset import PreferenceDataset
-from openrlhf.datasets.sft_dataset import PretrainText, SFTDataset
+from openrlhf.datasets.sft_dataset import SFTDataset
 from openrlhf.datasets.tokenized import RowFormat, TokenizedDataset
 from openrlhf.datasets.unpaired_preference_dataset import UnpairedPreferenceDataset
 from openrlhf.utils.tokenizer import Tokenizer
 
 # What stands before the problems of a data set.
 TRAINING, EVALUATION, PRETRAIN = "", "evaluation: ", "--pretrain_data: "
+RECOGNISED = {"input_key", "output_key", "label_key", "prompt_key", "apply_chat_template"}
 
 
 @dataclass(frozen=True)
@@ -97,26 +98,23 @@ def supervised_data(config: SupervisedConfig) -> Iterator[DataSet]:
 
 def _reading(config: SupervisedConfig) -> tuple[type[TokenizedDataset], RowFormat]:
     """Return the kind of data set that a supervised command trains on, and how it is read."""
-    data = config.data
+    kind: type[TokenizedDataset] = SFTDataset
+    more: dict[str, Any] = {}
     match config:
         case SFTConfig():
-            is_text = _if_given(config.model, "pretrain_mode_enable")
-            return SFTDataset, _row_format(data, pretrain_mode=is_text)
+            more["pretrain_mode"] = _if_given(config.model, "pretrain_mode_enable")
         case KDConfig():
-            is_text = config.model.pretrain_mode_enable
-            return SFTDataset, _row_format(data, pretrain_mode=is_text)
+            more["pretrain_mode"] = config.model.pretrain_mode_enable
         case KTOConfig():
-            return UnpairedPreferenceDataset, _row_format(data)
+            kind = UnpairedPreferenceDataset
         case RMConfig():
-            with_margin = config.model.margin_loss_enable
-            return PreferenceDataset, _row_format(data, with_margin=with_margin)
+            kind, more["with_margin"] = PreferenceDataset, config.model.margin_loss_enable
         case DPOConfig():
-            return PreferenceDataset, _row_format(data)
+            kind = PreferenceDataset
         case PRMConfig():
-            marker, tokens = config.model.placeholder_token, config.model.reward_tokens
-            form = _row_format(data, placeholder_token=marker or "", reward_tokens=tokens or ())
-            return ProcessRewardDataset, form
-    raise AssertionError(type(config).__name__)
+            kind, more["placeholder_token"] = ProcessRewardDataset, config.model.placeholder_token
+            more["reward_tokens"] = config.model.reward_tokens or ()
+    return kind, _answered_format(config.data, **more)
 
 
 def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
@@ -134,12 +132,13 @@ def ppo_data(config: PPOConfig) -> Iterator[DataSet]:
         texts = options(data.pretrain_split) | {"probs": data.pretrain_probs}
         form = RowFormat(  # cut at the length of prompt and response together
             input_key=_if_given(data, "pretrain_key"),
+            text_flag="--pretrain_key",
             pretrain_mode=True,
             max_len=data.max_len or data.prompt_max_len + config.rollout.max_new_tokens,
             overlong="truncate",
             allow_special_tokens=data.allow_special_tokens,
         )
-        yield DataSet(data.pretrain_dataset, texts, PretrainText, form, PRETRAIN)
+        yield DataSet(data.pretrain_dataset, texts, SFTDataset, form, PRETRAIN)
 
 
 def inference_data(config: BatchInferenceConfig) -> DataSet:
@@ -148,45 +147,31 @@ def inference_data(config: BatchInferenceConfig) -> DataSet:
     options = _options(data, config.seed, data.dataset_split) | _expected(data, data.dataset_probs)
     kind: type[TokenizedDataset] = PromptDataset
     if config.eval_task == "rm":
-        kind, form = SFTDataset, _row_format(data)
+        kind, form = SFTDataset, _answered_format(data)
     else:
-        form = _prompt_format(data)
+        form = _prompt_format(data, label_key=None)
     return DataSet(data.dataset or "", options, kind, form)
 
 
-def _row_format(data: DatasetConfig, **more: Any) -> RowFormat:
+def _answered_format(data: DatasetConfig, **more: Any) -> RowFormat:
     """Return how the rows of --dataset are read."""
-    keys = ("input_key", "output_key", "label_key", "prompt_key")
-    return RowFormat(
-        **{name: _if_given(data, name) for name in keys},
-        usual_output=None if is_given(data, "output_key") else data.output_key,
-        chosen_key=data.chosen_key,
-        rejected_key=data.rejected_key,
-        multiturn=data.multiturn,
-        max_len=data.max_len,
-        overlong=data.overlong_rows,
-        **_common(data),
-        **more,
-    )
+    usual_output = None if is_given(data, "output_key") else data.output_key
+    return _row_format(data, usual_output=usual_output, overlong=data.overlong_rows, **more)
 
 
-def _prompt_format(data: TextDataConfig, **more: Any) -> RowFormat:
+def _prompt_format(data: PPODataConfig | InferenceDataConfig, **more: Any) -> RowFormat:
     """Return how rows become prompts."""
-    return RowFormat(
-        input_key=_if_given(data, "input_key"),
-        max_len=data.prompt_max_len,
-        overlong=data.overlong_prompts,
-        **_common(data),
-        **more,
-    )
+    return _row_format(data, max_len=data.prompt_max_len, overlong=data.overlong_prompts, **more)
 
 
-def _common(data: TextDataConfig) -> dict[str, Any]:
-    return {
-        "input_template": data.input_template,
-        "apply_chat_template": _if_given(data, "apply_chat_template"),
-        "allow_special_tokens": data.allow_special_tokens,
-    }
+def _row_format(data: TextDataConfig, **more: Any) -> RowFormat:
+    """Return a format with the settings of the same names; what rows themselves can tell is left
+    open unless it is typed.
+    """
+    named = {field.name for field in fields(RowFormat)} & set(type(data).model_fields)
+    typed = {name: _if_given(data, name) for name in named & RECOGNISED}
+    told = {name: getattr(data, name) for name in named - RECOGNISED}
+    return RowFormat(**(told | typed | more))
 
 
 def _if_given(settings: Base, name: str) -> Any:

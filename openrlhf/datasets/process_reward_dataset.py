@@ -8,7 +8,6 @@ position is where it is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from datasets import Dataset
@@ -42,7 +41,7 @@ class ProcessExample:
 class ProcessRewardDataset(TokenizedDataset):
     """Texts with a label for each step, in file order; raises DataError."""
 
-    flags: ClassVar[str] = "--input_key, --label_key and --max_len"
+    flags = "--input_key, --label_key and --max_len"
 
     def __getitem__(self, index: int) -> ProcessExample:
         [(token_ids, marker_mask)], values = self._example(index)

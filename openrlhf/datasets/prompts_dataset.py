@@ -40,7 +40,7 @@ class PromptDataset(TokenizedDataset):
     """
 
     subject: ClassVar[str] = "prompt data set"
-    flags: ClassVar[str] = "--prompt_max_len"
+    flags = "--prompt_max_len"
 
     def __getitem__(self, index: int) -> PromptRecord:
         [(token_ids, _)], extra = self._example(index)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
@@ -54,7 +53,7 @@ class PreferencePair:
 class PreferenceDataset(TokenizedDataset):
     """Pairs that differ and fit the length limit, in file order; raises DataError."""
 
-    flags: ClassVar[str] = "--prompt_key, --chosen_key, --rejected_key and --max_len"
+    flags = "--prompt_key, --chosen_key, --rejected_key and --max_len"
 
     def __getitem__(self, index: int) -> PreferencePair:
         [chosen, rejected], margin = self._example(index)

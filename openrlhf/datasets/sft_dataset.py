@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -54,8 +54,7 @@ class SFTDataset(TokenizedDataset):
     DataError.
     """
 
-    flags: ClassVar[str] = "--input_key, --output_key and --max_len"
-    text_flag: ClassVar[str] = "--input_key"  # that names a column to be learnt as a whole
+    flags = "--input_key, --output_key and --max_len"
 
     def __getitem__(self, index: int) -> SFTExample:
         [tokens], _ = self._example(index)
@@ -68,7 +67,7 @@ class SFTDataset(TokenizedDataset):
         """
         found = rows.column_names
         if form.pretrain_mode:
-            return pick_columns(found, (form.input_key, TEXT_COLUMNS, cls.text_flag))[0], None
+            return pick_columns(found, (form.input_key, TEXT_COLUMNS, form.text_flag))[0], None
         is_named = form.input_key is not None or form.output_key is not None
         is_inferred = {"input", "output"} <= {*found} and {RENDERED, "finish_reason"} & {*found}
         if not is_named and is_inferred:  # `batch_inference` keeps columns of its data beside them
@@ -91,6 +90,8 @@ class SFTDataset(TokenizedDataset):
         form, rows = self._format, self._rows
         self.input_column, self.output_column = self.find_columns(form, rows)
         is_text = _is_whole_text(form, (self.input_column, self.output_column), rows)
+        if is_text:
+            self.flags = f"{form.text_flag} and --max_len"
         is_chat = not is_text and self._uses_chat_template(self._columns)
         if form.multiturn and not is_chat:
             raise ConfigError(
@@ -128,13 +129,6 @@ class SFTDataset(TokenizedDataset):
         first = 0 if form.multiturn else len(messages) - 1
         tools = row.get("tools")
         return render_dialogue(self._encoder, messages, tools=tools, first=first, is_cut=is_cut)
-
-
-class PretrainText(SFTDataset):
-    """Rows of --pretrain_data."""
-
-    flags = "--pretrain_key and --max_len"
-    text_flag = "--pretrain_key"
 
 
 def _is_whole_text(form: RowFormat, columns: Columns, rows: Dataset) -> bool:

@@ -89,6 +89,7 @@ class RowFormat:
     input_template: str | None = None  # around a plain prompt
     around: str | None = None  # text around what is asked, with {input}, as `wrap_input` puts it
     apply_chat_template: bool | None = None  # None: where a column holds dialogues
+    text_flag: str = "--input_key"  # names a column that is learnt as a whole
     multiturn: bool = False  # learn every assistant turn, not only the last
     pretrain_mode: bool | None = False  # learn every token; None: of a column `text`
     with_margin: bool = False  # read `margin`: how much better the chosen side is
@@ -114,7 +115,7 @@ class TokenizedDataset(ABC):
     """Examples that have targets and fit the length limit, in file order; raises DataError."""
 
     subject: ClassVar[str] = "data set"
-    flags: ClassVar[str] = "--max_len"  # what to check when no row is left
+    flags: str = "--max_len"  # what to check when no row is left
 
     def __init__(self, rows: Dataset, tokenizer: Tokenizer, row_format: RowFormat) -> None:
         self.notices: list[str] = []  # what a person should be told, one line each

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from datasets import Dataset
 from torch import Tensor
@@ -44,7 +43,7 @@ class UnpairedExample(SFTExample):
 class UnpairedPreferenceDataset(SFTDataset):
     """Labelled answers, in file order; raises DataError."""
 
-    flags: ClassVar[str] = "--input_key, --output_key, --label_key and --max_len"
+    flags = "--input_key, --output_key, --label_key and --max_len"
 
     def __getitem__(self, index: int) -> UnpairedExample:
         [tokens], is_desirable = self._example(index)
