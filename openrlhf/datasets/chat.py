@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from typing_extensions import Self
@@ -274,28 +274,24 @@ def _run_template(
     try:
         return render_chat(
             encoder.tokenizer,
-            [_hide(encoder, _without_nulls(message)) for message in messages],
-            tools=_hide(encoder, _tool_list(tools)),
+            [_shown(encoder, message) for message in messages],
+            tools=_tool_list(encoder, tools),
             **options,
         )
     except TemplateError as error:
         raise RowError(f"the chat template refuses it: {error}") from error
 
 
-def _tool_list(tools: object) -> list | None:
-    """Return the tools of a row, without the nulls that a table puts where other rows have a key;
-    those of JSON text are its own.
-    """
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise RowError(f"'tools' is no JSON: {error}") from error
-    else:
-        tools = _without_nulls(tools)
-    if tools is not None and not isinstance(tools, Sequence):
+def _tool_list(encoder: TextEncoder, tools: object) -> list | None:
+    """Return the tools of a row as a template may read them; JSON text keeps its nulls."""
+    is_text = isinstance(tools, str)
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
+    except json.JSONDecodeError as error:
+        raise RowError(f"'tools' is no JSON: {error}") from error
+    if tools is not None and not isinstance(tools, (list, tuple)):
         raise RowError(f"'tools' is {type(tools).__name__}, not a list")
-    return list(tools) if tools else None
+    return _shown(encoder, tools, keeps_nulls=is_text) or None
 
 
 def _to_message(item: object) -> Message:
@@ -317,23 +313,15 @@ def _to_message(item: object) -> Message:
     return {"role": role, "content": "" if content is None else content, **others}
 
 
-def _hide(encoder: TextEncoder, value: Any) -> Any:
-    """Return the value with a stand-in for every special token in its texts, those of keys
-    included.
+def _shown(encoder: TextEncoder, value: Any, *, keeps_nulls: bool = False) -> Any:
+    """Return a value with a stand-in for every special token in its texts, those of keys included,
+    and without the keys that a table sets to null because other rows have them.
     """
     if isinstance(value, str):
         return encoder.hide(value)
+    shown = partial(_shown, encoder, keeps_nulls=keeps_nulls)
     if isinstance(value, Mapping):
-        return {_hide(encoder, k): _hide(encoder, v) for k, v in value.items()}
+        return {shown(k): shown(v) for k, v in value.items() if keeps_nulls or v is not None}
     if isinstance(value, (list, tuple)):
-        return [_hide(encoder, item) for item in value]
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return the value without keys that are null, at any depth."""
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_nulls(item) for item in value]
+        return [shown(item) for item in value]
     return value
