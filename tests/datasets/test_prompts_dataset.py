@@ -165,3 +165,10 @@ def test_the_fingerprint_changes_with_the_data(tokenizer):
         prompts(tokenizer, [{"input": "a", "label": label}], label_key="label") for label in "11 2"
     ]
     assert labelled[0].fingerprint == labelled[1].fingerprint != labelled[3].fingerprint
+
+
+def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):
+    tokenizer.chat_template = "{% for message in messages %}{{ message"
+    with pytest.raises(ConfigError, match=r"line 1: .*--tokenizer_chat_template") as caught:
+        prompts(tokenizer, [{"input": "q"}] * 3, apply_chat_template=True)
+    assert len(caught.value.problems) == 1

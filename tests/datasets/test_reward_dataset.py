@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from openrlhf.datasets.reward_dataset import PreferenceDataset
 from openrlhf.datasets.tokenized import RowFormat
-from openrlhf.errors import ConfigError, DataError
+from openrlhf.errors import DataError
 from tests.datasets.test_sft_dataset import PLAIN_TEMPLATE, message
 from tests.tiny import CHAT_TEMPLATE
 
@@ -30,6 +30,10 @@ CHAT_SIDES = [
     ("<|user|>q<|end|><|assistant|>ab<|end|>", "ab<|end|>"),
     ("<|user|>q<|end|><|assistant|>ac<|end|>", "ac<|end|>"),
 ]
+WHOLE = {
+    "chosen": [user("q"), assistant("ab")],
+    "rejected": [user("q"), assistant("ac")],
+}
 
 
 def test_plain_answers_follow_the_prompt_inside_its_template(tokenizer):
@@ -65,25 +69,10 @@ def test_plain_dialogues_part_where_their_tokens_do(tokenizer):
     "row",
     [
         {"prompt": "q", "chosen": "ab", "rejected": "ac"},
-        {
-            "prompt": [user("q")],
-            "chosen": [assistant("ab")],
-            "rejected": [assistant("ac")],
-        },
-        {
-            "prompt": "q",
-            "chosen": [assistant("ab")],
-            "rejected": [assistant("ac")],
-        },
-        {
-            "prompt": "q",
-            "chosen": [user("q"), assistant("ab")],
-            "rejected": [user("q"), assistant("ac")],
-        },
-        {
-            "chosen": [user("q"), assistant("ab")],
-            "rejected": [user("q"), assistant("ac")],
-        },
+        {"prompt": [user("q")], "chosen": [assistant("ab")], "rejected": [assistant("ac")]},
+        {"prompt": "q", "chosen": [assistant("ab")], "rejected": [assistant("ac")]},
+        {"prompt": "q", **WHOLE},
+        WHOLE,
     ],
 )
 def test_every_usual_form_of_a_chat_pair_gives_the_same_sides(tokenizer, row, template):
@@ -96,36 +85,22 @@ def test_every_usual_form_of_a_chat_pair_gives_the_same_sides(tokenizer, row, te
         assert unasked.notices[0].endswith("read as messages, with the chat template")
 
 
-def test_turns_that_both_dialogues_share_are_the_prompt(tokenizer):
-    shared = [user("q"), assistant("same"), user("r")]
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "targets"),
+    [
+        ("q same r x", "q same r y", ["x<|end|>", "y<|end|>"]),  # what both share is the prompt
+        ("q a r b", "q c s d", ["a<|end|>b<|end|>", "c<|end|>d<|end|>"]),
+    ],
+)
+def test_targets_are_the_assistants_turns_behind_what_dialogues_share(
+    tokenizer, chosen, rejected, targets
+):
     row = {
-        "chosen": [*shared, assistant("x")],
-        "rejected": [*shared, assistant("y")],
+        side: [(user, assistant)[i % 2](word) for i, word in enumerate(words.split())]
+        for side, words in (("chosen", chosen), ("rejected", rejected))
     }
     dataset = pairs(tokenizer, [row], apply_chat_template=True)
-    assert [targets for _, targets in shown(tokenizer, dataset)] == ["x<|end|>", "y<|end|>"]
-
-
-def test_of_dialogues_that_part_early_only_the_assistants_turns_are_targets(tokenizer):
-    row = {
-        "chosen": [
-            user("q"),
-            assistant("a"),
-            user("r"),
-            assistant("b"),
-        ],
-        "rejected": [
-            user("q"),
-            assistant("c"),
-            user("s"),
-            assistant("d"),
-        ],
-    }
-    dataset = pairs(tokenizer, [row], apply_chat_template=True)
-    assert [targets for _, targets in shown(tokenizer, dataset)] == [
-        "a<|end|>b<|end|>",
-        "c<|end|>d<|end|>",
-    ]
+    assert [learnt for _, learnt in shown(tokenizer, dataset)] == targets
 
 
 def test_margins_are_read_when_they_are_wanted(tokenizer):
@@ -165,14 +140,6 @@ def test_over_long_pairs_follow_the_policy(tokenizer):
         pairs(tokenizer, rows, overlong="error", **options)
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_empty_answers_are_dropped_and_counted(tokenizer, is_chat):
-    texts = ("b", "", None, " ")
-    rows = [{"prompt": "q", "chosen": "a", "rejected": text} for text in texts]
-    dataset = pairs(tokenizer, rows, apply_chat_template=is_chat)
-    assert dataset.notices[1:] == ["3 of 4 rows were left out: empty response"]
-
-
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_side_that_met_its_limit_teaches_no_end(tokenizer, template, is_chat):
@@ -195,11 +162,3 @@ def test_texts_that_hold_the_prompt_of_an_unnamed_column_have_it_once(tokenizer)
     assert dataset.notices[1].startswith("column 'prompt' was not used: both answers of every row")
     for used in (pairs(tokenizer, rows, prompt_key="prompt"), pairs(tokenizer, [*rows, other])):
         assert shown(tokenizer, used)[0][0] == "Q: Q: ab<|end|>"
-
-
-def test_a_template_that_does_not_parse_is_one_problem_that_names_its_flag(tokenizer):
-    tokenizer.chat_template = "{% for message in messages %}{{ message"
-    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 3
-    with pytest.raises(ConfigError, match=r"line 1: .*--tokenizer_chat_template") as caught:
-        pairs(tokenizer, rows, apply_chat_template=True)
-    assert len(caught.value.problems) == 1

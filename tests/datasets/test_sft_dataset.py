@@ -43,14 +43,6 @@ def test_plain_rows_learn_the_response_and_one_eos(tokenizer):
     assert dataset[0].token_ids.tolist()[-1] == 1
 
 
-def test_an_answer_that_met_its_limit_learns_no_end(tokenizer):
-    rows = [
-        {"input": "hi", "output": "yo", "finish_reason": reason} for reason in ("length", "stop")
-    ]
-    dataset = examples(tokenizer, rows, output_key="output")
-    assert [shown(tokenizer, dataset, k)[1] for k in (0, 1)] == ["yo", "yo<|end|>"]
-
-
 def test_an_eos_that_the_response_spells_itself_is_not_doubled(tokenizer):
     rows = [{"input": "hi", "output": "yo<|end|>"}]
     for is_chat in (False, True):
@@ -67,15 +59,6 @@ def test_plain_rows_begin_with_one_bos_and_end_with_one_eos():
     assert dataset[0].loss_mask.tolist() == [False, False, True, True]
 
 
-def test_prompt_tokens_are_those_of_inference_whatever_the_response(tokenizer):
-    prompt = tokenizer("User: hi\nAssistant: ").input_ids
-    dataset = examples(tokenizer, [{"input": "hi", "output": " yo"}], output_key="output")
-    assert dataset[0].token_ids.tolist()[: len(prompt)] == prompt
-    assert (
-        not dataset[0].loss_mask[: len(prompt)].any() and dataset[0].loss_mask[len(prompt) :].all()
-    )
-
-
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
 def test_multiturn_learns_every_assistant_turn(tokenizer, template):
     tokenizer.chat_template = template
@@ -88,20 +71,6 @@ def test_multiturn_learns_every_assistant_turn(tokenizer, template):
     unasked = examples(tokenizer, rows, multiturn=True)
     assert shown(tokenizer, unasked) == (whole, "b<|end|>d<|end|>")
     assert unasked.notices == ["'conversations' read as messages, with the chat template"]
-
-
-def test_a_line_break_behind_the_end_marker_is_never_learned(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    rows = [{"input": [message("user", "a"), message("assistant", "b"),
-                       message("user", "c"), message("assistant", "d")]}]  # fmt: skip
-    last = examples(tokenizer, rows, apply_chat_template=True)
-    every = examples(tokenizer, rows, apply_chat_template=True, multiturn=True)
-    assert shown(tokenizer, last)[1] == "d<|end|>"
-    assert shown(tokenizer, every)[1] == "b<|end|>d<|end|>"
-    assert every[0].token_ids.tolist()[-1] == 1
 
 
 def test_a_template_without_an_end_marker_gets_the_eos(tokenizer):
