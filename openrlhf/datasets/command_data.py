@@ -159,7 +159,7 @@ def _answered_format(data: DatasetConfig, **more: Any) -> RowFormat:
     return _row_format(data, usual_output=usual_output, overlong=data.overlong_rows, **more)
 
 
-def _prompt_format(data: PPODataConfig | InferenceDataConfig, **more: Any) -> RowFormat:
+def _prompt_format(data: TextDataConfig, **more: Any) -> RowFormat:
     """Return how rows become prompts."""
     return _row_format(data, max_len=data.prompt_max_len, overlong=data.overlong_prompts, **more)
 
