@@ -20,7 +20,7 @@ from openrlhf.rollout.scoring import GroupScorer, check_scores
 from openrlhf.utils.metrics import Metrics
 from openrlhf.utils.progress import progress
 from openrlhf.utils.rollout import Rollout
-from openrlhf.utils.threads import LoopThread
+from openrlhf.utils.threads import LoopThread, on_loop
 
 GroupKey = tuple[int, int]  # (episode, row) of the ledger
 
@@ -91,17 +91,13 @@ class Rollouts:
         """Return a stream of the samples of prompts."""
         return GroupStream(self, sampling)
 
-    def generate_samples(
+    @on_loop
+    async def generate_samples(
         self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, *, tag: str
     ) -> SampleBatch:
         """Return the scored samples of each prompt, prompt by prompt; `tag` makes sample ids
         unique. For a thread that waits.
         """
-        return self.loop.run(self._generate_samples(prompts, sampling, tag))
-
-    async def _generate_samples(
-        self, prompts: Sequence[PromptRecord], sampling: SamplingSettings, tag: str
-    ) -> SampleBatch:
         groups: dict[int, FinishedGroup] = {}  # by row
         bar = progress("generating", len(prompts))
         async with self.open_stream(sampling) as stream:

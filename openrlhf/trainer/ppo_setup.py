@@ -28,7 +28,7 @@ from openrlhf.models.value_head import reward_scale
 from openrlhf.rewards.base import RewardSource
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rewards.workers import FunctionPool
-from openrlhf.rollout.agents.agent_file import load_agent
+from openrlhf.rollout.agents.worker import load_agent
 from openrlhf.trainer.ppo_utils.evaluation import pass_rate_names
 from openrlhf.trainer.ppo_utils.own_loss import check_policy_loss
 from openrlhf.trainer.ppo_utils.replay_buffer import num_updates_per_rollout

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from openrlhf.engines.base import Completion
-from openrlhf.rollout.agents.chat import Dialogue
-from openrlhf.rollout.agents.engine import TextCodec
+from openrlhf.rollout.agents.episode import TextCodec
+from openrlhf.rollout.agents.openai_server import Dialogue
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,

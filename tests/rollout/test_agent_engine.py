@@ -8,17 +8,15 @@ from concurrent.futures import Future
 import pytest
 
 from openrlhf.engines.base import Completion, SamplingSettings
-from openrlhf.rollout.agents.engine import (
+from openrlhf.rollout.agents.episode import (
+    AgentSetup,
+    Episode,
+    EpisodeRequest,
     TextCodec,
     first_params,
     prompt_ids_of,
     sample_turn,
     turn_settings,
-)
-from openrlhf.rollout.agents.episode import (
-    AgentSetup,
-    Episode,
-    EpisodeRequest,
 )
 from openrlhf.utils.agent import AgentError, BadAnswerError
 from openrlhf.utils.tokenizer import TextEncoder

@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from openrlhf.errors import ConfigError
-from openrlhf.rollout.agents.agent_file import load_agent
+from openrlhf.rollout.agents.worker import load_agent
 from tests.rollout.agent_fakes import (
     StreamingEngine,
     act,

@@ -1,22 +1,52 @@
-"""One episode: what is asked for, what was sampled in it token by token, and its result.
+"""One episode: what is asked for, what was sampled in it token by token, its result, and the engine
+that its code sees.
 
-A literal example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one
-segment, tokens [7, 8, 9, 2, 5, 4] with mask [F, F, T, T, F, T]. A prompt that does not begin with
-a segment's tokens (a template that rewrites history, a branch) begins a segment of its own.
+What the engines of a run do not do is refused by name, never ignored: the trainer's log-probs are
+taken with the run's temperature, and a sample drawn otherwise would silently be off-policy.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
-from openrlhf.utils.agent import AgentError, BadAnswerError, as_number, flag_of
+from openrlhf.utils.agent import (
+    AgentError,
+    BadAnswerError,
+    ContextFullError,
+    OpenAISession,
+    SamplingParams,
+    as_number,
+    flag_of,
+)
 from openrlhf.utils.rollout import check_completion
-from openrlhf.utils.tokenizer import Tokenizer
+from openrlhf.utils.tokenizer import TextEncoder, Tokenizer
+
+_PLAIN_START = "\n"  # text before feedback, so that it is encoded as a continuation
+FIXED = ("temperature", "top_p", "repetition_penalty")  # those of the run
+# What a run does without, of sampling and of the OpenAI API: refused unless it asks for nothing, so
+# is unset, zero, empty or as below.
+UNSUPPORTED = (
+    *("n", "best_of", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "use_beam_search"),
+    *("structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "response_format", "functions", "function_call", "modalities", "documents"),
+    *("chat_template", "chat_template_kwargs", "echo", "continue_final_message", "top_logprobs"),
+    *("truncate_prompt_tokens", "prompt_logprobs"),
+)
+NEUTRAL: dict[str, object] = {
+    **{"n": 1, "best_of": 1, "top_k": -1},
+    **{"response_format": {"type": "text"}, "modalities": ["text"]},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +77,12 @@ class EpisodeRequest:
 
 @dataclass
 class Segment:
-    """A run of tokens the policy went through without a break; T tokens, A of them sampled."""
+    """A run of tokens the policy went through without a break; T tokens, A of them sampled.
+
+    A literal example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one
+    segment, tokens [7, 8, 9, 2, 5, 4] with mask [F, F, T, T, F, T]. A prompt that does not begin
+    with a segment's tokens (a template that rewrites history, a branch) begins a segment of its own.
+    """
 
     token_ids: list[int]  # T
     action_mask: list[bool]  # T
@@ -217,3 +252,297 @@ def one_of(answer: Mapping[str, object], name: str) -> object:
     if len(given) > 1:
         raise BadAnswerError(f"the answer has both {name} and {name}s. Return one of them.")
     return given[0] if given else None
+
+
+CURRENT: contextvars.ContextVar[Episode | None] = contextvars.ContextVar("episode")
+
+
+def named_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
+    """Make a task that carries the name of its episode; task factory of the workers' loops.
+
+    A task that no other began (a server's) may work for any episode, and belongs to none.
+    """
+    context = contextvars.copy_context()
+    if asyncio.current_task(loop) is None:
+        context.run(CURRENT.set, None)
+    task: asyncio.Task = context.run(partial(asyncio.Task, coroutine, loop=loop, **options))
+    episode = context.get(CURRENT, None)
+    if episode is not None:
+        task.set_name(episode.request.sample_id)
+    return task
+
+
+def current_episode() -> Episode:
+    """Return the episode that the running task belongs to; AgentError outside of one."""
+    episode = CURRENT.get(None)
+    if episode is None:
+        raise AgentError(
+            "the engine was called outside of an episode. Call it in execute, in its tasks or in "
+            "asyncio.to_thread."
+        )
+    return episode
+
+
+class ResultQueue:
+    """The queue of the older executors: what is put becomes the answer of the running episode."""
+
+    async def put(self, answer: object) -> None:
+        """Answer the episode."""
+        self.put_nowait(answer)
+
+    def put_nowait(self, answer: object) -> None:
+        """Answer the episode."""
+        current_episode().answers.append(answer)
+
+
+class TextCodec:
+    """A tokenizer as episodes need it; one for each thread, for tokenizers are not shared."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = TextEncoder(tokenizer)
+
+    def encode_prompt(self, text: str, episode: Episode) -> list[int]:
+        """Return the ids of a prompt; the data set's own where the text is."""
+        if text == episode.request.prompt_text:
+            return list(episode.request.prompt_token_ids)
+        return self.encoder.encode_prompt(text)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of text behind other text: no BOS, no prefix space."""
+        return self.encoder.encode_segments([_PLAIN_START, text])[1]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+async def sample_turn(
+    episode: Episode,
+    prompt_ids: Sequence[int],
+    params: object,
+    codec: TextCodec,
+) -> Completion:
+    """Sample and record one turn of an episode, on any thread and loop.
+
+    Raises AgentError for what cannot be asked, EngineError.
+    """
+    episode.check_open()
+    check_prompt(prompt_ids, vocab_size=episode.setup.vocab_size)
+    max_length = episode.setup.max_length
+    room = max_length - len(prompt_ids)
+    if room < 1:
+        raise ContextFullError(
+            f"a prompt of {len(prompt_ids)} tokens fills the context of {max_length}"
+        )
+    run = episode.request
+    settings = turn_settings(params, run.sampling, room=room, encoder=codec.encoder)
+    episode.num_requests += 1
+    name = f"{run.sample_id}/t{episode.num_requests}"
+    request = GenerationRequest(name, tuple(prompt_ids), settings)
+    try:
+        completion = await asyncio.wrap_future(episode.ask(run.sample_id, request))
+        fills_context = settings.max_new_tokens == room
+        episode.record(prompt_ids, completion, fills_context=fills_context)
+    except EngineError as error:
+        episode.engine_error = error
+        raise
+    return completion
+
+
+def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int) -> None:
+    """Raise BadAnswerError for what are no token ids."""
+    if not prompt_ids:
+        raise BadAnswerError("a prompt without a token. Give text or token ids.")
+    if not all(isinstance(token, int) for token in prompt_ids):
+        raise BadAnswerError("the prompt is a list of other things than token ids.")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise BadAnswerError(f"the prompt has ids outside 0..{vocab_size - 1}")
+
+
+@dataclass(frozen=True)
+class PendingTurn:
+    """A turn on its way: await it, or iterate over it once, as over vLLM's generate."""
+
+    coroutine: Coroutine[Any, Any, Any]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.coroutine.__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield await self.coroutine
+
+
+class AgentEngine:
+    """The `llm_engine` of agents."""
+
+    def __init__(self, codec: TextCodec, open_session: Callable[..., OpenAISession]) -> None:
+        self._codec = codec
+        self._open_session = open_session
+        # Records what tasks of no episode sample, for answers that name such tokens.
+        self.outside: Episode | None = None
+
+    def generate(
+        self,
+        prompt: object = None,
+        sampling_params: object = None,
+        request_id: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        **ignored: object,
+    ) -> PendingTurn:
+        """Sample one turn of the running episode: await it, or iterate over it with `async for`.
+
+        `prompt` is text, token ids or {"prompt_token_ids": ids}. The result has `.outputs[0]` with
+        `.token_ids`, `.text`, `.logprobs` and `.finish_reason`, and `.prompt_token_ids`.
+        """
+        episode = CURRENT.get(None) or self.outside or current_episode()
+        wanted = prompt if prompt_token_ids is None else prompt_token_ids
+        ids, text = prompt_ids_of(wanted, partial(self._codec.encode_prompt, episode=episode))
+        return PendingTurn(self._generate(episode, ids, text, sampling_params))
+
+    async def _generate(
+        self, episode: Episode, ids: list[int], text: str | None, params: object
+    ) -> SimpleNamespace:
+        completion = await sample_turn(episode, ids, params, self._codec)
+        is_bare = bool(named_values(params).get("skip_special_tokens"))
+        said = self._codec.decode(completion.token_ids, skip_special_tokens=is_bare)
+        return vllm_result(ids, text, said, completion)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a whole prompt; those of the data set where the text is its own."""
+        return self._codec.encode_prompt(text, current_episode())
+
+    def encode_feedback(self, text: str) -> list[int]:
+        """Return the ids of text that follows other text; special tokens keep their meaning."""
+        return self._codec.encode_continuation(text)
+
+    def open_session(
+        self, sampling_params: object = None, *, ignores_client_sampling: bool = False
+    ) -> OpenAISession:
+        """Return the address under which OpenAI clients talk to the policy in this episode.
+
+        A temperature, top_p or penalty that is not the run's is refused, or ignored if wished.
+        """
+        params = {k: v for k, v in named_values(sampling_params).items() if v is not None}
+        return self._open_session(
+            current_episode(), params, ignores_client_sampling=ignores_client_sampling
+        )
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Return the policy's tokenizer."""
+        return self._codec.tokenizer
+
+
+def vllm_result(
+    prompt_ids: list[int], prompt: str | None, text: str, completion: Completion
+) -> SimpleNamespace:
+    """Return a turn under the names of vLLM's RequestOutput."""
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    output = SimpleNamespace(
+        index=0,
+        text=text,
+        token_ids=list(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        stop_reason=None,
+        logprobs=[
+            {token: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)}
+            for token, logprob in pairs
+        ],
+        cumulative_logprob=sum(completion.logprobs),
+    )
+    return SimpleNamespace(
+        prompt=prompt, prompt_token_ids=prompt_ids, outputs=[output], finished=True
+    )
+
+
+def first_params(sampling: SamplingSettings, max_length: int) -> SamplingParams:
+    """Return what an episode starts with: the run's sampling, and all of the context to fill."""
+    return SamplingParams(
+        max_tokens=max_length,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+    )
+
+
+def turn_settings(
+    params: object, run: SamplingSettings, *, room: int, encoder: TextEncoder
+) -> SamplingSettings:
+    """Return the run's settings with what a turn may choose itself; at most `room` tokens.
+
+    `params` is SamplingParams of ours or of vLLM, a mapping, or None. Raises BadAnswerError.
+    """
+    wanted = named_values(params)
+    for name in FIXED:
+        value = wanted.get(name)
+        if value is not None and value != getattr(run, name):
+            raise BadAnswerError(
+                f"sampling_params.{name} is {value!r}, and the run samples with "
+                f"{getattr(run, name)}. Leave it as it is."
+            )
+    for name in UNSUPPORTED:
+        if wanted.get(name) and wanted[name] != NEUTRAL.get(name):
+            raise BadAnswerError(
+                f"sampling_params.{name} is {wanted[name]!r}, which engines of a run do not do. "
+                "Leave it out."
+            )
+    limit = wanted.get("max_tokens")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise BadAnswerError(f"sampling_params.max_tokens is {limit!r}. Use a number above 0.")
+    stops = [*(wanted.get("stop_token_ids") or ()), *stop_ids(wanted.get("stop"), encoder)]
+    seed = wanted.get("seed")
+    return replace(
+        run,
+        num_samples=1,
+        max_new_tokens=room if limit is None else min(limit, room),
+        stop_token_ids=tuple(dict.fromkeys([*run.stop_token_ids, *stops])),
+        seed=run.seed if seed is None else seed,
+    )
+
+
+def named_values(params: object) -> dict[str, Any]:
+    """Return the parameters by name, as far as they are known here."""
+    names = (*FIXED, *UNSUPPORTED, "max_tokens", "stop_token_ids", "stop", "seed")
+    names = (*names, "skip_special_tokens")
+    if isinstance(params, Mapping):
+        return {name: params[name] for name in names if name in params}
+    return {name: getattr(params, name) for name in names if hasattr(params, name)}
+
+
+def stop_ids(stop: object, encoder: TextEncoder) -> list[int]:
+    """Return the ids of stop texts; raises BadAnswerError for one that is not one token."""
+    if stop is None:
+        return []
+    texts: Sequence[object] = [stop] if isinstance(stop, str) else list(stop)  # type: ignore[call-overload]
+    found = []
+    for text in texts:
+        ids = encoder.encode_segments([_PLAIN_START, str(text)])[1]
+        if len(ids) != 1:
+            raise BadAnswerError(
+                f"the stop text {text!r} is {len(ids)} tokens, and engines stop at single tokens. "
+                "Use stop_token_ids, or cut the text in the environment."
+            )
+        found += ids
+    return found
+
+
+def prompt_ids_of(
+    prompt: object, encode: Callable[[str], list[int]]
+) -> tuple[list[int], str | None]:
+    """Return the token ids of a prompt in any of vLLM's forms, and its text where it was text."""
+    text = None
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt")
+        prompt = prompt.get("prompt_token_ids", text)
+    if isinstance(prompt, str):
+        return encode(prompt), prompt
+    if isinstance(prompt, Sequence):
+        return list(prompt), text
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        return list(prompt.tolist()), text
+    raise BadAnswerError(
+        f"generate was given a {type(prompt).__name__}. Give text, token ids or "
+        '{"prompt_token_ids": ids}.'
+    )
