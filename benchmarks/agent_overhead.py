@@ -156,6 +156,7 @@ class Bench:
 
     def act(self, agents: Any) -> None:
         """The same turns by agents."""
+        from openrlhf.datasets.prompt_record import PromptRecord
         from openrlhf.engines.base import SamplingSettings
         from openrlhf.rollout.agents.episode import EpisodeRequest
         from openrlhf.utils.metrics import Metrics
@@ -164,7 +165,7 @@ class Bench:
 
         async def all_of_them() -> list[Any]:
             requests = [
-                EpisodeRequest(f"e{k}", PROMPT, ids, SamplingSettings())
+                EpisodeRequest(f"e{k}", PromptRecord(0, PROMPT, ids), SamplingSettings())
                 for k in range(self.num_episodes)
             ]
             return await asyncio.gather(*(agents.actor.run(one, Metrics()) for one in requests))

@@ -168,7 +168,8 @@ def prompts(tokenizer, texts: Sequence[str]) -> list[PromptRecord]:
 def request(tokenizer, text: str = "hi", name: str = "e0", **changes) -> EpisodeRequest:
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     sampling = settings(tokenizer, **changes.pop("sampling", {}))
-    return EpisodeRequest(name, text, ids, sampling, **{"label": "L", **changes})
+    prompt = PromptRecord(0, text, ids, **{"label": "L", **changes})
+    return EpisodeRequest(name, prompt, sampling)
 
 
 def write_agent(path: Path, code: str) -> Path:

@@ -166,6 +166,8 @@ def test_a_prompt_is_what_the_data_set_made_of_it(tmp_path, merging_tokenizer):
     engine = StreamingEngine(lambda asked: sampled)
     runner = make_runner(write_agent(tmp_path, code), engine, merging_tokenizer)
     spelled = tuple(ids_of(merging_tokenizer, "a", "b"))  # the tokenizer would write "ab" as one
-    act(runner, [replace(request(merging_tokenizer, text="ab"), prompt_token_ids=spelled)])
+    asked = request(merging_tokenizer, text="ab")
+    prompt = replace(asked.prompt, prompt_token_ids=spelled)
+    act(runner, [replace(asked, prompt=prompt)])
     assert engine.requests[0].prompt_token_ids == spelled
     runner.close()

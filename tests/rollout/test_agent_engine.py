@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, SamplingSettings
 from openrlhf.rollout.agents.episode import (
     AgentSetup,
@@ -29,7 +30,7 @@ def completion(ids, *, version=0, starts=(), reason="stop"):
 def make_episode():
     sampling = SamplingSettings(stop_token_ids=(2,))
     setup = AgentSetup("agent.py", None, vocab_size=100, max_length=64)
-    return Episode(EpisodeRequest("e", "p", (7,), sampling), setup, ask=None)
+    return Episode(EpisodeRequest("e", PromptRecord(0, "p", (7,)), sampling), setup, ask=None)
 
 
 def segments_of(episode, *turns):

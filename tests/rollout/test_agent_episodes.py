@@ -283,18 +283,6 @@ def test_no_more_episodes_run_at_once_than_allowed(tmp_path, tiny_tokenizer):
     runner.close()
 
 
-def test_plain_methods_run_at_the_same_time(tmp_path, tiny_tokenizer):
-    code = environment("time.sleep(0.3)\nreturn DONE", "def step(self, states)")
-    runner = make_runner(
-        write_agent(tmp_path, code), StreamingEngine(says(tiny_tokenizer, "ok")), tiny_tokenizer
-    )
-    began_s = time.monotonic()
-    results = act(runner, [request(tiny_tokenizer, name=f"e{i}") for i in range(50)])
-    assert all(isinstance(result, EpisodeResult) for result in results.values())
-    assert time.monotonic() - began_s < 5  # one after the other: 15 s
-    runner.close()
-
-
 WORDS = "one two three four five six seven"
 DELAY_S = 0.02
 
@@ -344,7 +332,7 @@ def test_turns_end_with_their_episode(body, failure, tmp_path, tiny_tokenizer):
     assert engine.num_aborted == 1
 
 
-NUM_AT_ONCE = 3000
+NUM_AT_ONCE = 1000
 # No episode ends before all of them have come to its first step.
 ALL_AT_ONCE = f"""
     import asyncio
@@ -362,7 +350,7 @@ ALL_AT_ONCE = f"""
 """
 
 
-def test_thousands_of_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):
+def test_a_thousand_episodes_wait_at_once_without_threads_of_their_own(tmp_path, tiny_tokenizer):
     num_threads: list[int] = []
     num_before = threading.active_count()  # those that earlier tests of this process left
 

@@ -248,23 +248,6 @@ def submit(stream, tokenizer, texts, tag="t"):
     stream.submit([((0, p.row_id), p) for p in prompts(tokenizer, texts)], tag=tag)
 
 
-def test_groups_of_all_hosts_come_with_all_their_segments(tmp_path, tiny_tokenizer):
-    engines = [StreamingEngine(says(tiny_tokenizer, "yo"), delay_s=0.01) for _ in range(2)]
-    with streaming(tmp_path, tiny_tokenizer, engines, num_samples=2) as stream:
-        submit(stream, tiny_tokenizer, ["two", *[f"p{i}" for i in range(9)]])
-        groups = {group.key[1]: group.rollouts for group in fetch(stream, 10)}
-        assert [r.sample_id for r in groups[0]] == ["t/0/0", "t/0/0#1", "t/0/1", "t/0/1#1"]
-        assert [r.reward for r in groups[0]] == [1.5] * 4
-        assert [r.sample_id for r in groups[3]] == ["t/3/0", "t/3/1"]
-        assert groups[3][0].response_text == "yo<|end|>??yo<|end|>"
-        assert len({group[0].group_id for group in groups.values()}) == 10
-        assert all(len({r.group_id for r in group}) == 1 for group in groups.values())
-        assert all(engine.requests for engine in engines)
-        values = stream.take_metrics().values()
-        assert (values["agent/num_turns"], values["extra/num"]) == (2, 3)
-        assert values["num_generated_tokens"] == 20 * 6
-
-
 def test_turns_carry_the_versions_of_their_tokens(tmp_path, tiny_tokenizer):
     class Updated(StreamingEngine):
         """Weights change under its second turn."""

@@ -227,15 +227,6 @@ def test_a_prompt_that_fails_twice_in_a_step_counts_twice():
         collect(sampler, open_stream, "step1")
 
 
-def test_no_more_prompts_run_at_once_than_asked_for_where_groups_are_replaced():
-    sampler, _, open_stream, asked = make(
-        9, 4, lambda row: [0.0, float(row % 2)], group_filter=GroupFilter()
-    )
-    sampler.num_at_once = 2
-    assert rows(collect(sampler, open_stream, "step1")) == [1, 3, 5, 7]
-    assert [batch for _, batch in asked] == [[0, 1], [2, 3], [4, 5], [6], [7]]
-
-
 def test_a_constant_reward_ends_the_run_and_says_why():
     group_filter = GroupFilter(max_empty=10)
     sampler, _, open_stream, asked = make(100, 2, lambda row: [1.0, 1.0], group_filter=group_filter)

@@ -193,16 +193,6 @@ def test_a_reward_that_cannot_be_had_ends_the_stream():
     assert engine.aborted == ["t/0"]
 
 
-def test_how_many_groups_may_be_dropped_is_not_for_the_stream_to_say():
-    engine = HeldEngine()
-    stream = open_stream([engine], HeldSource(answers=failing_for(*range(4))), policy=DROP)
-    submit(stream, range(4))
-    for row in range(4):
-        engine.answer(f"t/{row}")
-    assert all(group.failure is not None for group in fetch(stream, 4))
-    stream.close()
-
-
 def test_scores_for_some_groups_only_are_refused():
     def answer(batch: RewardBatch) -> RewardResult:
         ones = [1.0] * len(batch)

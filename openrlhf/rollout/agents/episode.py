@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from openrlhf.datasets.prompt_record import PromptRecord
 from openrlhf.engines.base import Completion, GenerationRequest, SamplingSettings
 from openrlhf.errors import EngineError
 from openrlhf.utils.agent import (
@@ -68,11 +69,8 @@ class EpisodeRequest:
     """One sample of one prompt, to be acted out."""
 
     sample_id: str
-    prompt_text: str
-    prompt_token_ids: tuple[int, ...]
+    prompt: PromptRecord
     sampling: SamplingSettings
-    label: object = ""
-    columns: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Segment:
 
     A literal example: prompt [7, 8] sampled [9, 2], then prompt [7, 8, 9, 2, 5] sampled [4] is one
     segment, tokens [7, 8, 9, 2, 5, 4] with mask [F, F, T, T, F, T]. A prompt that does not begin
-    with a segment's tokens (a template that rewrites history, a branch) begins a segment of its own.
+    with a segment's tokens (a template that rewrites history, a branch) begins one of its own.
     """
 
     token_ids: list[int]  # T
@@ -304,8 +302,9 @@ class TextCodec:
 
     def encode_prompt(self, text: str, episode: Episode) -> list[int]:
         """Return the ids of a prompt; the data set's own where the text is."""
-        if text == episode.request.prompt_text:
-            return list(episode.request.prompt_token_ids)
+        prompt = episode.request.prompt
+        if text == prompt.prompt_text:
+            return list(prompt.prompt_token_ids)
         return self.encoder.encode_prompt(text)
 
     def encode_continuation(self, text: str) -> list[int]:

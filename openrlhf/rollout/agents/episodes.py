@@ -302,17 +302,12 @@ def episode_requests(
     prompt: PromptRecord, sampling: SamplingSettings, name: str
 ) -> list[EpisodeRequest]:
     """Return the episodes of a prompt."""
-    one = replace(sampling, num_samples=1)
+    seeds = [
+        None if sampling.seed is None else sampling.seed + k for k in range(sampling.num_samples)
+    ]
     return [
-        EpisodeRequest(
-            sample_id=f"{name}/{k}",
-            prompt_text=prompt.prompt_text,
-            prompt_token_ids=prompt.prompt_token_ids,
-            sampling=one if sampling.seed is None else replace(one, seed=sampling.seed + k),
-            label=prompt.label,
-            columns=prompt.columns,
-        )
-        for k in range(sampling.num_samples)
+        EpisodeRequest(f"{name}/{k}", prompt, replace(sampling, num_samples=1, seed=seed))
+        for k, seed in enumerate(seeds)
     ]
 
 

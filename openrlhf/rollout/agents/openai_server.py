@@ -190,7 +190,7 @@ class OpenAIServer:
         key = f"sk-{secrets.token_hex(16)}"
         episode.sessions.append(session)
         self._sessions[key] = session
-        return OpenAISession(self.base_url, key, MODEL_NAME, episode.request.columns)
+        return OpenAISession(self.base_url, key, MODEL_NAME, episode.request.prompt.columns)
 
     def _app(self) -> FastAPI:
         app, router = FastAPI(openapi_url=None), APIRouter(prefix="/v1")

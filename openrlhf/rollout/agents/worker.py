@@ -154,9 +154,9 @@ class Worker:
         outside = self._engine.outside
         self.num_episodes += 1
         CURRENT.set(episode)
-        params = first_params(request.sampling, self.setup.max_length)
+        prompt, params = request.prompt, first_params(request.sampling, self.setup.max_length)
         acting = asyncio.ensure_future(
-            self._executor.execute(request.prompt_text, request.label, params, **self._extras)
+            self._executor.execute(prompt.prompt_text, prompt.label, params, **self._extras)
         )
         try:
             await asyncio.wait({acting}, timeout=self.setup.episode_timeout_s)
