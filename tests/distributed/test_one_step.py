@@ -20,7 +20,7 @@ STAGES = (0, 2)
 def after_dpo(folder: Path, flags: str) -> dict[str, Tensor]:
     # Updates that do not hang on the sign of a gradient near zero.
     flags += " --max_norm 0.5 --learning_rate 1e-3 --adam.eps 1e-2 --lr_scheduler constant"
-    trainer, _ = start(folder, "dpo", flags)
+    trainer = start(folder, "dpo", flags)
     trainer.train_step(range(len(trainer.samples)))
     return {name: t.clone() for name, t in stored_parameters(trainer.engine.module)}
 
