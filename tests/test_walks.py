@@ -33,8 +33,8 @@ WALKS = {
         [
             "trainer/ray/ppo_actor.py:broadcast_to_vllm",
             "distributed/weights.py:stored_parameters",
-            "trainer/ray/weight_sync.py:send_weights",
-            "engines/weight_transfer.py:buckets",
+            "trainer/ray/weight_sync.py:send",
+            "trainer/ray/weight_sync.py:buckets",
             "trainer/ray/vllm_engine.py:receive_bucket",
             "engines/vllm_engine.py:receive_bucket",
             "engines/weight_receiver.py:update_weights",
