@@ -345,7 +345,7 @@ def packed_attention_forward(  # noqa: PLR0913 - the signature transformers call
     if used := [name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None]:
         raise ConfigError(
             f"{type(module).__name__} needs {', '.join(used)}, unknown to packed attention: "
-            "install flash-attn if the model supports it, or use another model."
+            "name a kernel that knows them with --attn_implementation, or use another model."
         )
     options = ScoreOptions(scaling, dropout, sliding_window, softcap)
     if packed_row is None:

@@ -128,6 +128,13 @@ def test_a_saved_config_leaves_open_what_evaluation_reads_otherwise(
     assert repeated.eval_samples.fingerprint == inputs.eval_samples.fingerprint
 
 
+def first_prompt(config: PPOConfig) -> str:
+    inputs = ppo_setup.prepare_inputs(config, has_engines=False)
+    assert inputs.reward_source is not None
+    inputs.reward_source.close()
+    return inputs.prompts[0].prompt_text
+
+
 def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     tiny_model_dir: Path, tmp_path: Path, capsys
 ) -> None:
@@ -140,13 +147,11 @@ def test_prompts_of_a_saved_config_are_rendered_as_they_were(
     words += "--remote_rm_url http://localhost:1 --vllm_num_engines 0 --rollout_batch_size 4 "
     words += "--train_batch_size 4 --micro_train_batch_size 1 --advantage_estimator reinforce"
     config = parse_config(PPOConfig, words.split()).config
-    with ppo_setup.prepare_inputs(config, has_engines=False) as inputs:
-        assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
+    assert first_prompt(config) == "<|user|>q<|end|><|assistant|>"
     assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         f"note: 'prompt' {SAID}",
         "warning: evaluation: 1 of 5 rows were left out: over-long",
     ]
     save_resolved(config, tmp_path / "config.yaml")
     again = parse_config(PPOConfig, ["--config", str(tmp_path / "config.yaml")]).config
-    with ppo_setup.prepare_inputs(again, has_engines=False) as inputs:
-        assert inputs.prompts[0].prompt_text == "<|user|>q<|end|><|assistant|>"
+    assert first_prompt(again) == "<|user|>q<|end|><|assistant|>"
